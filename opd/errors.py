@@ -1,0 +1,56 @@
+"""Errors a user can see. Each says what was wrong, the value given, and what to do.
+
+    OpdError                      exit code 1: the run could not go on
+    ├── UserError (ValueError)    exit code 2: a mistake in what was asked for
+    │   ├── RecipeError           a key, type or value in a recipe
+    │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
+    │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
+    │   ├── DataError             prompts that are missing, empty, malformed or too long
+    │   └── RunDirectoryError     a run directory that is missing or unreadable
+    ├── TrainingError             non-finite loss, out of memory: names the place and the knob
+    └── StoreError                the rollout log is damaged: names the file and the offset
+
+`Stopped` is not an error: Ctrl-C (or SIGTERM) asked the run to end, and it ended cleanly.
+"""
+
+from __future__ import annotations
+
+
+class OpdError(Exception):
+    exit_code = 1
+
+
+class UserError(OpdError, ValueError):
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    pass
+
+
+class ModelError(UserError):
+    pass
+
+
+class TokenizerMismatch(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class RunDirectoryError(UserError):
+    pass
+
+
+class TrainingError(OpdError):
+    pass
+
+
+class StoreError(OpdError):
+    pass
+
+
+class Stopped(Exception):
+    """Raised inside a run when the user asked it to stop; caught by `training.pipeline`."""

@@ -1,0 +1,197 @@
+"""The records that travel between sampler, store, teachers and trainer.
+
+Frozen and torch-free; per-token arrays are numpy. A fact rides on the record it belongs to, so there are no
+parallel lists to get out of step. Axis suffixes: T = response tokens, P = prompt tokens, N = rows, D = width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+StopReason = Literal["stop", "length", "env"]
+SignalKind = Literal["logprobs_at", "topk", "hidden", "score", "text"]
+
+
+class Author(IntEnum):
+    """Who wrote a response token. Every loss term derives its own mask from this."""
+
+    STUDENT = 0
+    TEACHER = 1
+    DATA = 2
+    ENV = 3
+    TEMPLATE = 4
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. `fields` is read by verifiers, rewards and views: answer, completion, hint, document…
+
+    >>> Prompt(id="task:addition/train/7", messages=({"role": "user", "content": "add 12+30"},),
+    ...        domain="arithmetic", fields={"answer": "42"})  # doctest: +ELLIPSIS
+    Prompt(...)
+    """
+
+    id: str
+    domain: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy. The policy itself is always untempered (semantics 8)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    stop_ids: tuple[int, ...] = ()  # all of them are one event
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `rollout.draws`.
+
+    `prefix_ids` are response tokens that exist already (an interrupted rollout); sampling goes on behind them.
+    """
+
+    id: str
+    prompt_ids: np.ndarray  # (P,) int32
+    key: int
+    sampling: Sampling
+    prefix_ids: np.ndarray | None = None
+
+
+class SampledToken(NamedTuple):
+    """One token, as the sampler drew it. Log-probs as in `Rollout`."""
+
+    request_id: str
+    token: int
+    logprob: float
+    logprob_sampled: float
+    logprob_stop: float
+    version: int
+
+
+class Finished(NamedTuple):
+    request_id: str
+    stop: StopReason
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A trajectory with everything known about each of its tokens. Ids are exact, never re-tokenised text."""
+
+    id: str
+    prompt_id: str
+    visit: int  # which pass over this prompt
+    sample: int
+    domain: str
+    source: str  # student | data | teacher:NAME | mixed | replay
+    prompt_ids: np.ndarray  # (P,) int32
+    response_ids: np.ndarray  # (T,) int32
+    author: np.ndarray  # (T,) uint8, see Author
+    logprob: np.ndarray  # (T,) float32, under the policy itself: untempered, full support, stop ids merged
+    logprob_sampled: np.ndarray  # (T,) float32, under the distribution really drawn from (temperature, top-p)
+    logprob_stop: np.ndarray  # (T,) float32, of the merged stop event at each position
+    version: np.ndarray  # (T,) int32, policy version of each token
+    stop: StopReason
+    group: str = ""  # units an objective must see whole: never split across micro-batches
+    pair: str = ""
+    turns: tuple[tuple[int, int], ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return int(self.prompt_ids.size + self.response_ids.size)
+
+
+@dataclass(frozen=True)
+class SignalNeed:
+    """What a term asks of a teacher. `logprobs_at` without ids means: at the response tokens themselves."""
+
+    kind: SignalKind
+    ids: np.ndarray | None = None
+    k: int | None = None
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A teacher's answer about one rollout. Missing values are NaN and masked out, never 0.
+
+    `spans` pairs response positions with teacher positions (s0, s1, t0, t1). `values` is (T,) for `logprobs_at`,
+    (T, D) for `hidden`; hidden states stay tensors on the teacher's device.
+    """
+
+    teacher: str
+    teacher_version: int
+    role: str
+    view: str
+    spans: tuple[tuple[int, int, int, int], ...]
+    values: Any
+    mask: np.ndarray  # (T,) bool
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    ids: np.ndarray  # (T, K)
+    logprobs: np.ndarray  # (T, K)
+    tail: np.ndarray  # (T,) log of the mass outside
+    stop_logprob: np.ndarray  # (T,)
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on one sample. `score` None means it could not be judged: masked and counted, never a zero."""
+
+    score: float | None
+    per_turn: tuple[float, ...] = ()
+    feedback: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward sees: the prompt and the decoded response (without its stop token)."""
+
+    prompt: Prompt
+    text: str
+    rollout: Rollout | None = None
+
+
+@dataclass(frozen=True)
+class WeightsRef:
+    """Weights to publish to a sampler: a policy version and its tensors by parameter name (LoRA already merged)."""
+
+    version: int
+    tensors: Mapping[str, Any]
+
+
+class Sampler(Protocol):
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]: ...
+
+    def load(self, weights: WeightsRef) -> None: ...
+
+
+class Teacher(Protocol):
+    name: str
+    role: str
+    offers: frozenset[str]
+
+    def score(self, rollouts: Sequence[Rollout], need: SignalNeed) -> list[Signal]: ...
+
+    def observe(self, step: int, weights: WeightsRef) -> None: ...
+
+
+class Reward(Protocol):
+    def __call__(self, samples: Sequence[Sample]) -> list[Judgement]: ...
