@@ -1,0 +1,165 @@
+"""One wrapper around any causal LM: hidden states of packed sequences, and the head as a `Projection`.
+
+    model = load_model("tiny/generalist")
+    hidden_TD = model.hidden(ids_T, Packed.of([12, 7]))       # two sequences back to back
+    projection = model.project(hidden_TD)                     # logits, not multiplied out
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ModelError
+from opd.models import attention
+from opd.models.attention import Packed
+from opd.models.tokenizers import stop_ids
+from opd.objectives import Projection
+from opd.types import WeightsRef
+
+if TYPE_CHECKING:
+    from opd.config import Lora
+
+ADAPTER = "default"
+
+
+class LanguageModel:
+    """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
+
+    def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
+        self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
+        self.stop_ids = stop_ids(module, tokenizer)
+        self.adapter: Any = None  # peft's wrapper, when there is one
+        self._plain: Any = None  # the module as it was before LoRA layers were put in
+        self.head = _plain_head(module, name)
+        config = module.config
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.size = min(len(tokenizer), self.head.weight.shape[0])
+        self._switch_attention_and_check()
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def backbone(self) -> Any:
+        return self.module.base_model
+
+    @property
+    def context(self) -> int:
+        return int(self.module.config.max_position_embeddings)
+
+    def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
+        """Final hidden states (T, D) of sequences packed back to back; row t predicts token t + 1."""
+        out = self.backbone(input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout)
+        return out.last_hidden_state[0]
+
+    def project(self, hidden: Tensor) -> Projection:
+        return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def _switch_attention_and_check(self) -> None:
+        """Compare the stock forward pass with ours on a short probe, so that a surprise in a model shows here."""
+        ids = torch.arange(self.size, device=self.device)[torch.linspace(1, self.size - 1, 7).long()]
+        with torch.no_grad():
+            stock = self.module(input_ids=ids[None], use_cache=False).logits[0, :, : self.size].float()
+            self.module.set_attn_implementation(attention.NAME)
+            ours = self.project(self.hidden(ids, Packed.of([ids.numel()], self.device))).logits()
+        tolerance = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, float(stock.abs().max()))
+        gap = float((stock - ours).abs().max())
+        if not gap <= tolerance:
+            raise ModelError(
+                f"model {self.name!r} ({type(self.module).__name__}): its logits are not head(hidden) as expected (they differ by "
+                f"{gap:.3g}). Its attention or its head does something this version does not know; use another model."
+            )
+
+    # LoRA
+
+    def add_lora(self, lora: Lora) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        targets = lora.targets
+        head = next(name for name, child in self.module.named_modules() if child is self.head)
+        named = [targets] if isinstance(targets, str) else targets
+        if any(head == target or head.endswith("." + target) for target in named):
+            raise ModelError(
+                f"lora.targets names the output head ({head}). Exact divergences read the head's matrix itself, so an adapter "
+                "there would be left out of the loss. Leave the head out of the targets."
+            )
+        self._plain = _share(self.module)
+        config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM")
+        try:
+            self.adapter = get_peft_model(self.module, config, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ModelError(f"lora.targets {targets!r}: {str(error).splitlines()[0]}") from None
+
+    def weights(self, version: int) -> WeightsRef:
+        """The policy's weights by their plain names, LoRA merged; what is not adapted is shared, not copied."""
+        if self.adapter is None:
+            return WeightsRef(version, {name: parameter.detach() for name, parameter in self.module.named_parameters()})
+        merged: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self._plain.named_parameters()}
+        with torch.no_grad():
+            for name, child in self.module.named_modules():
+                if hasattr(child, "get_delta_weight") and ADAPTER in child.lora_A:
+                    base = child.get_base_layer().weight
+                    merged[f"{name}.weight"] = base + child.get_delta_weight(ADAPTER).to(base.dtype)
+        return WeightsRef(version, merged)
+
+    def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
+        """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
+        clone = copy.copy(self)
+        clone.module = _share(self.module if self.adapter is None else self._plain)
+        clone.adapter, clone._plain = None, None
+        adapted = set()
+        if self.adapter is not None:
+            adapted = {f"{name}.weight" for name, child in self.module.named_modules() if hasattr(child, "get_delta_weight")}
+        for name, parameter in clone.module.named_parameters():
+            if dtype not in (None, parameter.dtype):
+                parameter.data = parameter.data.to(dtype)
+            elif name in adapted:
+                parameter.data = parameter.data.clone()
+        clone.head = clone.module.get_output_embeddings()
+        clone.module.gradient_checkpointing_disable()
+        return clone
+
+    # Saving
+
+    def save(self, directory: Path, stop: tuple[int, ...] = ()) -> None:
+        """A plain Hugging Face directory (LoRA merged; the adapter beside it) that carries every stop id."""
+        directory.mkdir(parents=True, exist_ok=True)
+        module = self.module
+        if self.adapter is not None:
+            module = _share(self._plain)
+            tensors = self.weights(0).tensors
+            for name, parameter in module.named_parameters():
+                parameter.data = tensors[name]
+            self.adapter.save_pretrained(directory / "adapter")
+        stops = tuple(dict.fromkeys(self.stop_ids + stop))
+        if stops:
+            module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
+        module.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def _share(module: Any) -> Any:
+    """A copy of the module tree whose frozen parameters share their storage with the original's."""
+    memo: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()}
+    return copy.deepcopy(module, memo)
+
+
+def _plain_head(module: Any, name: str) -> nn.Linear:
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"model {name!r}: its output head is {type(head).__name__}, and only a plain linear head is supported.")
+    return head

