@@ -349,9 +349,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     value = _number(value)
     *parents, last = path.split(".")
     node: Any = raw
-    for depth, part in enumerate(parents):
+    for part in parents:
         child = _child(node, part, override)
-        if isinstance(child, str) and parents[depth] in ("student", *_teacher_names(raw)):
+        if isinstance(child, str) and part in ("student", *_teacher_names(raw)):
             child = {"model": child}  # `student: tiny/generalist` is short for `student: {model: …}`
         elif child is None:
             child = {}

@@ -8,11 +8,10 @@ Names say direction: `reverse_kl = KL(student || teacher)`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import math
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ class Divergence:
     value: Tensor  # (N,) D_n, detached
     entropy: Tensor  # (N,) of the student, detached
     teacher_entropy: Tensor  # (N,) detached
+    reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def divergence(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The formula applied to a block of rows: (loss, (value, entropy, teacher_entropy))."""
+    """The formula applied to a block of rows: the loss, and value, entropy, teacher entropy and reverse KL by row."""
 
     kind: str
     params: dict[str, float]
@@ -101,13 +101,15 @@ class _Rows:
     merge: MergeGroups
     size: int
 
-    def __call__(self, student: Projection, teacher: Projection, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def __call__(self, student: Projection, teacher: Projection, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         log_s = log_probs(student, self.size, self.merge, self.temperature)
         with torch.no_grad():
             log_t = log_probs(teacher, self.size, self.merge, self.temperature)
         value = FORMULAS[self.kind](log_s, log_t, **self.params)
         loss = (value * weight).sum()
-        return loss, (value.detach(), entropy(log_s.detach()), entropy(log_t))
+        with torch.no_grad():
+            yardstick = value.detach() if self.kind == "reverse_kl" else reverse_kl(log_s, log_t)
+            return loss, (value.detach(), entropy(log_s), entropy(log_t), yardstick)
 
 
 def entropy(logprobs: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class _Chunked(torch.autograd.Function):
             for index, (tensor, need) in enumerate(zip((hidden, weight, bias), needs, strict=True))
         ]
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        parts: list[tuple[Tensor, ...]] = []
         for chunk in chunks(hidden.shape[0], rows.size):
             leaves = [
                 None if tensor is None else tensor.detach().requires_grad_(need)
@@ -151,7 +153,7 @@ class _Chunked(torch.autograd.Function):
             None if grad is None else grad.to(tensor.dtype)
             for grad, tensor in zip(grads, (hidden, weight, bias), strict=True)
         ]
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)] if parts else [hidden.new_zeros(0, dtype=wide)] * 3
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)] if parts else [hidden.new_zeros(0, dtype=wide) for _ in range(4)]
         ctx.mark_non_differentiable(*columns)
         return total, *columns
 

@@ -1,0 +1,166 @@
+"""The command line: parses and delegates, nothing else. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opd.errors import OpdError, Stopped, UserError
+
+app = typer.Typer(name="opd", no_args_is_help=True, add_completion=False, help="On-policy distillation: the student samples, the teachers score every token.")
+recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
+models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
+app.add_typer(recipes, name="recipes")
+app.add_typer(models, name="models")
+
+STOPPED = 130  # as a shell reports Ctrl-C
+
+
+def main() -> None:
+    """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
+    try:
+        app()
+    except Stopped:
+        sys.exit(STOPPED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(STOPPED)
+    except OpdError as error:
+        print(f"opd: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example train.steps=50")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME, never overwritten.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")] = False,
+) -> None:
+    """Train: from a recipe to a model."""
+    from opd.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    if dry_run:
+        from opd.training.plan import make_plan
+
+        plans = make_plan(loaded)
+        print(loaded.to_yaml())
+        for plan in plans:
+            print("\n".join(plan.lines()))
+        return
+    from rich.console import Console
+
+    from opd.run import new_directory
+    from opd.run import run as start
+
+    directory = new_directory(out or Path("runs") / loaded.name)
+    console = Console()
+    try:
+        start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
+    finally:
+        console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
+    prompts: Annotated[list[str], typer.Option(help="Prompt source (held-out split); repeat for several.")],
+    k: Annotated[int, typer.Option(min=0, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
+    n: Annotated[int, typer.Option(min=1, help="Held-out prompts per source.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure pass@1 and pass@k of a model on held-out prompts."""
+    from opd.training.evaluate import evaluate_model
+
+    scores = evaluate_model(model, prompts, k=k, count=n, temperature=temperature, max_new_tokens=max_new_tokens, device=device, seed=seed)
+    if as_json:
+        print(json.dumps({domain: score.to_json() for domain, score in scores.items()}, indent=1))
+        return
+    from rich.console import Console
+
+    from opd.training.evaluate import scores_table
+
+    Console().print(scores_table(model, scores))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from opd.config import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=1))
+
+
+@recipes.command("list")
+def list_recipes() -> None:
+    """Names of the shipped recipes, with their first line."""
+    from opd.config import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        print(f"{name:32} {first}")
+
+
+@recipes.command("show")
+def show_recipe(name: str) -> None:
+    """Print a shipped recipe."""
+    from opd.config import find_recipe
+
+    print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes.command("copy")
+def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Default: NAME.yaml here.")] = None) -> None:
+    """Copy a shipped recipe, to change it."""
+    from opd.config import find_recipe
+
+    source = find_recipe(name)
+    target = to or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml")
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    print(f"wrote {target}; run it with: opd run {target}")
+
+
+@models.command("list")
+def list_models() -> None:
+    """Built-in models and how they score."""
+    from opd.models.catalog import catalog
+
+    for line in catalog():
+        print(line)
+
+
+@models.command("export")
+def export_model(name: str, to: Path) -> None:
+    """Write a model as a plain Hugging Face directory."""
+    from opd.models.catalog import export
+
+    export(name, to)
+    print(f"wrote {to}")
+
+
+@models.command("build")
+def build_models(
+    to: Annotated[Path | None, typer.Option(help="Where to put them; default: into the package.")] = None,
+) -> None:
+    """Rebuild tiny/* from fixed seeds (about a quarter of an hour on one core)."""
+    from opd.models.catalog import TINY_ROOT
+    from opd.training.tiny import build
+
+    build(to or TINY_ROOT, progress=print)
+
+
+if __name__ == "__main__":
+    main()

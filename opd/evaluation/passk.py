@@ -1,0 +1,145 @@
+"""pass@1 and pass@k on held-out prompts, with standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opd.data.render import decode
+from opd.rewards import verify
+from opd.rollout.draws import request_key
+from opd.types import Prompt, Sample, SampledToken, Sampler, SampleRequest, Sampling
+
+EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: Prompt
+    prompt_ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Score:
+    """One domain's result. Fractions of `n` prompts; `stderr` belongs to `value`."""
+
+    n: int
+    greedy: float | None = None
+    greedy_stderr: float | None = None
+    sampled: float | None = None  # mean over prompts of the share of right samples
+    sampled_stderr: float | None = None
+    pass_at_k: float | None = None
+    pass_at_k_stderr: float | None = None
+    k: int = 0
+    unjudged: int = 0  # samples no verifier could judge: left out, not counted as wrong
+    length: float = 0.0
+    truncated: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """pass@1: greedy where there is one, else sampled."""
+        found = self.greedy if self.greedy is not None else self.sampled
+        return math.nan if found is None else found
+
+    @property
+    def stderr(self) -> float:
+        found = self.greedy_stderr if self.greedy is not None else self.sampled_stderr
+        return math.nan if found is None else found
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+def evaluate(
+    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
+    greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
+) -> dict[str, Score]:  # fmt: skip
+    """Score a model on every domain: greedily, and with k samples per prompt where k > 0."""
+    runs: dict[str, Sampling] = {}
+    if greedy:
+        runs["greedy"] = Sampling(sampling.max_new_tokens, 0.0, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
+    if k:
+        runs["sampled"] = Sampling(sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
+    results: dict[str, dict[str, list[np.ndarray]]] = {domain: {} for domain in questions}
+    lengths: dict[str, list[int]] = {domain: [] for domain in questions}
+    for name, how in runs.items():
+        answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
+        for domain, asked in questions.items():
+            results[domain][name] = [_judge(question, answers[question.prompt.id], tokenizer, how.stop_ids) for question in asked]
+            lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
+    return {domain: _score(results[domain], lengths[domain], k, sampling.max_new_tokens) for domain in questions if questions[domain]}
+
+
+def _answers(
+    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, samples: int, seed: int, check_stop: Callable[[], None]
+) -> dict[str, list[np.ndarray]]:
+    tokens: dict[str, list[int]] = {}
+    owner: dict[str, str] = {}
+    requests = []
+    for asked in questions.values():
+        for question in asked:
+            for sample in range(samples):
+                name = f"eval/{question.prompt.id}/{sample}"
+                tokens[name], owner[name] = [], question.prompt.id
+                requests.append(SampleRequest(name, question.prompt_ids, request_key(seed, question.prompt.id, EVAL_VISIT, sample), sampling))
+    for event in sampler.sample(requests):
+        if isinstance(event, SampledToken):
+            tokens[event.request_id].append(event.token)
+        else:
+            check_stop()
+    found: dict[str, list[np.ndarray]] = {}
+    for name, ids in tokens.items():
+        found.setdefault(owner[name], []).append(np.asarray(ids, dtype=np.int32))
+    return found
+
+
+def _judge(question: Question, answers: Sequence[np.ndarray], tokenizer: Any, stop_ids: tuple[int, ...]) -> np.ndarray:
+    """1 right, 0 wrong, NaN could not be judged; one per sample. Partial scores count by their value."""
+    samples = [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers]
+    return np.array([np.nan if judgement.score is None else judgement.score for judgement in verify(samples)])
+
+
+def _score(results: Mapping[str, list[np.ndarray]], lengths: Sequence[int], k: int, limit: int) -> Score:
+    found: dict[str, Any] = {}
+    if "greedy" in results:
+        found["greedy"], found["greedy_stderr"] = mean_and_stderr([scores[0] for scores in results["greedy"]])
+    if "sampled" in results:
+        found["sampled"], found["sampled_stderr"] = mean_and_stderr([_mean(scores) for scores in results["sampled"]])
+        whole = [pass_at_k(scores, k) for scores in results["sampled"]]
+        found["pass_at_k"], found["pass_at_k_stderr"] = mean_and_stderr(whole)
+        found["k"] = k
+    first = next(iter(results.values()))
+    unjudged = sum(int(np.isnan(scores).sum()) for run in results.values() for scores in run)
+    judged = sum(1 for scores in first if not np.isnan(scores).all())
+    return Score(n=judged, unjudged=unjudged, length=float(np.mean(lengths)), truncated=float(np.mean(np.asarray(lengths) >= limit)), **found)
+
+
+def _mean(scores: np.ndarray) -> float:
+    judged = scores[~np.isnan(scores)]
+    return float(judged.mean()) if judged.size else math.nan
+
+
+def pass_at_k(scores: np.ndarray, k: int) -> float:
+    """Chance that at least one of k samples is right, unbiased from n >= k samples: 1 - C(n - c, k) / C(n, k).
+
+    >>> pass_at_k(np.array([1, 0, 0, 0]), 2)
+    0.5
+    """
+    judged = scores[~np.isnan(scores)]
+    n, correct = judged.size, int((judged >= 1).sum())
+    if n < k:
+        return math.nan
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean over prompts and its standard error; None where nothing could be judged."""
+    judged = np.asarray([value for value in values if not math.isnan(value)])
+    if not judged.size:
+        return None, None
+    spread = float(judged.std(ddof=1)) if judged.size > 1 else 0.0
+    return float(judged.mean()), spread / math.sqrt(judged.size)

@@ -1,0 +1,33 @@
+"""The models that come with the package: what there is, how good it is, and how to take one along."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+
+from opd.errors import UserError
+from opd.models.load import load_model, tiny_models
+
+TINY_ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
+
+
+def catalog() -> list[str]:
+    """One line per model, with the scores measured when it was built."""
+    manifest = json.loads((TINY_ROOT / "manifest.json").read_text(encoding="utf-8"))["models"]
+    lines = []
+    for name in tiny_models():
+        scores = manifest[name.removeprefix("tiny/")]["scores"]
+        lines.append(f"{name:18} " + "  ".join(f"{domain} {score:.0%}" for domain, score in scores.items()))
+    return [*lines, "smol               SmolLM2-135M-Instruct; needs `make smol`"]
+
+
+def export(name: str, to: Path) -> None:
+    if to.exists() and any(to.iterdir()):
+        raise UserError(f"{to} exists and is not empty. Choose another directory.")
+    known = tiny_models()
+    if name in known:
+        shutil.copytree(known[name], to, dirs_exist_ok=True)
+    else:
+        load_model(name).save(to)

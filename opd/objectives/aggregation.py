@@ -1,0 +1,40 @@
+"""The one place that masks and divides.
+
+Each token of the whole batch gets a weight, before the batch is cut into micro-batches; a term's loss is then a plain
+weighted sum, and no way of cutting, padding or packing can change it. The denominators are global sums, so several
+processes only have to all-reduce them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
+
+
+def token_weights(masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0) -> list[np.ndarray]:
+    """Weight of every token of every rollout. `masks` (T,) bool per rollout; `groups` names each rollout's prompt.
+
+    token_mean      every token counts alike
+    sequence_mean   every rollout counts alike, tokens alike within it
+    prompt_mean     every prompt counts alike, tokens alike within its rollouts
+    constant        the sum over tokens, divided by a constant
+
+    >>> [w.tolist() for w in token_weights([np.ones(1, bool), np.ones(3, bool)], ["a", "b"], "token_mean")]
+    [[0.25], [0.25, 0.25, 0.25]]
+    """
+    counts = np.array([mask.sum() for mask in masks], dtype=np.float64)
+    if aggregate == "token_mean":
+        per_token = np.full(len(masks), 1.0 / max(counts.sum(), 1.0))
+    elif aggregate == "sequence_mean":
+        per_token = 1.0 / np.maximum(counts, 1.0) / max((counts > 0).sum(), 1)
+    elif aggregate == "prompt_mean":
+        names, member = np.unique(np.asarray(groups), return_inverse=True)
+        totals = np.bincount(member, weights=counts, minlength=len(names))
+        per_token = 1.0 / np.maximum(totals[member], 1.0) / max((totals > 0).sum(), 1)
+    else:
+        per_token = np.full(len(masks), 1.0 / denominator)
+    return [(mask * weight).astype(np.float32) for mask, weight in zip(masks, per_token, strict=True)]

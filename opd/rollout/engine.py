@@ -1,0 +1,264 @@
+"""The built-in sampler: continuous batching over a fixed number of slots.
+
+    engine = Engine(student.inference_copy(), SamplerSpec(), max_length=512, merge_stop=stop_ids)
+    for event in engine.sample(requests):        # a generator: requests are pulled as slots become free
+        ...                                      # SampledToken, SampledToken, …, Finished, of many requests interleaved
+
+    requests ──► free slots ──► prefill calls ──► decode steps, all slots at once ──► events
+                     ▲                                  │
+                     └──────────── finished ◄───────────┘
+
+A rollout depends on its request and the weights only, never on what shares the batch: see `draws` and `graphs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opd.config import SamplerSpec
+from opd.errors import DataError, ModelError, TrainingError
+from opd.models.language_model import LanguageModel
+from opd.rollout.graphs import PrefillRow, Results, Settings, Steps
+from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
+
+SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
+
+
+def choose_settings(model: LanguageModel, spec: SamplerSpec) -> Settings:
+    """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
+    if model.device.type == "cuda":
+        slots, rows, chunk = 64, 16, 64
+    elif sum(parameter.numel() for parameter in model.module.parameters()) < SMALL_MODEL:
+        slots, rows, chunk = 64, 16, 16
+    else:
+        slots, rows, chunk = 16, 1, 32
+    return Settings(spec.slots or slots, spec.prefill_rows or rows, spec.prefill_chunk or chunk)
+
+
+@dataclass(eq=False)
+class Active:
+    """A request in a slot. `length` and `position` run ahead of what has been emitted."""
+
+    request: SampleRequest
+    slot: int
+    rows: deque[PrefillRow]  # of its prompt, not prefilled yet
+    stop: frozenset[int]
+    length: int  # columns in use once everything launched so far is done, the token to be fed next included
+    position: int  # response tokens launched, the prefix included
+    ids: list[int]  # response ids emitted, the prefix included
+    finished: bool = False
+
+    @property
+    def exhausted(self) -> bool:
+        return self.position >= self.request.sampling.max_new_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A call whose results have not been read: column of the results -> request."""
+
+    results: Results
+    columns: list[tuple[int, Active]]
+    version: int
+
+
+class Engine:
+    """Implements `types.Sampler`. One `sample` at a time; `load` may come between two events of it."""
+
+    def __init__(
+        self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...]
+    ) -> None:
+        if max_length > model.context:
+            raise DataError(
+                f"sampler: {max_length} tokens per sequence, but the context of {model.name} is {model.context}. "
+                "Lower rollout.max_new_tokens or rollout.max_prompt_tokens."
+            )
+        self.model, self.max_length, self.version = model, max_length, 0
+        self.settings = choose_settings(model, spec)
+        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile)
+        self.decode_steps = self.prefill_calls = 0
+        self._busy = False
+
+    def load(self, weights: WeightsRef) -> None:
+        """Copy weights into place: same storage, so CUDA graphs stay valid. What is shared already is left alone."""
+        with torch.no_grad():
+            for name, parameter in self.model.module.named_parameters():
+                tensor = weights.tensors.get(name)
+                if tensor is None or tensor.shape != parameter.shape:
+                    found = (
+                        "is missing"
+                        if tensor is None
+                        else f"has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+                    )
+                    raise ModelError(
+                        f"sampler: weights of version {weights.version} do not fit {self.model.name}: {name} {found}."
+                    )
+                if tensor.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(tensor, non_blocking=True)
+        self.version = weights.version
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        """Events of all requests, interleaved: each request's tokens in order, then its `Finished`."""
+        if self._busy:
+            raise RuntimeError("this engine is sampling already; finish or close that generator first")
+        self._busy = True
+        try:
+            yield from _Schedule(self, iter(requests)).run()
+        finally:
+            self._busy = False
+
+
+class _Schedule:
+    """One run of `Engine.sample`."""
+
+    def __init__(self, engine: Engine, requests: Iterator[SampleRequest]) -> None:
+        self.engine, self.steps, self.settings = engine, engine.steps, engine.settings
+        self.requests: Iterator[SampleRequest] | None = requests  # None: no more
+        self.free = list(range(self.settings.slots - 1, -1, -1))
+        self.waiting: deque[Active] = deque()  # in a slot, prompt not prefilled yet
+        self.decoding: dict[int, Active] = {}  # by slot
+        self.launched: deque[Launched] = deque()
+        self.lag = 1 if engine.model.device.type == "cuda" else 0  # results left unread while the next step runs
+        self.idle = 0  # slot-steps wasted since the last prefill
+
+    def run(self) -> Iterator[SampledToken | Finished]:
+        while True:
+            yield from self.admit()
+            while self.should_prefill():
+                self.prefill()
+            if self.decoding:
+                self.decode()
+            elif not self.launched:
+                return
+            keep = self.lag if self.decoding else 0
+            while len(self.launched) > keep:
+                yield from self.read(self.launched.popleft())
+
+    # Requests into slots
+
+    def admit(self) -> Iterator[Finished]:
+        while self.free and self.requests is not None:
+            request = next(self.requests, None)
+            if request is None:
+                self.requests = None
+                return
+            active = self.place(request)
+            over = self.ended(active)
+            if over is None:
+                self.free.pop()
+                self.waiting.append(active)
+            else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
+                yield Finished(request.id, over)
+
+    def place(self, request: SampleRequest) -> Active:
+        sampling = request.sampling
+        prefix = np.zeros(0, dtype=np.int64) if request.prefix_ids is None else request.prefix_ids
+        ids = np.concatenate([request.prompt_ids, prefix]).astype(np.int64)
+        if request.prompt_ids.size + sampling.max_new_tokens > self.engine.max_length or ids.size == 0:
+            raise DataError(
+                f"request {request.id!r}: {request.prompt_ids.size} prompt tokens and {sampling.max_new_tokens} new ones; a sequence "
+                f"here has at least 1 and at most {self.engine.max_length}. Shorten the prompt or lower max_new_tokens."
+            )
+        slot, chunk = self.free[-1], self.settings.prefill_chunk
+        rows = deque(
+            PrefillRow(
+                ids[first : first + chunk], first, slot, first + chunk >= ids.size, request.key, prefix.size, sampling
+            )
+            for first in range(0, ids.size, chunk)
+        )
+        return Active(request, slot, rows, frozenset(sampling.stop_ids), ids.size, prefix.size, prefix.tolist())
+
+    # Calls
+
+    def should_prefill(self) -> bool:
+        """At once when the rows fill a call or nothing else is running; otherwise when waiting has become as dear.
+
+        A call costs about one decode step, and dummy rows are its waste; idle slots are the waste of waiting.
+        """
+        rows = sum(len(active.rows) for active in self.waiting)
+        if rows == 0:
+            return False
+        wasted = self.settings.slots * (1 - rows / self.settings.prefill_rows)
+        return not self.decoding or self.idle >= wasted
+
+    def prefill(self) -> None:
+        rows: list[PrefillRow] = []
+        columns: list[tuple[int, Active]] = []
+        while self.waiting and len(rows) < self.settings.prefill_rows:
+            active = self.waiting[0]
+            rows.append(active.rows.popleft())
+            if not active.rows:
+                columns.append((len(rows) - 1, self.waiting.popleft()))
+        results = self.steps.prefill(rows)
+        if self.waiting and self.waiting[0].rows[0].first > 0:
+            self.steps.park(self.waiting[0].slot)
+        self.engine.prefill_calls += 1
+        self.idle = 0
+        for _, active in columns:
+            self.decoding[active.slot] = active
+        self.note(results, columns)
+
+    def decode(self) -> None:
+        longest = max(active.length for active in self.decoding.values())
+        filtered = any(a.request.sampling.top_k > 0 or a.request.sampling.top_p < 1 for a in self.decoding.values())
+        self.idle += self.settings.slots - len(self.decoding)
+        results = self.steps.decode(longest, filtered)
+        self.engine.decode_steps += 1
+        self.note(results, list(self.decoding.items()))
+
+    def note(self, results: Results, columns: list[tuple[int, Active]]) -> None:
+        """A call that will draw a token for each of these was launched. Who has no more to come frees the slot now."""
+        self.launched.append(Launched(results, columns, self.engine.version))
+        for _, active in columns:
+            active.length += 1
+            active.position += 1
+            if active.exhausted:
+                self.release(active)
+
+    def release(self, active: Active) -> None:
+        if self.decoding.get(active.slot) is active:  # else the slot is free already, or has a new tenant
+            del self.decoding[active.slot]
+            self.free.append(active.slot)
+
+    # Results into events
+
+    def read(self, launched: Launched) -> Iterator[SampledToken | Finished]:
+        values = launched.results.numpy()
+        tokens, (logprobs, sampled, stops) = values[0].astype(np.int64).tolist(), values[1:].tolist()
+        version = launched.version
+        for column, active in launched.columns:
+            if active.finished:  # it stopped one step ago, and this one was under way
+                continue
+            token, logprob = tokens[column], logprobs[column]
+            if math.isnan(logprob):
+                raise TrainingError(
+                    f"request {active.request.id!r}: the policy's logits (version {version}) are not finite."
+                )
+            active.ids.append(token)
+            yield SampledToken(active.request.id, token, logprob, sampled[column], stops[column], version)
+            over = self.ended(active)
+            if over is not None:
+                active.finished = True
+                self.release(active)
+                yield Finished(active.request.id, over)
+
+    def ended(self, active: Active) -> StopReason | None:
+        """Why the response is over after its last token, if it is."""
+        ids, sampling = active.ids, active.request.sampling
+        if ids and ids[-1] in active.stop:
+            return "stop"
+        if ids and sampling.stop_strings and self.stop_string_at_end(ids, sampling.stop_strings):
+            return "stop"
+        return "length" if len(ids) >= sampling.max_new_tokens else None
+
+    def stop_string_at_end(self, ids: list[int], strings: tuple[str, ...]) -> bool:
+        """A string of n characters lies in the last n tokens, save for tokens that show nothing: some to spare."""
+        tail = ids[-max(map(len, strings)) - 16 :]
+        text = self.engine.model.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(string in text for string in strings)

@@ -1,0 +1,97 @@
+"""From logits to tokens: one function over all rows, each with its own temperature, top-p, top-k and random key.
+
+Axis legend: N = rows, V = real ids of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from opd.rollout.draws import uniforms_at
+
+BLOCK = 256  # ids whose probabilities are summed before the running sum
+
+
+@dataclass(frozen=True, eq=False)
+class RowSettings:
+    """How each row draws. Temperature 0 is greedy, top_p 1 and top_k 0 are off."""
+
+    temperature: Tensor  # (N,) float32
+    top_p: Tensor  # (N,) float32
+    top_k: Tensor  # (N,) int64
+    key: Tensor  # (N,) int64
+    position: Tensor  # (N,) int64, in the response
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """See `types.SampledToken`."""
+
+    token: Tensor  # (N,) int64
+    logprob: Tensor  # (N,) float32
+    logprob_sampled: Tensor  # (N,) float32
+    logprob_stop: Tensor  # (N,) float32
+
+
+def draw(logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool) -> Drawn:
+    """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
+
+    `filtered` says whether any row uses top-p or top-k: without it nothing is sorted. A row that uses neither comes
+    out the same, bit for bit, either way. Nothing here waits for the device or copies to it (`where` with a Python
+    number would), so a CUDA graph can record it.
+    """
+    greedy = settings.temperature == 0
+    peak, best = logits.max(-1, keepdim=True)
+    centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
+    log_total = centred.exp().sum(-1, dtype=torch.float64).log().float()  # (N,) of the policy itself
+    tempered = centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    if filtered:
+        tempered = _filter(tempered, settings.top_p, settings.top_k)
+    drawn, log_drawn = _inverse_cdf(tempered, uniforms_at(settings.key, settings.position))
+    token = torch.where(greedy, best[:, 0], drawn)
+    logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
+    if stop.numel():
+        logprob_stop = centred[:, stop].logsumexp(-1) - log_total
+        logprob = torch.where((token[:, None] == stop).any(-1), logprob_stop, logprob)
+    else:
+        logprob_stop = torch.full_like(logprob, float("nan"))
+    return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
+
+
+def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The first id whose cumulative probability exceeds the uniform number, and its log-probability.
+
+    Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
+    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict and, should the two
+    levels disagree by a rounding, the block's likeliest id is taken.
+    """
+    probability = logits.exp()
+    blocks = pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # (N, V / BLOCK, BLOCK)
+    before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = before[:, -1:]
+    target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
+    block = (before <= target).sum(-1, keepdim=True).clamp(max=before.shape[1] - 1)
+    rest = target - before.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]  # (N, BLOCK)
+    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=BLOCK - 1)
+    index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
+    token = block * BLOCK + index
+    return token[:, 0], (logits.gather(-1, token) - total.log().float())[:, 0]
+
+
+def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
+
+    Ties are cut by id, so that exactly k remain.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    probability = ordered.masked_fill(outside, float("-inf")).double().softmax(-1)
+    mass_before = probability.cumsum(-1) - probability
+    outside = outside | ((top_p[:, None] < 1) & (rank > 0) & (mass_before >= top_p[:, None]))
+    return torch.empty_like(logits).scatter(-1, order, ordered.masked_fill(outside, float("-inf")))

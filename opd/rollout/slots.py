@@ -1,0 +1,125 @@
+"""The key/value cache of the built-in sampler: a fixed number of slots, each as long as the longest sequence.
+
+Stock model classes write into it through `Cache.update` and read it through our attention function (see
+`models.attention`): a `SlotLayout` says which slot and which columns each row of the batch stands for.
+
+Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H = query heads, G = key/value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayout:
+    """Row b of a call holds the tokens of slot `slots[b]` at `columns[b]`; a token sees its own slot up to itself.
+
+    One object serves one forward pass: masks are built by the first layer that asks and shared by the others. `span`
+    bounds the columns that are read; columns behind a row's own are masked, so it changes speed and not results.
+    """
+
+    def __init__(self, slots: Tensor, columns: Tensor, span: int, in_order: bool) -> None:
+        self.slots = slots  # (B,) int64
+        self.columns = columns  # (B, Q) int64
+        self.span = span
+        self.in_order = in_order  # slots are 0, 1, … B - 1: the cache is read in place, not gathered
+        self._masks: dict[int | None, Tensor] = {}
+
+    def write(self, cache: Tensor, new: Tensor) -> None:
+        """new (B, G, Q, D) into cache (S, G, W, D). Rows of one call are all written before any is read."""
+        cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
+
+    def read(self, cache: Tensor) -> Tensor:
+        """(B, G, span, D)"""
+        near = cache[:, :, : self.span]
+        return near[: self.slots.shape[0]] if self.in_order else near[self.slots]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """query (B, H, Q, D), whole caches (S, G, W, D) -> (B, Q, H, D).
+
+        The query heads that share a key/value head lie side by side on the query axis: nothing is repeated.
+        """
+        rows, heads, queries, _ = query.shape
+        groups = key.shape[1]
+        folded = query.reshape(rows, groups, heads // groups * queries, -1)
+        mask = self._mask(window, heads // groups, query.dtype)
+        near_key, near_value = self.read(key), self.read(value)
+        if softcap is None:
+            out = scaled_dot_product_attention(folded, near_key, near_value, attn_mask=mask, scale=scale)
+        else:
+            scores = softcap * torch.tanh(folded @ near_key.transpose(-1, -2) * (scale / softcap))
+            out = (scores + mask).softmax(-1, dtype=torch.float32).to(query.dtype) @ near_value
+        return out.reshape(rows, heads, queries, -1).transpose(1, 2)
+
+    def _mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """(B, 1, repeats * Q, span), to be added: 0 where a token sees a column, -inf elsewhere."""
+        if window not in self._masks:
+            distance = self.columns[:, :, None] - torch.arange(self.span, device=self.columns.device)  # (B, Q, span)
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = torch.zeros_like(distance, dtype=dtype).masked_fill(~seen, float("-inf"))
+            self._masks[window] = mask.repeat(1, repeats, 1)[:, None]
+        return self._masks[window]
+
+
+class SlotCache(Cache):
+    """One `SlotLayer` per model layer. Set `layout` before each forward pass."""
+
+    def __init__(self, layers: int, slots: int, width: int) -> None:
+        super().__init__(layers=[SlotLayer(self, slots, width) for _ in range(layers)])
+        self.layout: SlotLayout | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Allocated once, at the first update, when the model shows how many heads of which width it has.
+
+    It starts as zeros: a masked column still takes part in 0 * value, which must not be 0 * NaN.
+    """
+
+    is_sliding = False  # sliding layers keep all columns; their window is in the mask
+
+    def __init__(self, cache: SlotCache, slots: int, width: int) -> None:
+        super().__init__()
+        self.cache, self.slots, self.width = cache, slots, width
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (
+            torch.zeros(
+                self.slots, states.shape[1], self.width, states.shape[3], dtype=states.dtype, device=states.device
+            )
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        layout = self.cache.layout
+        assert layout is not None
+        assert self.keys is not None
+        assert self.values is not None
+        layout.write(self.keys, key_states)
+        layout.write(self.values, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0  # slots differ; positions are always given explicitly
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.width, 0
+
+    def get_max_length(self) -> int:
+        return self.width
+
+    def get_max_cache_shape(self) -> int:
+        return self.width

@@ -1,0 +1,98 @@
+"""What a stage achieved: `summary.json` and the table printed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from opd.evaluation import Score
+
+
+@dataclass
+class StageResult:
+    name: str
+    before: dict[str, Score] = field(default_factory=dict)
+    after: dict[str, Score] = field(default_factory=dict)
+    teachers: dict[str, dict[str, Score]] = field(default_factory=dict)
+    teacher_of: dict[str, str] = field(default_factory=dict)  # domain -> teacher
+    weight_average: dict[str, Score] = field(default_factory=dict)
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    saved: int | None = None  # step of the newest checkpoint
+    best: Path | None = None
+    best_value: float = float("-inf")
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float) -> bool:
+        """Remember an evaluation; True when it is the best so far."""
+        self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
+        better = value > self.best_value
+        if better:
+            self.best_value, self.best_step = value, step
+        self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
+        return better
+
+    def teacher_score(self, domain: str) -> Score | None:
+        return self.teachers.get(self.teacher_of.get(domain, ""), {}).get(domain)
+
+    def to_json(self) -> dict[str, Any]:
+        evals = {domain: self._domain(domain) for domain in self.before}
+        best = {"step": self.best_step, "value": self.best_value, "path": str(self.best)} if self.best else None
+        return {
+            "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
+            "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
+        }  # fmt: skip
+
+    def _domain(self, domain: str) -> dict[str, Any]:
+        before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)
+        line: dict[str, Any] = {
+            "before": before.value, "after": after.value if after else None, "teacher": teacher.value if teacher else None,
+            "n": before.n, "stderr": (after or before).stderr,
+        }  # fmt: skip
+        if domain in self.weight_average:
+            line["weight_average"] = self.weight_average[domain].value
+            line["weight_average_normalised"] = normalised(before, self.weight_average[domain], teacher)
+        line["normalised"] = normalised(before, after, teacher)
+        line["details"] = {name: score.to_json() for name, score in (("before", before), ("after", after), ("teacher", teacher)) if score}
+        return line
+
+
+def normalised(before: Score, after: Score | None, teacher: Score | None) -> float | None:
+    """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
+    if after is None or teacher is None or teacher.value <= before.value:
+        return None
+    return (after.value - before.value) / (teacher.value - before.value)
+
+
+def results_table(result: StageResult) -> Table:
+    """Per domain: student before, every teacher, the weight average, student after, and the normalised score."""
+    score = next(iter(result.before.values()))
+    what = f"pass@1, {'greedy' if score.greedy is not None else 'sampled'}, {score.n} held-out prompts per domain"
+    table = Table(title=f"{result.name}: {what}", title_justify="left")
+    table.add_column("domain")
+    columns = [("before", result.before), *result.teachers.items(), *([("average", result.weight_average)] if result.weight_average else []), ("after", result.after)]
+    for name, _ in columns:
+        table.add_column(name, justify="right", style="bold" if name == "after" else None)
+    table.add_column("norm.", justify="right")
+    for domain in result.before:
+        cells = [_cell(scores.get(domain), highlight=name == result.teacher_of.get(domain)) for name, scores in columns]
+        ratio = normalised(result.before[domain], result.after.get(domain), result.teacher_score(domain))
+        table.add_row(domain, *cells, "–" if ratio is None else f"{ratio:.2f}")
+    notes = ["norm.: 0 = before, 1 = the domain's own teacher (underlined)"] if result.teachers else []
+    notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
+    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
+    return table
+
+
+def _cell(score: Score | None, highlight: bool) -> str:
+    if score is None:
+        return "–"
+    text = f"{score.value:.1%}"
+    return f"[underline]{text}[/]" if highlight else text

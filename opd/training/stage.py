@@ -1,0 +1,202 @@
+"""One stage of a recipe: everything the step needs, put together and checked before the first token is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.config import Stage
+from opd.data.render import decode, render_prompt
+from opd.data.sources import Source, open_source
+from opd.data.stream import PromptStream, Visit
+from opd.errors import DataError, RecipeError
+from opd.evaluation import Question, Score, evaluate
+from opd.models import load_model
+from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import require_same
+from opd.rewards import verify
+from opd.rollout.engine import Engine
+from opd.rollout.store import RolloutStore
+from opd.teachers.local import LocalTeacher
+from opd.teachers.router import routes
+from opd.training.average import weight_average
+from opd.training.objective import Objective
+from opd.training.optimiser import Optimiser
+from opd.training.trajectories import Trajectories
+from opd.types import Rollout, Sample, Sampling
+
+PROBE = 64  # training prompts looked at before the run starts: their domains, lengths and completions
+SLACK = 1.25  # room in a sampler slot beyond the longest probed prompt
+
+
+class StageRun:
+    """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
+
+    def __init__(self, spec: Stage, store: RolloutStore, resolve_model: Callable[[str], str], *,
+                 check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None]) -> None:  # fmt: skip
+        self.spec, self.store, self.check_stop, self.on_phase = spec, store, check_stop, on_phase
+        self.device = pick_device(spec.device)
+        torch.manual_seed(spec.seed)
+        self.sources: list[Source] = [open_source(source) for source in spec.prompts]
+        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
+        probe = [Visit(source.train(index), 0, number) for number, source in enumerate(self.sources) for index in range(min(PROBE, source.size or PROBE))]
+        self.domains = list(dict.fromkeys(visit.prompt.domain for visit in probe))
+        roles = [term.role for term in spec.objective if term.form != "cross_entropy"]
+        self.routes = routes(spec.teachers, self.domains, roles)
+        _check_trajectories(spec)
+
+        where = {"device": str(self.device)}
+        student = spec.student
+        self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
+                                  gradient_checkpointing=student.gradient_checkpointing, **where)  # fmt: skip
+        models: dict[str, LanguageModel] = {}
+        for name, teacher in spec.teachers.items():
+            models[name] = load_model(resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, **where)
+            require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
+        every = [*self.student.stop_ids, *(stop for model in models.values() for stop in model.stop_ids)]
+        self.stop_ids = tuple(dict.fromkeys(every))  # of student and teachers together: one event
+        if not self.stop_ids:
+            raise RecipeError(f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json.")
+        self.teachers = {
+            name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
+            for name, model in models.items()
+        }
+        self._build(probe, on_token)
+
+    def _build(self, probe: Sequence[Visit], on_token: Callable[[], None]) -> None:
+        """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
+        spec = self.spec
+        tokenizer = self.student.tokenizer
+        longest = max(render_prompt(visit.prompt, tokenizer, spec.prompts[visit.source].chat_template_kwargs).size for visit in probe)
+        self.questions = self._held_out()
+        longest = max([longest, *(question.prompt_ids.size for asked in self.questions.values() for question in asked)])
+        response = max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
+        context = min(model.context for model in (self.student, *(teacher.model for teacher in self.teachers.values())))
+        allowed = min(spec.rollout.max_prompt_tokens or context, context - response)
+        if longest > allowed:
+            raise DataError(
+                f"the longest prompt has {longest} tokens; with {response} new tokens only {max(allowed, 0)} fit into the context of {context}. "
+                "Shorten the prompts, or lower rollout.max_new_tokens."
+            )
+        self.max_length = min(allowed, int(longest * SLACK) + 8) + response
+        dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
+        self.engine = Engine(self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids)
+        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids)
+        self.optimiser = Optimiser(self.student.trainable(), spec.train)
+        self.version = 0
+        rollout = spec.rollout
+        self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, self.stop_ids, tuple(rollout.stop))
+        self._teacher_engines: dict[str, Engine] = {}
+        self.trajectories = Trajectories(
+            stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
+            store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine,
+            max_prompt_tokens=self.max_length - response, check_stop=self.check_stop, on_token=on_token,
+        )  # fmt: skip
+        self.publish(version=0)
+
+    def teacher_engine(self, name: str) -> Engine:
+        if name not in self._teacher_engines:
+            self._teacher_engines[name] = self._engine(self.teachers[name].model)
+        return self._teacher_engines[name]
+
+    def _engine(self, model: LanguageModel) -> Engine:
+        return Engine(model.inference_copy(), self.spec.sampler, self.max_length, merge_stop=self.stop_ids)
+
+    def publish(self, version: int | None = None) -> None:
+        """The sampler gets the weights as they are now."""
+        self.version = self.version + 1 if version is None else version
+        self.engine.load(self.student.weights(self.version))
+
+    def judge(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
+        """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
+        prompts = {visit.prompt.id: visit.prompt for visit in visits}
+        asked = [rollout for rollout in rollouts if "verifier" in prompts[rollout.prompt_id].fields]
+        samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
+        scores: dict[str, float | None] = {}
+        for rollout, judgement in zip(asked, verify(samples), strict=True):
+            scores[rollout.id] = judgement.score
+            self.store.note(rollout.id, score=judgement.score)
+        return scores
+
+    def text(self, rollout: Rollout) -> str:
+        return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+
+    # Evaluation
+
+    def _held_out(self) -> dict[str, list[Question]]:
+        """Held-out questions with a verifier, by domain."""
+        found: dict[str, list[Question]] = {}
+        if not self.spec.eval.prompts:
+            return found
+        for spec, source in zip(self.spec.prompts, self.sources, strict=True):
+            for prompt in source.held_out(self.spec.eval.prompts):
+                asked = found.setdefault(prompt.domain, [])
+                if "verifier" in prompt.fields and len(asked) < self.spec.eval.prompts:
+                    asked.append(Question(prompt, render_prompt(prompt, self.student.tokenizer, spec.chat_template_kwargs)))
+        return {domain: asked for domain, asked in found.items() if asked}
+
+    def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
+        spec = self.spec.eval
+        questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
+        if not questions:
+            return {}
+        limit = spec.max_new_tokens or self.spec.rollout.max_new_tokens
+        sampling = Sampling(limit, stop_ids=self.stop_ids, stop_strings=tuple(self.spec.rollout.stop))
+        return evaluate(engine, questions, sampling, self.student.tokenizer, greedy=spec.greedy, k=spec.k,
+                        temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop)  # fmt: skip
+
+    def evaluate_teachers(self) -> dict[str, dict[str, Score]]:
+        """Every teacher of the role `teacher` on every domain: its own, and what it has forgotten."""
+        return {name: self.evaluate(self._engine(self.teachers[name].model)) for name in dict.fromkeys(self.routes.get("teacher", {}).values())}
+
+    def evaluate_weight_average(self) -> dict[str, Score]:
+        names = list(dict.fromkeys(self.routes.get("teacher", {}).values()))
+        return self.evaluate(self._engine(weight_average([self.teachers[name].model for name in names])))
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+    return device
+
+
+def _check_trajectories(spec: Stage) -> None:
+    """A term that can never see a token is a mistake, found now and not at step 400."""
+    rollout = spec.rollout
+    present: Mapping[str, float] = {
+        "student": 1 - rollout.data_share - rollout.teacher_share, "data": rollout.data_share, "teacher": rollout.teacher_share,
+    }  # fmt: skip
+    for number, term in enumerate(spec.objective):
+        if not any(present[author] > 0 for author in term.authors):
+            raise RecipeError(
+                f"objective term {number} ({term.form}) trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
+                "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
+            )
+    if rollout.teacher_share and not any(teacher.role == "teacher" for teacher in spec.teachers.values()):
+        raise RecipeError("rollout.teacher_share is set, but there is no teacher to sample from.")
+
+
+def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
+    """README.md of a saved model: where it came from, in the hub's format."""
+    teachers = "\n".join(f"- {name}: `{teacher.model}`" for name, teacher in spec.teachers.items()) or "- none"
+    terms = "\n".join(f"- {term.model_dump_json(exclude_defaults=True)}" for term in spec.objective)
+    divergence = metrics.get("reverse_kl")
+    known = f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
+    return (
+        f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
+        f"# {spec.name}, step {step}\n\nTrained with opd from `{spec.student.model}`.\n\n"
+        f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
+    )
+
+
+def checkpoint_directory(root: Path, stage: str, step: int) -> Path:
+    return root / "checkpoints" / stage / f"step-{step:06d}"
