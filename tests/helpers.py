@@ -23,8 +23,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
-    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
-    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+    "gemma2": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
     "mistral": {"sliding_window": 8},
     "phi3": {"pad_token_id": PAD},
     "olmo2": {},
@@ -46,10 +55,22 @@ def tiny_module(kind: str = "llama", seed: int = 0, **config: Any) -> Any:
     model_type = kind.removesuffix("_tied")
     shape = {} if model_type == "gpt2" else SHAPE
     vocabulary = len(CHARACTERS) + 4
-    settings = {**shape, "vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD, **SPECIAL[kind], **config}
+    settings = {
+        **shape,
+        "vocab_size": vocabulary,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        **SPECIAL[kind],
+        **config,
+    }
     torch.manual_seed(seed)
     attention = "eager" if kind == "gemma2" else "sdpa"
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), attn_implementation=attention).float().eval()
+    return (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), attn_implementation=attention)
+        .float()
+        .eval()
+    )
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **config: Any) -> LanguageModel:

@@ -221,7 +221,8 @@ class Steps:
 
     def _launch(self, name: str, step: Callable[[int, bool], None], span: int, filtered: bool) -> None:
         if self.device.type != "cuda":
-            step(span, filtered)
+            with torch.inference_mode():
+                step(span, filtered)
             return
         key = (name, span, filtered)
         if key not in self._graphs:

@@ -70,16 +70,17 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     levels disagree by a rounding, the block's likeliest id is taken.
     """
     probability = logits.exp()
-    blocks = pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # (N, V / BLOCK, BLOCK)
+    size = min(BLOCK, logits.shape[1])
+    blocks = pad(probability, (0, -logits.shape[1] % size)).unflatten(-1, (-1, size))  # (N, V / size, size)
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = before[:, -1:]
     target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
     block = (before <= target).sum(-1, keepdim=True).clamp(max=before.shape[1] - 1)
     rest = target - before.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]  # (N, BLOCK)
-    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=BLOCK - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]  # (N, size)
+    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=size - 1)
     index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
-    token = block * BLOCK + index
+    token = block * size + index
     return token[:, 0], (logits.gather(-1, token) - total.log().float())[:, 0]
 
 

@@ -1,0 +1,518 @@
+"""The built-in sampler against stock `generate`, the exact distribution, and itself in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
+
+from opd.config import Lora, SamplerSpec
+from opd.errors import DataError, ModelError, TrainingError
+from opd.models.attention import Packed
+from opd.models.language_model import LanguageModel
+from opd.models.load import load_model, tiny_models
+from opd.objectives import token_logprobs
+from opd.objectives.projection import log_probs
+from opd.rollout.draws import request_key, uniforms, uniforms_at
+from opd.rollout.engine import Engine
+from opd.rollout.sampling import RowSettings, draw
+from opd.types import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
+
+SIZE = len(CHARACTERS) + 2
+SPEC = SamplerSpec(slots=4, prefill_rows=3, prefill_chunk=5)
+STOPS = (EOS, 7, 9)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Response:
+    events: list[SampledToken] = field(default_factory=list)
+    stop: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [event.token for event in self.events]
+
+    @property
+    def numbers(self) -> list[tuple[Any, ...]]:
+        return [event[1:] for event in self.events]
+
+
+def collect(engine: Engine, requests: Iterable[SampleRequest]) -> dict[str, Response]:
+    responses: dict[str, Response] = {}
+    for event in engine.sample(requests):
+        response = responses.setdefault(event.request_id, Response())
+        assert response.stop is None, "an event after Finished"
+        if isinstance(event, Finished):
+            response.stop = event.stop
+        else:
+            response.events.append(event)
+    assert all(response.stop is not None for response in responses.values())
+    return responses
+
+
+def make_requests(lengths: Sequence[int], sampling: Sampling, seed: int = 0) -> list[SampleRequest]:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, SIZE, length).astype(np.int32) for length in lengths]
+    return [
+        SampleRequest(f"r{i}", prompt, request_key(seed, f"p{i}", 0, 0), sampling) for i, prompt in enumerate(prompts)
+    ]
+
+
+def make_engine(
+    model: LanguageModel, spec: SamplerSpec = SPEC, max_length: int = 80, stop: tuple[int, ...] = STOPS
+) -> Engine:
+    return Engine(model.inference_copy(), spec, max_length, merge_stop=stop)
+
+
+def forced(model: LanguageModel, prompt: np.ndarray, response: Sequence[int]) -> Any:
+    """The projection at the positions that predict the response."""
+    ids = torch.tensor([*prompt.tolist(), *response])
+    with torch.no_grad():
+        hidden = model.hidden(ids, Packed.of([ids.numel()]))
+    return model.project(hidden[len(prompt) - 1 : -1])
+
+
+# Draws
+
+
+def test_keys_and_uniforms_are_pinned() -> None:
+    """A change here would change every rollout of every recorded run."""
+    assert request_key(0, "task:addition/train/7", 0, 0) == 749208210481603748
+    assert uniforms(749208210481603748, 0, 3).tolist() == [0.7449504733085632, 0.16865462064743042, 0.03803128004074097]
+    assert len({request_key(s, p, v, k) for s in range(3) for p in "ab" for v in range(3) for k in range(3)}) == 54
+
+
+def test_uniforms_are_the_same_from_numpy_and_torch() -> None:
+    for key in (0, 1, 2**62 + 12345, 2**63 - 1, request_key(3, "x", 1, 2)):
+        ours = uniforms_at(torch.full((2000,), key), torch.arange(5, 2005))
+        assert np.array_equal(uniforms(key, 5, 2000), ours.numpy())
+        assert np.array_equal(uniforms(key, 0, 2005)[5:], ours.numpy())
+    many = np.concatenate([uniforms(request_key(0, str(i), 0, 0), 0, 100) for i in range(1000)])
+    assert many.min() >= 0
+    assert many.max() < 1
+    counts = np.histogram(many, bins=20, range=(0, 1))[0]
+    assert chi_square(counts, np.full(20, 0.05)) < 50  # 19 degrees of freedom: p about 1e-4
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Pools events expected fewer than 5 times."""
+    total = counts.sum()
+    rare = expected * total < 5
+    assert counts[expected == 0].sum() == 0
+    pooled = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum()) * total
+    keep = pooled[1] > 0
+    return float(((pooled[0][keep] - pooled[1][keep]) ** 2 / pooled[1][keep]).sum())
+
+
+def settings(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> RowSettings:
+    keys = torch.tensor([request_key(1, str(row), 0, 0) for row in range(rows)])
+    return RowSettings(
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_p),
+        torch.full((rows,), top_k),
+        keys,
+        torch.arange(rows) % 7,
+    )
+
+
+def exact(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> np.ndarray:
+    """Probabilities by the definition, in fp64, with a loop."""
+    scaled = logits.astype(np.float64) / temperature
+    probability = np.exp(scaled - scaled.max())
+    order = np.argsort(-scaled, kind="stable")
+    if top_k:
+        probability[order[top_k:]] = 0
+    probability /= probability.sum()
+    mass = 0.0
+    for index in order:
+        if mass >= top_p:
+            probability[index] = 0
+        mass += probability[index]
+    return probability / probability.sum()
+
+
+@pytest.mark.parametrize("vocabulary", [50, 700])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 1.0, 7), (0.9, 0.7, 20)]
+)
+def test_frequencies_match_the_exact_distribution(
+    vocabulary: int, temperature: float, top_p: float, top_k: int
+) -> None:
+    rows = 20_000
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)) * 1.5
+    expected = exact(logits.numpy(), temperature, top_p, top_k)
+    drawn = draw(
+        logits.expand(rows, -1), settings(rows, temperature, top_p, top_k), torch.tensor([2, 3]), top_p < 1 or top_k > 0
+    )
+    counts = np.bincount(drawn.token.numpy(), minlength=vocabulary)
+    support = int((expected * rows >= 5).sum())
+    assert chi_square(counts, expected) < support + 5 * (2 * support) ** 0.5 + 5
+    assert np.allclose(drawn.logprob_sampled.numpy(), np.log(expected[drawn.token.numpy()]), atol=1e-5)
+
+
+def test_a_row_without_filters_does_not_notice_the_filtered_path() -> None:
+    logits = torch.randn(64, 300)
+    plain, filtered = (draw(logits, settings(64, 0.8), torch.tensor([5]), filtered) for filtered in (False, True))
+    for name in ("token", "logprob", "logprob_sampled", "logprob_stop"):
+        assert torch.equal(getattr(plain, name), getattr(filtered, name))
+
+
+def test_an_id_of_probability_zero_is_never_drawn() -> None:
+    """Peaked rows, rows with one possible id, huge and tiny temperatures, and draws at both edges of the CDF."""
+    rows, vocabulary = 4096, 600
+    for temperature in (1e-4, 1.0, 50.0):
+        logits = torch.full((rows, vocabulary), float("-inf"))
+        alive = torch.rand(rows, vocabulary) < 0.01
+        alive[torch.arange(rows), torch.randint(vocabulary, (rows,))] = True
+        logits[alive] = torch.randn(int(alive.sum())) * 30
+        drawn = draw(logits, settings(rows, temperature), torch.tensor([0]), False)
+        tempered = (logits - logits.max(-1, keepdim=True).values) / temperature
+        assert (tempered.exp().gather(-1, drawn.token[:, None]) > 0).all()
+        assert drawn.logprob_sampled.isfinite().all()
+
+
+# Against stock models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate(kind: str) -> None:
+    model, stock = tiny_model(kind), tiny_module(kind)
+    requests = make_requests((3, 17, 8, 30, 1, 12), Sampling(24, temperature=0.0))
+    responses = collect(make_engine(model), requests)
+    assert len({token for response in responses.values() for token in response.ids}) > 3
+    for request in requests:
+        compare_greedy(model, stock, request, responses[request.id].ids)
+
+
+def compare_greedy(model: LanguageModel, stock: Any, request: SampleRequest, ours: list[int]) -> None:
+    """Equal ids up to the first tie: there the two likeliest ids are closer than 1e-4."""
+    prompt = torch.from_numpy(request.prompt_ids).long()[None]
+    padding = list(range(model.size, stock.config.vocab_size)) or None
+    with torch.no_grad():
+        theirs = stock.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.sampling.max_new_tokens, do_sample=False,
+            eos_token_id=list(request.sampling.stop_ids) or None, suppress_tokens=padding,
+        )[0, prompt.shape[1] :].tolist()  # fmt: skip
+    if ours != theirs:
+        first = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        logits = forced(model, request.prompt_ids, theirs).logits()[first]
+        assert abs(logits[ours[first]] - logits[theirs[first]]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral", "qwen3_moe", "gpt2"])
+def test_logprobs_equal_a_teacher_forced_pass(kind: str) -> None:
+    model = tiny_model(kind)
+    options = [
+        Sampling(20),
+        Sampling(20, 0.6),
+        Sampling(20, 1.2, top_p=0.8),
+        Sampling(20, 1.0, top_k=5),
+        Sampling(20, 0.0),
+    ]
+    requests = [
+        replace(r, sampling=options[i % 5]) for i, r in enumerate(make_requests((4, 9, 15, 2, 22, 6, 11), options[0]))
+    ]
+    for request, response in zip(requests, by_id(collect(make_engine(model), requests), requests), strict=True):
+        projection, ids = forced(model, request.prompt_ids, response.ids), torch.tensor(response.ids)
+        merged = token_logprobs(projection, ids, merge=(STOPS,))
+        stop = log_probs(projection, model.size, (STOPS,))[:, EOS]
+        s = request.sampling
+        drawn_from = [
+            exact(row, s.temperature or 1.0, s.top_p, s.top_k) for row in projection.logits().detach().numpy()
+        ]
+        sampled = [
+            0.0 if s.temperature == 0 else float(np.log(p[i])) for p, i in zip(drawn_from, response.ids, strict=True)
+        ]
+        assert max(response.ids) < model.size
+        for index, expected in ((2, merged.tolist()), (3, sampled), (4, stop.tolist())):
+            assert [event[index] for event in response.events] == pytest.approx(expected, abs=1e-4)
+
+
+def by_id(responses: dict[str, Response], requests: Sequence[SampleRequest]) -> list[Response]:
+    return [responses[request.id] for request in requests]
+
+
+def test_without_stop_ids_the_stop_event_is_nan() -> None:
+    (response,) = collect(make_engine(tiny_model(), stop=()), make_requests((4,), Sampling(3))).values()
+    assert all(np.isnan(event.logprob_stop) for event in response.events)
+
+
+def test_sampled_tokens_follow_the_model() -> None:
+    """End to end: first tokens of many requests with one prompt and different keys."""
+    model = tiny_model("llama_tied")
+    prompt = np.array([5, 6, 7], dtype=np.int32)
+    requests = [SampleRequest(str(i), prompt, request_key(0, "p", 0, i), Sampling(2)) for i in range(1500)]
+    spec = SamplerSpec(slots=64, prefill_rows=16, prefill_chunk=4)
+    responses = collect(make_engine(model, spec, max_length=8), requests)
+    first = np.array([responses[str(i)].ids[0] for i in range(1500)])
+    expected = exact(forced(model, prompt, [2]).logits()[0].detach().numpy(), 1.0, 1.0, 0)
+    support = int((expected * 1500 >= 5).sum())
+    assert chi_square(np.bincount(first, minlength=model.size), expected) < support + 5 * (2 * support) ** 0.5 + 5
+
+
+# Independence of company
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gemma2", "gemma3_text", "mistral", "olmo2"])
+@pytest.mark.parametrize(
+    "spec", [SPEC, SamplerSpec(slots=16, prefill_rows=1, prefill_chunk=16)], ids=["rows3", "rows1"]
+)
+def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spec: SamplerSpec) -> None:
+    engine = make_engine(tiny_model(kind), spec, max_length=200)
+    options = [Sampling(30), Sampling(9, 0.7), Sampling(130, 1.1, top_p=0.9), Sampling(17, 0.0)]
+    lengths = (3, 17, 8, 30, 1, 12, 25, 5, 40)
+    requests = [replace(r, sampling=options[i % 4]) for i, r in enumerate(make_requests(lengths, options[0]))]
+    together = collect(engine, requests)
+    permuted = collect(engine, [requests[i] for i in (5, 2, 8, 0, 7, 3, 1, 6, 4)])
+    for request in requests:
+        alone = collect(engine, [request])[request.id]
+        assert alone.numbers == together[request.id].numbers == permuted[request.id].numbers
+
+
+def test_a_mixture_of_experts_keeps_its_tokens_in_other_company() -> None:
+    """How many tokens share an expert depends on the batch, so here only rounding may differ."""
+    engine = make_engine(tiny_model("qwen3_moe"))
+    requests = make_requests((3, 17, 8, 30, 12), Sampling(20))
+    together = collect(engine, requests)
+    for request in requests:
+        alone = collect(engine, [request])[request.id]
+        assert alone.ids == together[request.id].ids
+        assert [e.logprob for e in alone.events] == pytest.approx(
+            [e.logprob for e in together[request.id].events], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_an_interrupted_rollout_continues_as_if_nothing_had_happened(kind: str) -> None:
+    model = tiny_model(kind)
+    engine = make_engine(model)
+    requests = make_requests((6, 13, 21), Sampling(25, stop_ids=(EOS,)))
+    whole = collect(engine, requests)
+    for cut in (1, 4, 11):
+        parts = [
+            replace(r, prefix_ids=np.array(whole[r.id].ids[:cut], dtype=np.int32))
+            for r in requests
+            if len(whole[r.id].ids) > cut
+        ]
+        for request, response in zip(parts, by_id(collect(engine, parts), parts), strict=True):
+            rest = whole[request.id].events[cut:]
+            assert response.ids == [event.token for event in rest]
+            assert response.stop == whole[request.id].stop
+            for index in (2, 3, 4):
+                assert [e[index] for e in response.events] == pytest.approx([e[index] for e in rest], abs=1e-4)
+
+
+# Ending
+
+
+def test_stop_ids_and_length() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    requests = make_requests((4, 7, 9, 12, 5, 6, 8, 10), Sampling(40))
+    free = collect(engine, requests)
+    assert all(len(response.ids) == 40 and response.stop == "length" for response in free.values())
+    halves = tuple(range(2, 12))
+    stopped = collect(engine, [replace(r, sampling=Sampling(40, stop_ids=halves)) for r in requests])
+    for request in requests:
+        ids = free[request.id].ids
+        end = next((i for i, token in enumerate(ids) if token in halves), None)
+        assert stopped[request.id].ids == (ids if end is None else ids[: end + 1])
+        assert stopped[request.id].stop == ("length" if end is None else "stop")
+    assert any(response.stop == "stop" for response in stopped.values())
+
+
+def test_stop_strings_end_a_response_whose_tokens_stay_as_sampled() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    (request,) = make_requests((5,), Sampling(40))
+    ids = collect(engine, [request])["r0"].ids
+    text = model.tokenizer.decode(ids)
+    wanted = text[20:23]
+    end = text.index(wanted) + 3
+    cut = replace(request, sampling=Sampling(40, stop_strings=("never there", wanted)))
+    response = collect(engine, [cut])["r0"]
+    assert response.ids == ids[:end]
+    assert response.stop == "stop"
+    half = replace(cut, prefix_ids=np.array(ids[: end - 1], dtype=np.int32))  # the string straddles the prefix
+    assert collect(engine, [half])["r0"].ids == ids[end - 1 : end]
+
+
+def test_a_prefix_that_is_complete_needs_no_sampling() -> None:
+    engine = make_engine(tiny_model())
+    (request,) = make_requests((5,), Sampling(4, stop_ids=(EOS,)))
+    full = replace(request, prefix_ids=np.array([5, 6, 7, 8], dtype=np.int32))
+    ended = replace(request, prefix_ids=np.array([5, EOS], dtype=np.int32))
+    assert list(engine.sample([full])) == [Finished("r0", "length")]
+    assert list(engine.sample([ended])) == [Finished("r0", "stop")]
+
+
+def test_a_request_that_does_not_fit_is_refused() -> None:
+    engine = make_engine(tiny_model(), max_length=40)
+    assert len(collect(engine, make_requests((30,), Sampling(10)))["r0"].ids) == 10
+    with pytest.raises(DataError, match="30 prompt tokens and 11 new ones.*at most 40"):
+        list(engine.sample(make_requests((30,), Sampling(11))))
+    assert len(collect(engine, make_requests((30,), Sampling(10)))["r0"].ids) == 10  # the engine is usable again
+    with pytest.raises(DataError, match="context"):
+        make_engine(tiny_model(), max_length=100_000)
+
+
+def test_slots_are_refilled() -> None:
+    engine = make_engine(tiny_model(), SamplerSpec(slots=4, prefill_rows=1, prefill_chunk=16))
+    lengths = [3, 40, 5, 8, 20, 2, 9, 4, 30, 6, 7, 3, 12, 25, 5, 10]
+    requests = [
+        replace(r, sampling=Sampling(n)) for r, n in zip(make_requests([5] * 16, Sampling(1)), lengths, strict=True)
+    ]
+    before = engine.decode_steps
+    responses = collect(engine, requests)
+    assert [len(responses[r.id].ids) for r in requests] == lengths
+    assert engine.decode_steps - before <= sum(lengths) / 4 + max(
+        lengths
+    )  # list scheduling; batches of 4 would take 113
+
+
+def test_requests_are_pulled_as_slots_become_free() -> None:
+    engine, pulled = make_engine(tiny_model()), []
+
+    def source() -> Iterator[SampleRequest]:
+        for request in make_requests([5] * 12, Sampling(6)):
+            pulled.append(request.id)
+            yield request
+
+    events = engine.sample(source())
+    next(events)
+    assert len(pulled) == 4
+    with pytest.raises(RuntimeError, match="sampling already"):
+        next(engine.sample([]))
+    assert sum(isinstance(event, Finished) for event in events) == 12
+
+
+# Weights
+
+
+def test_load_changes_the_policy_and_its_version() -> None:
+    model, other = tiny_model(), tiny_model(seed=1)
+    engine = make_engine(model.inference_copy(torch.float32))
+    requests = make_requests((4, 9), Sampling(12))
+    before = collect(engine, requests)
+    shared = collect(make_engine(other), requests)
+    storage = {name: p.data_ptr() for name, p in engine.model.module.named_parameters()}
+    engine.load(other.weights(7))
+    after = collect(engine, requests)
+    assert {name: p.data_ptr() for name, p in engine.model.module.named_parameters()} == storage
+    assert {event.version for event in before["r0"].events} == {0}
+    assert {event.version for event in after["r0"].events} == {7}
+    assert [r.ids for r in by_id(after, requests)] == [r.ids for r in by_id(shared, requests)]
+    assert after["r0"].ids != before["r0"].ids
+
+
+def test_load_between_two_tokens_takes_effect_from_there() -> None:
+    model, other = tiny_model(), tiny_model(seed=1)
+    engine = make_engine(model)
+    (request,) = make_requests((4,), Sampling(6))
+    events = engine.sample([request])
+    versions = [next(events).version for _ in range(2)]
+    engine.load(other.weights(3))
+    versions += [event.version for event in events if isinstance(event, SampledToken)]
+    assert versions == [0, 0, 3, 3, 3, 3]
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    engine = make_engine(tiny_model())
+    with pytest.raises(ModelError, match="is missing"):
+        engine.load(WeightsRef(1, {}))
+
+
+def test_lora_is_merged_into_the_sampler() -> None:
+    pytest.importorskip("peft")
+    model = tiny_model()
+    model.add_lora(Lora(rank=2, alpha=8))
+    engine = make_engine(model)
+    requests = make_requests((4, 9), Sampling(12))
+    plain = collect(engine, requests)
+    with torch.no_grad():
+        for name, parameter in model.trainable().items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    engine.load(model.weights(1))
+    adapted = collect(engine, requests)
+    assert adapted["r0"].ids != plain["r0"].ids
+    for request, response in zip(requests, by_id(adapted, requests), strict=True):
+        expected = token_logprobs(
+            forced(model, request.prompt_ids, response.ids), torch.tensor(response.ids), merge=(STOPS,)
+        )
+        assert [event.logprob for event in response.events] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    engine = make_engine(tiny_model())
+    with torch.no_grad():
+        engine.model.head.weight.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="not finite"):
+        list(engine.sample(make_requests((4,), Sampling(3))))
+
+
+# Built-in and real models
+
+
+@pytest.mark.skipif(not (Path(__file__).parent.parent / "opd/models/tiny").is_dir(), reason="no built-in models here")
+def test_built_in_models_agree_with_generate() -> None:
+    for name in list(tiny_models())[:2]:
+        model = load_model(name)
+        from transformers import AutoModelForCausalLM
+
+        stock = AutoModelForCausalLM.from_pretrained(tiny_models()[name])
+        prompts = [np.array(model.tokenizer.encode(text), dtype=np.int32) for text in ("add 12+30", "reverse abc", "7")]
+        sampling = Sampling(12, temperature=0.0, stop_ids=model.stop_ids)
+        requests = [SampleRequest(str(i), prompt, i, sampling) for i, prompt in enumerate(prompts) if prompt.size]
+        responses = collect(make_engine(model, SamplerSpec(), 64, model.stop_ids), requests)
+        for request in requests:
+            compare_greedy(model, stock, request, responses[request.id].ids)
+
+
+@pytest.fixture(scope="session")
+def smol_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("smol")
+    load_model("smol").save(directory)
+    return directory
+
+
+@pytest.mark.smol
+def test_smol_agrees_with_generate(smol_directory: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = load_model(str(smol_directory))
+    stock = AutoModelForCausalLM.from_pretrained(smol_directory)
+    texts = (
+        "What is 12 + 30?",
+        "Hi",
+        "Name three colours and say why you like each of them, in one short sentence per colour.",
+    )
+    chats = [
+        model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": t}], add_generation_prompt=True, tokenize=False
+        )
+        for t in texts
+    ]
+    sampling = Sampling(24, temperature=0.0, stop_ids=model.stop_ids)
+    requests = [
+        SampleRequest(str(i), np.array(model.tokenizer.encode(c), dtype=np.int32), i, sampling)
+        for i, c in enumerate(chats)
+    ]
+    engine = make_engine(model, SamplerSpec(slots=4), 160, model.stop_ids)
+    responses = collect(engine, requests)
+    for request in requests:
+        compare_greedy(model, stock, request, responses[request.id].ids)
