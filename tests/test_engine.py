@@ -267,20 +267,24 @@ def test_sampled_tokens_follow_the_model() -> None:
 # Independence of company
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gemma2", "gemma3_text", "mistral", "olmo2"])
+WIDE = SamplerSpec(slots=16, prefill_rows=1, prefill_chunk=16)
+
+
 @pytest.mark.parametrize(
-    "spec", [SPEC, SamplerSpec(slots=16, prefill_rows=1, prefill_chunk=16)], ids=["rows3", "rows1"]
+    ("kind", "spec"),
+    [("llama", SPEC), ("llama", WIDE), ("gemma2", SPEC), ("gemma3_text", SPEC), ("mistral", WIDE), ("olmo2", SPEC)],
 )
 def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spec: SamplerSpec) -> None:
     engine = make_engine(tiny_model(kind), spec, max_length=200)
-    options = [Sampling(30), Sampling(9, 0.7), Sampling(130, 1.1, top_p=0.9), Sampling(17, 0.0)]
+    options = [Sampling(30), Sampling(9, 0.7), Sampling(90, 1.1, top_p=0.9), Sampling(17, 0.0)]
     lengths = (3, 17, 8, 30, 1, 12, 25, 5, 40)
     requests = [replace(r, sampling=options[i % 4]) for i, r in enumerate(make_requests(lengths, options[0]))]
     together = collect(engine, requests)
     permuted = collect(engine, [requests[i] for i in (5, 2, 8, 0, 7, 3, 1, 6, 4)])
     for request in requests:
-        alone = collect(engine, [request])[request.id]
-        assert alone.numbers == together[request.id].numbers == permuted[request.id].numbers
+        assert together[request.id].numbers == permuted[request.id].numbers
+    for request in (requests[1], requests[4], requests[6], requests[8]):
+        assert together[request.id].numbers == collect(engine, [request])[request.id].numbers
 
 
 def test_a_mixture_of_experts_keeps_its_tokens_in_other_company() -> None:
@@ -340,9 +344,8 @@ def test_stop_strings_end_a_response_whose_tokens_stay_as_sampled() -> None:
     engine = make_engine(model)
     (request,) = make_requests((5,), Sampling(40))
     ids = collect(engine, [request])["r0"].ids
-    text = model.tokenizer.decode(ids)
-    wanted = text[20:23]
-    end = text.index(wanted) + 3
+    wanted = model.tokenizer.decode(ids[20:23])
+    end = next(n for n in range(1, 41) if wanted in model.tokenizer.decode(ids[:n]))
     cut = replace(request, sampling=Sampling(40, stop_strings=("never there", wanted)))
     response = collect(engine, [cut])["r0"]
     assert response.ids == ids[:end]
@@ -363,7 +366,7 @@ def test_a_prefix_that_is_complete_needs_no_sampling() -> None:
 def test_a_request_that_does_not_fit_is_refused() -> None:
     engine = make_engine(tiny_model(), max_length=40)
     assert len(collect(engine, make_requests((30,), Sampling(10)))["r0"].ids) == 10
-    with pytest.raises(DataError, match="30 prompt tokens and 11 new ones.*at most 40"):
+    with pytest.raises(DataError, match=r"30 prompt tokens and 11 new ones.*at most 40"):
         list(engine.sample(make_requests((30,), Sampling(11))))
     assert len(collect(engine, make_requests((30,), Sampling(10)))["r0"].ids) == 10  # the engine is usable again
     with pytest.raises(DataError, match="context"):
@@ -459,10 +462,13 @@ def test_lora_is_merged_into_the_sampler() -> None:
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     engine = make_engine(tiny_model())
-    with torch.no_grad():
-        engine.model.head.weight.fill_(float("nan"))
+    requests = make_requests((4, 9), Sampling(3))
+    good, weights = collect(engine, requests), {name: p.clone() for name, p in engine.model.module.named_parameters()}
+    engine.load(WeightsRef(1, {name: torch.full_like(p, float("nan")) for name, p in weights.items()}))
     with pytest.raises(TrainingError, match="not finite"):
-        list(engine.sample(make_requests((4,), Sampling(3))))
+        list(engine.sample(requests))
+    engine.load(WeightsRef(0, weights))
+    assert collect(engine, requests)["r0"].numbers == good["r0"].numbers
 
 
 # Built-in and real models

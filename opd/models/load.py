@@ -19,19 +19,14 @@ SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class Location:
-    """What `from_pretrained` needs. `name` is what the user wrote."""
+    """What `from_pretrained` needs: a directory or hub id, and a hub revision."""
 
-    name: str
     path: str
-    gguf: str | None = None
     revision: str | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"gguf_file": self.gguf} if self.gguf else {}
-        if self.revision:
-            extra["revision"] = self.revision
-        return extra
+        return {"revision": self.revision} if self.revision else {}
 
 
 def tiny_models() -> dict[str, Path]:
@@ -44,7 +39,7 @@ def locate(name: str, revision: str | None = None) -> Location:
         known = tiny_models()
         if name not in known:
             raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
-        return Location(name, str(known[name]))
+        return Location(str(known[name]))
     if name == "smol":
         return _smol()
     path = Path(name).expanduser()
@@ -53,14 +48,14 @@ def locate(name: str, revision: str | None = None) -> Location:
             raise ModelError(f"model {name!r}: no such file.")
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"model {name!r}: reading GGUF files needs the gguf package: pip install 'opd[gguf]'.")
-        return Location(name, str(path.parent), gguf=path.name)
+        return Location(str(_converted(path)))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.")
-        return Location(name, str(path))
+        return Location(str(path))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"model {name!r}: no such directory.")
-    return Location(name, name, revision=revision)
+    return Location(name, revision)
 
 
 def _smol() -> Location:
@@ -72,7 +67,16 @@ def _smol() -> Location:
         )
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("model 'smol' is a GGUF file; reading it needs the gguf package: pip install 'opd[gguf]'.")
-    return Location("smol", str(spec.submodule_search_locations[0]), gguf=SMOL_FILE)
+    return Location(str(_converted(Path(spec.submodule_search_locations[0]) / SMOL_FILE)))
+
+
+def _converted(file: Path) -> Path:
+    from opd.models.gguf import converted
+
+    try:
+        return converted(file)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"GGUF file {str(file)!r} could not be converted: {_first_line(error)}") from None
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -125,8 +129,6 @@ def load_model(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model {name!r} could not be loaded: {_first_line(error)}") from None
-    if location.gguf:
-        _forget_quantisation(module)
     model = LanguageModel(module.to(device), load_tokenizer(name, revision), name)
     if lora is not None:
         model.add_lora(lora)
@@ -138,16 +140,6 @@ def load_model(
 def _has_sdpa(config: Any) -> bool:
     # Gemma 2 caps its attention scores, which only its eager path does exactly.
     return getattr(config, "attn_logit_softcapping", None) is None
-
-
-def _forget_quantisation(module: Any) -> None:
-    """GGUF weights were dequantised while loading; without this `save_pretrained` refuses."""
-    module.hf_quantizer = None
-    module.is_quantized = False
-    for holder in (module, module.config):
-        for attribute in ("quantization_method", "quantization_config"):
-            if hasattr(holder, attribute):
-                delattr(holder, attribute)
 
 
 def parameter_count(name: str, revision: str | None = None) -> int:

@@ -237,6 +237,7 @@ class _Schedule:
                 continue
             token, logprob = tokens[column], logprobs[column]
             if math.isnan(logprob):
+                self.steps.clear()  # NaNs would outlive the weights that made them
                 raise TrainingError(
                     f"request {active.request.id!r}: the policy's logits (version {version}) are not finite."
                 )

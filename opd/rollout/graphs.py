@@ -139,6 +139,10 @@ class Steps:
         """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no harm."""
         self.column[slot].fill_(self.max_length - 1)
 
+    @torch.inference_mode()
+    def clear(self) -> None:
+        self.cache.reset()
+
     # The two calls
 
     @torch.no_grad()

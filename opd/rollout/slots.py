@@ -59,11 +59,15 @@ class SlotLayout:
         return out.reshape(rows, heads, queries, -1).transpose(1, 2)
 
     def _mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        """(B, 1, repeats * Q, span), to be added: 0 where a token sees a column, -inf elsewhere."""
+        """(B, 1, repeats * Q, span), to be added: 0 where a token sees a column, hugely negative elsewhere.
+
+        Not -inf: an idle slot behind the span, in a sliding layer, sees nothing at all, and its NaNs would stay in the
+        cache for the slot's next tenant.
+        """
         if window not in self._masks:
             distance = self.columns[:, :, None] - torch.arange(self.span, device=self.columns.device)  # (B, Q, span)
             seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            mask = torch.zeros_like(distance, dtype=dtype).masked_fill(~seen, float("-inf"))
+            mask = torch.zeros_like(distance, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
             self._masks[window] = mask.repeat(1, repeats, 1)[:, None]
         return self._masks[window]
 

@@ -37,7 +37,7 @@ KNOBS = {
 class Pipeline:
     def __init__(self, recipe: Recipe, directory: Path, console: Console, quiet: bool = False) -> None:
         self._recipe, self._directory, self._console = recipe, directory, console
-        self._progress = Progress(console, quiet)
+        self._progress = Progress(console, directory / "log.txt", quiet)
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._stop_requested = False
@@ -74,26 +74,37 @@ class Pipeline:
         with self._explain_memory():
             self._on_phase("loading")
             run = StageRun(spec, store, self._resolve_model, check_stop=self._check_stop, on_phase=self._on_phase, on_token=self._progress.token)
-            self._progress.say(f"[bold]{spec.name}[/]: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
-            step, metrics = 0, {}
-            try:
+        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
+        metrics: dict[str, Any] = {}
+        try:
+            with self._explain_memory():
                 self._before(run, result)
-                for step in range(1, spec.train.steps + 1):
-                    self._check_stop()
-                    metrics = train_step(run, step)
-                    self._report(run, step, metrics)
-                    result.tokens += metrics["tokens"]
-                    result.steps = step
-                    if self._evaluate_and_save(run, result, step, metrics):
-                        break
-            except (Stopped, TrainingError) as stop:
-                result.seconds = time.monotonic() - started
-                where = self._save(run, result, result.steps, metrics)
-                if isinstance(stop, TrainingError):
-                    raise TrainingError(f"{stop} The weights before it are in {where}.") from None
-                raise
-            self._finish(run, result, metrics)
-        result.seconds = time.monotonic() - started
+                metrics = self._train(run, result)
+                self._finish(run, result, metrics)
+        except (Stopped, OpdError) as stop:
+            where = self._save(run, result, result.steps, metrics)
+            self._progress.say(f"{spec.name}: stopped after step {result.steps}; the weights are in {where}")
+            if isinstance(stop, TrainingError):
+                raise TrainingError(f"{stop} The weights before it are in {where}.") from None
+            raise
+        finally:
+            result.seconds = time.monotonic() - started
+
+    def _train(self, run: StageRun, result: StageResult) -> dict[str, Any]:
+        """Steps, each reported, evaluated and saved as the recipe says; returns the last step's metrics."""
+        metrics: dict[str, Any] = {}
+        for step in range(1, run.spec.train.steps + 1):
+            self._check_stop()
+            metrics = train_step(run, step)
+            result.steps, result.tokens = step, result.tokens + metrics["tokens"]
+            better, enough = self._evaluate(run, result, step, metrics)
+            self._report(run, step, metrics)
+            if better or enough or (run.spec.checkpoint.every and step % run.spec.checkpoint.every == 0):
+                self._keep(run, result, step, metrics, better)
+            if enough:
+                self._progress.say(f"{run.spec.name}: early stop after step {step}; {run.spec.eval.metric} was best at step {result.best_step}")
+                break
+        return metrics
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions:
@@ -106,36 +117,33 @@ class Pipeline:
         if run.spec.eval.weight_average:
             result.weight_average = run.evaluate_weight_average()
 
-    def _evaluate_and_save(self, run: StageRun, result: StageResult, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Periodic evaluation and checkpoints; True when early stopping says that is enough."""
-        spec, enough, better = run.spec, False, False
-        if spec.eval.every and step % spec.eval.every == 0 and step < spec.train.steps and run.questions:
-            self._on_phase("evaluate")
-            scores = run.evaluate(run.engine)
-            better = result.note_evaluation(step, scores, watched(scores, spec.eval.metric))
-            self._write_line("metrics.jsonl", {"step": step, "stage": spec.name} | {f"eval/{name}": score.value for name, score in scores.items()})
-            for tracker in self._trackers:
-                tracker.log(step, {f"eval/{name}": score.value for name, score in scores.items()})
-            enough = spec.eval.early_stop is not None and result.evaluations_since_best >= spec.eval.early_stop.patience
-        if better or enough or (spec.checkpoint.every and step % spec.checkpoint.every == 0):
-            where = self._save(run, result, step, metrics)
-            result.best = where if better else result.best
-            retain(where.parent, spec.checkpoint.keep, result.best)
-        return enough
+    def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> tuple[bool, bool]:
+        """Periodic evaluation, added to the step's metrics: (better than ever, early stopping says enough)."""
+        spec = run.spec.eval
+        if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
+            return False, False
+        self._on_phase("evaluate")
+        scores = run.evaluate(run.engine)
+        metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
+        better = result.note_evaluation(step, scores, watched(scores, spec.metric))
+        return better, spec.early_stop is not None and result.evaluations_since_best >= spec.early_stop.patience
 
     def _finish(self, run: StageRun, result: StageResult, metrics: Mapping[str, Any]) -> None:
+        better = False
         if run.questions:
             self._on_phase("evaluate")
             result.after = run.evaluate(run.engine)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
-        else:
-            better = False
-        final = self._save(run, result, result.steps, metrics)
-        result.best = final if better else result.best
-        retain(final.parent, run.spec.checkpoint.keep, result.best)
+        final = self._keep(run, result, result.steps, metrics, better)
         self._outputs[run.spec.name] = final
         if run.spec.hub is not None:
             push(final, run.spec.hub.repo, run.spec.hub.private)
+
+    def _keep(self, run: StageRun, result: StageResult, step: int, metrics: Mapping[str, Any], better: bool) -> Path:
+        where = self._save(run, result, step, metrics)
+        result.best = where if better else result.best
+        retain(where.parent, run.spec.checkpoint.keep, result.best)
+        return where
 
     def _save(self, run: StageRun, result: StageResult, step: int, metrics: Mapping[str, Any]) -> Path:
         directory = checkpoint_directory(self._directory, run.spec.name, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -18,10 +19,10 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
-    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests)."""
+    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line."""
 
-    def __init__(self, console: Console, quiet: bool = False) -> None:
-        self._console, self._quiet = console, quiet
+    def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
+        self._console, self._log, self._quiet = console, log, quiet
         self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render) if console.is_terminal and not quiet else None
         self._stage, self._steps, self._phase = "", 0, ""
         self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
@@ -39,8 +40,13 @@ class Progress:
             self._live.stop()
 
     def say(self, line: str) -> None:
+        self._write(line)
         if not self._quiet:
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _write(self, line: str) -> None:
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def show(self, renderable: Any) -> None:
         if not self._quiet:
@@ -60,10 +66,11 @@ class Progress:
         self._metrics = dict(metrics)
         if metrics["reverse_kl"] is not None:
             self._history.append(metrics["reverse_kl"])
+        self._write(self._line())
         now = time.monotonic()
         if not self._live and not self._quiet and (now - self._last_line > 5 or metrics["step"] in (1, self._steps)):
             self._last_line = now
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
 
     def _left(self) -> float:
         done = self._metrics.get("step", 0)

