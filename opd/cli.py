@@ -11,7 +11,12 @@ import typer
 
 from opd.errors import OpdError, Stopped, UserError
 
-app = typer.Typer(name="opd", no_args_is_help=True, add_completion=False, help="On-policy distillation: the student samples, the teachers score every token.")
+app = typer.Typer(
+    name="opd",
+    no_args_is_help=True,
+    add_completion=False,
+    help="On-policy distillation: the student samples, the teachers score every token.",
+)
 recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
 models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
 app.add_typer(recipes, name="recipes")
@@ -37,9 +42,13 @@ def main() -> None:
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example train.steps=50")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example train.steps=50")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME, never overwritten.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
+    ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
@@ -81,7 +90,9 @@ def evaluate(
     """Measure pass@1 and pass@k of a model on held-out prompts."""
     from opd.training.evaluate import evaluate_model
 
-    scores = evaluate_model(model, prompts, k=k, count=n, temperature=temperature, max_new_tokens=max_new_tokens, device=device, seed=seed)
+    scores = evaluate_model(
+        model, prompts, k=k, count=n, temperature=temperature, max_new_tokens=max_new_tokens, device=device, seed=seed
+    )
     if as_json:
         print(json.dumps({domain: score.to_json() for domain, score in scores.items()}, indent=1))
         return

@@ -53,7 +53,9 @@ class TeacherSpec(BaseModel):
     model: str
     revision: str | None = None
     role: str = Field("teacher", description="terms ask for signals by role")
-    domains: list[str] | None = Field(None, description="default: its own name, or every domain if it is alone in its role")
+    domains: list[str] | None = Field(
+        None, description="default: its own name, or every domain if it is alone in its role"
+    )
     dtype: Dtype = "float32"
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
@@ -66,7 +68,9 @@ class PromptSource(BaseModel):
     domain: str | None = Field(None, description="default: the row's own `domain` column, else the source's name")
     share: float = Field(1.0, gt=0, description="relative share of the prompts of a step")
     split: str = Field("train", description="split of a Hugging Face dataset")
-    eval_source: str | None = Field(None, description="held-out prompts; default: the task's own held-out split, else the last rows")
+    eval_source: str | None = Field(
+        None, description="held-out prompts; default: the task's own held-out split, else the last rows"
+    )
     limit: Positive | None = Field(None, description="use at most this many rows")
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -83,9 +87,13 @@ class Rollouts(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Count = Field(0, description="0: no limit")
     stop: list[str] = Field(default_factory=list, description="stop strings, beside the models' stop ids")
-    data_share: Fraction = Field(0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)")
+    data_share: Fraction = Field(
+        0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
+    )
     teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
-    max_prompt_tokens: Positive | None = Field(None, description="refuse longer prompts; default: what the context leaves")
+    max_prompt_tokens: Positive | None = Field(
+        None, description="refuse longer prompts; default: what the context leaves"
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> Rollouts:
@@ -116,7 +124,8 @@ class Term(BaseModel):
     temperature: float = Field(1.0, gt=0, description="of the divergence; sampling has its own")
     role: str = Field("teacher", description="whose signal")
     on: list[Literal["student", "teacher", "data"]] | None = Field(
-        None, description="authors of the tokens trained on; default: all, but student for policy_gradient, data and teacher for cross_entropy"
+        None,
+        description="authors of the tokens trained on; default: all, but student for policy_gradient, data and teacher for cross_entropy",
     )
     coefficient: float = 1.0
     aggregate: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
@@ -126,7 +135,11 @@ class Term(BaseModel):
     def authors(self) -> tuple[str, ...]:
         if self.on is not None:
             return tuple(self.on)
-        return {"direct": ("student", "teacher", "data"), "policy_gradient": ("student",), "cross_entropy": ("data", "teacher")}[self.form]
+        return {
+            "direct": ("student", "teacher", "data"),
+            "policy_gradient": ("student",),
+            "cross_entropy": ("data", "teacher"),
+        }[self.form]
 
 
 class Train(BaseModel):
@@ -271,14 +284,18 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name")}
     overrides = raw.get("stages") or [{}]
     if not isinstance(overrides, list) or not all(isinstance(stage, Mapping) for stage in overrides):
-        raise RecipeError(f"stages: expected a list of mappings, got {overrides!r}. Write `stages: [{{name: warm-up, …}}, …]`.")
+        raise RecipeError(
+            f"stages: expected a list of mappings, got {overrides!r}. Write `stages: [{{name: warm-up, …}}, …]`."
+        )
     if "stages" in raw and any("name" not in stage for stage in overrides):
         raise RecipeError("stages: every stage needs a name. Write `stages: [{name: warm-up, train: {steps: 50}}, …]`.")
     stages: list[Stage] = []
     for override in overrides:
         merged = merge(defaults, override)
         if stages and "student" not in override:
-            merged["student"] = merge(_mapping(merged.get("student"), "model"), {"model": STAGE_PREFIX + stages[-1].name})
+            merged["student"] = merge(
+                _mapping(merged.get("student"), "model"), {"model": STAGE_PREFIX + stages[-1].name}
+            )
         where = f"stages.{override['name']}." if "stages" in raw else ""
         stages.append(validate(merged, where))
     names = [stage.name for stage in stages]
@@ -333,7 +350,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
-        raise RecipeError(f"{where}: a recipe is a mapping of keys, got {type(raw).__name__}. See `opd recipes show quickstart`.")
+        raise RecipeError(
+            f"{where}: a recipe is a mapping of keys, got {type(raw).__name__}. See `opd recipes show quickstart`."
+        )
     return raw
 
 
@@ -439,7 +458,9 @@ def find_recipe(name: str) -> Path:
         return shipped[name]
     near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise RecipeError(f"recipe {name!r}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all.")
+    raise RecipeError(
+        f"recipe {name!r}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all."
+    )
 
 
 def recipe_schema() -> dict[str, Any]:

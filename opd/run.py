@@ -1,7 +1,7 @@
 """Runs: start one, or open the directory of one that is over. Opening needs no torch.
 
-    run = opd.run("quickstart", overrides=["train.steps=20"])
-    run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
+run = opd.run("quickstart", overrides=["train.steps=20"])
+run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Oldest first; each is a Hugging Face model directory."""
-        return sorted(self.directory.glob("checkpoints/*/step-*"), key=lambda path: (path.parent.stat().st_ctime, path.name))
+        return sorted(
+            self.directory.glob("checkpoints/*/step-*"), key=lambda path: (path.parent.stat().st_ctime, path.name)
+        )
 
     @property
     def model(self) -> Path:
@@ -63,7 +65,7 @@ class Run:
     def rollouts(self) -> RolloutStore:
         from opd.rollout.store import RolloutStore
 
-        return RolloutStore(self.directory / "rollouts")
+        return RolloutStore(self.directory / "rollouts", read_only=True)
 
 
 def run(

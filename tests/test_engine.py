@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
 
 from opd.config import Lora, SamplerSpec
 from opd.errors import DataError, ModelError, TrainingError
@@ -23,18 +22,11 @@ from opd.rollout.draws import request_key, uniforms, uniforms_at
 from opd.rollout.engine import Engine
 from opd.rollout.sampling import RowSettings, draw
 from opd.types import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
+from tests.helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
 
 SIZE = len(CHARACTERS) + 2
 SPEC = SamplerSpec(slots=4, prefill_rows=3, prefill_chunk=5)
 STOPS = (EOS, 7, 9)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass
@@ -401,6 +393,23 @@ def test_requests_are_pulled_as_slots_become_free() -> None:
     with pytest.raises(RuntimeError, match="sampling already"):
         next(engine.sample([]))
     assert sum(isinstance(event, Finished) for event in events) == 12
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_running_ahead_of_the_results_changes_nothing(lag: int) -> None:
+    """What CUDA does: the next step is launched before the last one's tokens are known."""
+    engine = make_engine(tiny_model())
+    options = [Sampling(30, stop_ids=STOPS), Sampling(1), Sampling(12, stop_ids=tuple(range(2, 20))), Sampling(2)]
+    requests = [
+        replace(r, sampling=options[i % 4]) for i, r in enumerate(make_requests([3, 17, 8, 30, 1, 12] * 3, options[0]))
+    ]
+    expected = collect(engine, requests)
+    engine.lag = lag
+    ahead = collect(engine, requests)
+    assert {key: (r.numbers, r.stop) for key, r in ahead.items()} == {
+        key: (r.numbers, r.stop) for key, r in expected.items()
+    }
+    assert {r.stop for r in ahead.values()} == {"stop", "length"}
 
 
 # Weights

@@ -15,8 +15,12 @@ def render_prompt(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, 
     """(P,) int32. Messages go through the chat template, text is encoded as it is (with the tokenizer's BOS, if any)."""
     if prompt.messages is not None:
         if not tokenizer.chat_template:
-            raise DataError(f"prompt {prompt.id!r} is a list of messages, but the tokenizer has no chat template. Give text prompts, or a tokenizer with a template.")
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True, **(template_kwargs or {}))
+            raise DataError(
+                f"prompt {prompt.id!r} is a list of messages, but the tokenizer has no chat template. Give text prompts, or a tokenizer with a template."
+            )
+        text = tokenizer.apply_chat_template(
+            list(prompt.messages), tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+        )
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt.text)["input_ids"]
@@ -31,7 +35,9 @@ def render_completion(prompt: Prompt, tokenizer: Any, max_tokens: int) -> tuple[
     """The dataset's own answer as ids ending in the stop token, cut at `max_tokens`; and whether it was cut."""
     completion = prompt.fields.get("completion")
     if not completion:
-        raise DataError(f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set data_share: 0.")
+        raise DataError(
+            f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set data_share: 0."
+        )
     ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return np.asarray(ids[:max_tokens], dtype=np.int32), len(ids) > max_tokens
 

@@ -1,9 +1,9 @@
 """Where prompts come from. Every source offers training prompts and held-out prompts that do not overlap.
 
-    task:NAME             built-in generators with verifiers (`data.tasks`)
-    reasoning_gym:NAME    a reasoning-gym generator with its own scorer
-    FILE.jsonl|.parquet   rows with `prompt` (text or messages); optional completion, answer, domain
-    anything else         a Hugging Face dataset with the same columns
+task:NAME             built-in generators with verifiers (`data.tasks`)
+reasoning_gym:NAME    a reasoning-gym generator with its own scorer
+FILE.jsonl|.parquet   rows with `prompt` (text or messages); optional completion, answer, domain
+anything else         a Hugging Face dataset with the same columns
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def open_source(spec: PromptSource) -> Source:
         held = read_rows(spec.eval_source, spec.split, None) if spec.eval_source else None
         source = RowSource(spec.source, rows, held, spec.domain)
     if spec.eval_source and not isinstance(source, RowSource):
-        raise DataError(f"prompts {spec.source!r}: eval_source is for files and datasets; {spec.source.split(':')[0]} has its own held-out split.")
+        raise DataError(
+            f"prompts {spec.source!r}: eval_source is for files and datasets; {spec.source.split(':')[0]} has its own held-out split."
+        )
     return source
 
 
@@ -84,7 +86,9 @@ class GymSource:
         from reasoning_gym.factory import DATASETS
 
         if task not in DATASETS:
-            raise DataError(f"prompts 'reasoning_gym:{task}': no such task. reasoning-gym knows {len(DATASETS)}, among them {', '.join(sorted(DATASETS)[:8])}, …")
+            raise DataError(
+                f"prompts 'reasoning_gym:{task}': no such task. reasoning-gym knows {len(DATASETS)}, among them {', '.join(sorted(DATASETS)[:8])}, …"
+            )
         self.name, self._domain = GYM + task, domain or task
         try:
             self._train = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=GYM_TRAIN_SEED, **options)
@@ -102,7 +106,9 @@ class GymSource:
                     break
                 raw += 1
             else:
-                raise DataError(f"prompts {self.name!r}: the generator makes too few different questions to hold any out; use larger options.")
+                raise DataError(
+                    f"prompts {self.name!r}: the generator makes too few different questions to hold any out; use larger options."
+                )
             self._skip.append(raw)
         return self._prompt(self._train[self._skip[index]], f"train/{index}")
 
@@ -119,7 +125,9 @@ class GymSource:
 class RowSource:
     """Rows of a file or dataset. Without `held` rows, a tenth from the end is kept back when the rows have answers."""
 
-    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]] | None, domain: str | None) -> None:
+    def __init__(
+        self, name: str, rows: Sequence[Mapping[str, Any]], held: Sequence[Mapping[str, Any]] | None, domain: str | None
+    ) -> None:
         if not rows:
             raise DataError(f"prompts {name!r}: there are no rows in it.")
         if held is None:
@@ -132,25 +140,37 @@ class RowSource:
         return row_prompt(self._rows[index], self.name, f"train/{index}", self._domain)
 
     def held_out(self, count: int) -> list[Prompt]:
-        return [row_prompt(row, self.name, f"heldout/{index}", self._domain) for index, row in enumerate(self._held[:count])]
+        return [
+            row_prompt(row, self.name, f"heldout/{index}", self._domain) for index, row in enumerate(self._held[:count])
+        ]
 
 
 def row_prompt(row: Mapping[str, Any], name: str, where: str, domain: str) -> Prompt:
     """One row -> one prompt. Text stays text, a list of messages is rendered by the chat template (TRL's convention)."""
     content = row.get("prompt")
-    fields = {key: value for key, value in row.items() if key not in ("prompt", "domain", "completion") and value is not None}
+    fields = {
+        key: value for key, value in row.items() if key not in ("prompt", "domain", "completion") and value is not None
+    }
     completion = row.get("completion")
     if completion is not None:
-        fields["completion"] = completion if isinstance(completion, str) else "".join(str(message["content"]) for message in completion)
+        fields["completion"] = (
+            completion if isinstance(completion, str) else "".join(str(message["content"]) for message in completion)
+        )
     if fields.get("answer") is not None:
         fields.setdefault("verifier", "exact")
     label = str(row.get("domain") or domain)
     identity = f"{name}/{where}"
     if isinstance(content, str) and content.strip():
         return Prompt(id=identity, domain=label, text=content, fields=fields)
-    if isinstance(content, Sequence) and content and all(isinstance(message, Mapping) and "role" in message and "content" in message for message in content):
+    if (
+        isinstance(content, Sequence)
+        and content
+        and all(isinstance(message, Mapping) and "role" in message and "content" in message for message in content)
+    ):
         return Prompt(id=identity, domain=label, messages=tuple(dict(message) for message in content), fields=fields)
-    raise DataError(f"prompts {name!r}, {where}: `prompt` must be text or a list of {{role, content}} messages and not empty, got {content!r}.")
+    raise DataError(
+        f"prompts {name!r}, {where}: `prompt` must be text or a list of {{role, content}} messages and not empty, got {content!r}."
+    )
 
 
 def read_rows(name: str, split: str, limit: int | None) -> Sequence[Mapping[str, Any]]:
@@ -164,7 +184,9 @@ def read_rows(name: str, split: str, limit: int | None) -> Sequence[Mapping[str,
     if not rows:
         raise DataError(f"prompts {name!r}: there are no rows in it.")
     if "prompt" not in rows[0]:
-        raise DataError(f"prompts {name!r}: no `prompt` column; it has {', '.join(rows[0])}. Rename the column that holds the prompt.")
+        raise DataError(
+            f"prompts {name!r}: no `prompt` column; it has {', '.join(rows[0])}. Rename the column that holds the prompt."
+        )
     return rows[:limit]
 
 
@@ -177,7 +199,9 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
                 except json.JSONDecodeError as error:
                     raise DataError(f"prompts {str(path)!r}, line {number}: not valid JSON ({error.msg}).") from None
                 if not isinstance(row, dict):
-                    raise DataError(f"prompts {str(path)!r}, line {number}: expected an object with a `prompt`, got {type(row).__name__}.")
+                    raise DataError(
+                        f"prompts {str(path)!r}, line {number}: expected an object with a `prompt`, got {type(row).__name__}."
+                    )
                 yield row
 
 
@@ -195,7 +219,9 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _dataset(name: str, split: str) -> Iterator[Mapping[str, Any]]:
     if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"prompts {name!r}: not a file, and Hugging Face datasets need the datasets package: pip install 'opd[data]'.")
+        raise DataError(
+            f"prompts {name!r}: not a file, and Hugging Face datasets need the datasets package: pip install 'opd[data]'."
+        )
     import datasets
 
     path = Path(name).expanduser()
@@ -206,4 +232,6 @@ def _dataset(name: str, split: str) -> Iterator[Mapping[str, Any]]:
         else:
             yield from datasets.load_dataset(name, split=split)
     except (FileNotFoundError, ConnectionError, ValueError, KeyError) as error:
-        raise DataError(f"prompts {name!r}: not a task, a .jsonl or .parquet file, or a dataset that could be loaded ({str(error).splitlines()[0]}).") from None
+        raise DataError(
+            f"prompts {name!r}: not a task, a .jsonl or .parquet file, or a dataset that could be loaded ({str(error).splitlines()[0]})."
+        ) from None

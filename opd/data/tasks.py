@@ -21,7 +21,7 @@ from opd.types import Prompt
 
 Split = Literal["train", "heldout"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-HELDOUT_SHARE = 4  # one question in four is held out
+HELDOUT_SHARE = 3  # one question in three is held out
 
 
 class Dice:

@@ -63,19 +63,32 @@ def evaluate(
     if greedy:
         runs["greedy"] = Sampling(sampling.max_new_tokens, 0.0, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
     if k:
-        runs["sampled"] = Sampling(sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
+        runs["sampled"] = Sampling(
+            sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings
+        )
     results: dict[str, dict[str, list[np.ndarray]]] = {domain: {} for domain in questions}
     lengths: dict[str, list[int]] = {domain: [] for domain in questions}
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
         for domain, asked in questions.items():
-            results[domain][name] = [_judge(question, answers[question.prompt.id], tokenizer, how.stop_ids) for question in asked]
+            results[domain][name] = [
+                _judge(question, answers[question.prompt.id], tokenizer, how.stop_ids) for question in asked
+            ]
             lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
-    return {domain: _score(results[domain], lengths[domain], k, sampling.max_new_tokens) for domain in questions if questions[domain]}
+    return {
+        domain: _score(results[domain], lengths[domain], k, sampling.max_new_tokens)
+        for domain in questions
+        if questions[domain]
+    }
 
 
 def _answers(
-    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, samples: int, seed: int, check_stop: Callable[[], None]
+    sampler: Sampler,
+    questions: Mapping[str, Sequence[Question]],
+    sampling: Sampling,
+    samples: int,
+    seed: int,
+    check_stop: Callable[[], None],
 ) -> dict[str, list[np.ndarray]]:
     tokens: dict[str, list[int]] = {}
     owner: dict[str, str] = {}
@@ -85,7 +98,11 @@ def _answers(
             for sample in range(samples):
                 name = f"eval/{question.prompt.id}/{sample}"
                 tokens[name], owner[name] = [], question.prompt.id
-                requests.append(SampleRequest(name, question.prompt_ids, request_key(seed, question.prompt.id, EVAL_VISIT, sample), sampling))
+                requests.append(
+                    SampleRequest(
+                        name, question.prompt_ids, request_key(seed, question.prompt.id, EVAL_VISIT, sample), sampling
+                    )
+                )
     for event in sampler.sample(requests):
         if isinstance(event, SampledToken):
             tokens[event.request_id].append(event.token)
@@ -115,7 +132,13 @@ def _score(results: Mapping[str, list[np.ndarray]], lengths: Sequence[int], k: i
     first = next(iter(results.values()))
     unjudged = sum(int(np.isnan(scores).sum()) for run in results.values() for scores in run)
     judged = sum(1 for scores in first if not np.isnan(scores).all())
-    return Score(n=judged, unjudged=unjudged, length=float(np.mean(lengths)), truncated=float(np.mean(np.asarray(lengths) >= limit)), **found)
+    return Score(
+        n=judged,
+        unjudged=unjudged,
+        length=float(np.mean(lengths)),
+        truncated=float(np.mean(np.asarray(lengths) >= limit)),
+        **found,
+    )
 
 
 def _mean(scores: np.ndarray) -> float:

@@ -21,7 +21,9 @@ NAME = "opd"
 
 
 class Layout(Protocol):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """query (B, H, Q, D), key and value (B, G, K, D) with G dividing H -> (B, Q, H, Dv)."""
         ...
 
@@ -60,7 +62,9 @@ class Packed:
         positions_T, cells_T, gather_C = (torch.from_numpy(array).to(device) for array in (positions, cells, gather))
         return cls(tuple(lengths), positions_T, cells_T, gather_C)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         rows, longest = len(self.lengths), max(self.lengths)
 
         def rectangle(tensor: Tensor) -> Tensor:  # (1, H, T, D) -> (rows, H, longest, D)
@@ -69,7 +73,9 @@ class Packed:
 
         query, key, value = rectangle(query), rectangle(key), rectangle(value)
         if softcap is None and (window is None or window >= longest):
-            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
         else:
             out = masked_attention(query, key, value, self._mask(longest, window, query.device), scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)[self.cells][None]
@@ -80,7 +86,9 @@ class Packed:
         return (distance >= 0) & (distance < (window or longest))
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """Attention written out, for what the fused kernels do not offer: soft-capped scores and arbitrary masks."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

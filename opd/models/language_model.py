@@ -1,8 +1,8 @@
 """One wrapper around any causal LM: hidden states of packed sequences, and the head as a `Projection`.
 
-    model = load_model("tiny/generalist")
-    hidden_TD = model.hidden(ids_T, Packed.of([12, 7]))       # two sequences back to back
-    projection = model.project(hidden_TD)                     # logits, not multiplied out
+model = load_model("tiny/generalist")
+hidden_TD = model.hidden(ids_T, Packed.of([12, 7]))       # two sequences back to back
+projection = model.project(hidden_TD)                     # logits, not multiplied out
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class LanguageModel:
         self._plain: Any = None  # the module as it was before LoRA layers were put in
         self.head = _plain_head(module, name)
         config = module.config
-        self.scale = float(getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
+        self.scale = float(
+            getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.size = min(len(tokenizer), self.head.weight.shape[0])
         self._switch_attention_and_check()
@@ -98,7 +100,9 @@ class LanguageModel:
                 "there would be left out of the loss. Leave the head out of the targets."
             )
         self._plain = _share(self.module)
-        config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+        )
         try:
             self.adapter = get_peft_model(self.module, config, adapter_name=ADAPTER)
         except ValueError as error:
@@ -123,7 +127,9 @@ class LanguageModel:
         clone.adapter, clone._plain = None, None
         adapted = set()
         if self.adapter is not None:
-            adapted = {f"{name}.weight" for name, child in self.module.named_modules() if hasattr(child, "get_delta_weight")}
+            adapted = {
+                f"{name}.weight" for name, child in self.module.named_modules() if hasattr(child, "get_delta_weight")
+            }
         for name, parameter in clone.module.named_parameters():
             if dtype not in (None, parameter.dtype):
                 parameter.data = parameter.data.to(dtype)
@@ -154,12 +160,16 @@ class LanguageModel:
 
 def _share(module: Any) -> Any:
     """A copy of the module tree whose frozen parameters share their storage with the original's."""
-    memo: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()}
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()
+    }
     return copy.deepcopy(module, memo)
 
 
 def _plain_head(module: Any, name: str) -> nn.Linear:
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ModelError(f"model {name!r}: its output head is {type(head).__name__}, and only a plain linear head is supported.")
+        raise ModelError(
+            f"model {name!r}: its output head is {type(head).__name__}, and only a plain linear head is supported."
+        )
     return head

@@ -31,7 +31,7 @@ class Location:
 
 def tiny_models() -> dict[str, Path]:
     root = Path(str(resources.files("opd") / "models" / "tiny"))
-    return {f"tiny/{path.name}": path for path in sorted(root.iterdir()) if (path / "config.json").is_file()}
+    return {f"tiny/{path.parent.name}": path.parent for path in sorted(root.glob("*/config.json"))}
 
 
 def locate(name: str, revision: str | None = None) -> Location:
@@ -106,7 +106,9 @@ def load_config(name: str, revision: str | None = None) -> Any:
     causal = {cls for value in CAUSAL.values() for cls in ([value] if isinstance(value, str) else value)}
     if config.model_type not in CAUSAL or (architectures and not causal & set(architectures)):
         what = architectures[0] if architectures else config.model_type
-        raise ModelError(f"model {name!r} is a {what}, not a causal language model. Choose one whose class ends in ForCausalLM.")
+        raise ModelError(
+            f"model {name!r} is a {what}, not a causal language model. Choose one whose class ends in ForCausalLM."
+        )
     return config
 
 
@@ -125,7 +127,11 @@ def load_model(
     hf_logging.disable_progress_bar()
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            location.path, dtype=getattr(torch, dtype), attn_implementation="sdpa" if _has_sdpa(config) else "eager", **location.arguments
+            location.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa" if _has_sdpa(config) else "eager",
+            use_safetensors=True,
+            **location.arguments,  # pickled weights are never opened
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model {name!r} could not be loaded: {_first_line(error)}") from None
@@ -155,5 +161,3 @@ def parameter_count(name: str, revision: str | None = None) -> int:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
-
-

@@ -24,7 +24,9 @@ def require_same(student: Any, teacher: Any, student_name: str, teacher_name: st
     ours = {index: token for token, index in student.get_vocab().items()}
     theirs = {index: token for token, index in teacher.get_vocab().items()}
     differing = [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
-    shown = ", ".join(f"id {index}: {ours.get(index, '(none)')!r} vs {theirs.get(index, '(none)')!r}" for index in differing[:5])
+    shown = ", ".join(
+        f"id {index}: {ours.get(index, '(none)')!r} vs {theirs.get(index, '(none)')!r}" for index in differing[:5]
+    )
     raise TokenizerMismatch(
         f"student {student_name} and teacher {teacher_name} do not share a tokenizer: {len(differing)} of "
         f"{len(ours.keys() | theirs.keys())} ids differ ({shown}{', …' if len(differing) > 5 else ''}). "

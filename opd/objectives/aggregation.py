@@ -15,7 +15,9 @@ import numpy as np
 Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 
 
-def token_weights(masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0) -> list[np.ndarray]:
+def token_weights(
+    masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0
+) -> list[np.ndarray]:
     """Weight of every token of every rollout. `masks` (T,) bool per rollout; `groups` names each rollout's prompt.
 
     token_mean      every token counts alike

@@ -32,6 +32,15 @@ def _gym(task: str, sample: Sample) -> Judgement:
 
     try:
         score = reasoning_gym.get_score_answer_fn(task)(answer=sample.text.strip(), entry=sample.prompt.fields["entry"])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         return Judgement(None, error=f"{type(error).__name__}: {error}")  # scorers trip over garbage: not a zero
     return Judgement(float(score))

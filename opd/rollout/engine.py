@@ -82,6 +82,7 @@ class Engine:
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec)
         self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile)
+        self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
         self.decode_steps = self.prefill_calls = 0
         self._busy = False
 
@@ -124,7 +125,7 @@ class _Schedule:
         self.waiting: deque[Active] = deque()  # in a slot, prompt not prefilled yet
         self.decoding: dict[int, Active] = {}  # by slot
         self.launched: deque[Launched] = deque()
-        self.lag = 1 if engine.model.device.type == "cuda" else 0  # results left unread while the next step runs
+        self.lag = engine.lag
         self.idle = 0  # slot-steps wasted since the last prefill
 
     def run(self) -> Iterator[SampledToken | Finished]:

@@ -109,8 +109,10 @@ class Steps:
         if self.device.type == "cuda":
             self._span_step, self._span_doubles = (COMPILED_SPAN if compiled else CUDA_SPAN), True
         if compiled and self.device.type == "cuda":
-            self._decode_hidden = torch.compile(self._hidden, dynamic=False)
-            self._decode_draw = torch.compile(draw, dynamic=False)
+            dynamo = torch._dynamo.config  # the limit counts spans and engines together
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+            self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
+            self._decode_draw = torch.compile(draw, dynamic=False, fullgraph=True)
         elif compiled:
             log.warning("sampler.compile is for CUDA devices; on %s the decode step runs as it is", self.device)
         self.prefill([])  # allocates the cache; rows are dummies
@@ -229,33 +231,63 @@ class Steps:
                 step(span, filtered)
             return
         key = (name, span, filtered)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(step, span, filtered)
-        self._graphs[key].replay()
+        with torch.cuda.device(self.device):
+            if key not in self._graphs:
+                start = time.perf_counter()
+                self._graphs[key] = self._capture(step, span, filtered)
+                self.capture_seconds += time.perf_counter() - start
+            graph = self._graphs[key]
+            if graph is None:
+                step(span, filtered)
+            else:
+                graph.replay()
 
     def _capture(self, step: Callable[[int, bool], None], span: int, filtered: bool) -> Any:
-        """Run twice to warm up (compilation, library handles, the cache's allocation), then record.
+        """Run twice to warm up (compilation, library handles, the cache's allocation), then record. None: cannot be.
 
         The warm-up really steps, so what it changes is put back: slot state only. What it writes into the cache is
         what the replay writes again, with the same inputs and to the same columns.
         """
-        start = time.perf_counter()
         state = [self.token, self.column, *vars(self.slot_settings).values()]
         saved = [tensor.clone() for tensor in state]
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
+
+        def restore() -> None:
+            for tensor, before in zip(state, saved, strict=True):
+                tensor.copy_(before)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):
-                step(span, filtered)
-                for tensor, before in zip(state, saved, strict=True):
-                    tensor.copy_(before)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # one pool: graphs never run at the same time
             step(span, filtered)
-        torch.cuda.synchronize(self.device)
-        self.capture_seconds += time.perf_counter() - start
+            restore()
+            waits = _waits_for_the_device(lambda: step(span, filtered))
+            restore()
+        torch.cuda.current_stream().wait_stream(side)
+        if waits:
+            log.warning(
+                "%s: a step waits for the device (%s), so it runs without CUDA graphs, slower", self.model.name, waits
+            )
+            return None
+        graph = torch.cuda.CUDAGraph()
+        # One pool: graphs never run at the same time. Thread-local: another thread may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step(span, filtered)
+        torch.cuda.synchronize()
         return graph
+
+
+def _waits_for_the_device(call: Callable[[], None]) -> str:
+    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or nothing."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
 
 
 def _store(out: Tensor, drawn: Drawn) -> None:

@@ -54,19 +54,20 @@ class Entry:
 
 
 class RolloutStore:
-    def __init__(self, directory: Path) -> None:
-        """Open a log, or start one. Reading a dead run's log needs neither torch nor the run."""
-        self.directory = directory
+    def __init__(self, directory: Path, *, read_only: bool = False) -> None:
+        """Open a log, or start one. `read_only` never touches the files: the run may be alive and writing."""
+        self.directory, self._read_only = directory, read_only
         self.entries: dict[str, Entry] = {}
         self._numbers: list[Entry] = []
         self._pending: list[tuple[Any, ...]] = []  # token rows not written yet
         self._checksum = 0
-        directory.mkdir(parents=True, exist_ok=True)
+        if not read_only:
+            directory.mkdir(parents=True, exist_ok=True)
         segments = sorted(directory.glob("segment-*.log"))
         for position, path in enumerate(segments):
             self._recover(path, position, last=position == len(segments) - 1)
         self._segment = max(len(segments) - 1, 0)
-        self._file: BinaryIO = self._path(self._segment).open("ab")
+        self._file: BinaryIO | None = None if read_only else self._path(self._segment).open("ab")
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -87,7 +88,17 @@ class RolloutStore:
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
         """Buffer one sampled token; it reaches the log with the next `commit`."""
         entry = self.entries[token.request_id]
-        self._pending.append((entry.number, token.token, int(author), token.logprob, token.logprob_sampled, token.logprob_stop, token.version))
+        self._pending.append(
+            (
+                entry.number,
+                token.token,
+                int(author),
+                token.logprob,
+                token.logprob_sampled,
+                token.logprob_stop,
+                token.version,
+            )
+        )
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
         """Tokens nobody sampled here (a dataset's completion): they have no behaviour log-probs."""
@@ -110,35 +121,45 @@ class RolloutStore:
     def commit(self, sync: bool = False) -> None:
         """Hand everything so far to the operating system; with `sync`, wait until the disk has it."""
         self._write_tokens()
-        self._file.flush()
+        file = self._writable()
+        file.flush()
         if sync:
-            os.fsync(self._file.fileno())
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        self.commit(sync=True)
-        self._file.close()
+        if self._file is not None:
+            self.commit(sync=True)
+            self._file.close()
 
     def _write_tokens(self) -> None:
         """All buffered tokens, of whichever rollouts, as one frame."""
         if self._pending:
             columns = list(zip(*self._pending, strict=True))
-            blocks = [np.asarray(column, dtype=kind).tobytes() for column, (_, kind) in zip(columns, COLUMNS, strict=True)]
+            blocks = [
+                np.asarray(column, dtype=kind).tobytes() for column, (_, kind) in zip(columns, COLUMNS, strict=True)
+            ]
             place = self._write(TOKENS, b"".join(blocks))
             self._index_tokens(np.asarray(columns[0], dtype=np.int64), place)
             self._pending.clear()
 
     def _write(self, kind: int, payload: bytes) -> tuple[int, int]:
-        if self._file.tell() > SEGMENT_BYTES:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        file = self._writable()
+        if file.tell() > SEGMENT_BYTES:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             self._segment += 1
             self._checksum = 0
-            self._file = self._path(self._segment).open("ab")
-        place = (self._segment, self._file.tell())
+            file = self._file = self._path(self._segment).open("ab")
+        place = (self._segment, file.tell())
         self._checksum = zlib.crc32(bytes([kind]) + payload, self._checksum)
-        self._file.write(HEADER.pack(len(payload), self._checksum, kind) + payload)
+        file.write(HEADER.pack(len(payload), self._checksum, kind) + payload)
         return place
+
+    def _writable(self) -> BinaryIO:
+        if self._file is None:
+            raise StoreError(f"{self.directory} was opened read-only")
+        return self._file
 
     # Reading
 
@@ -148,7 +169,8 @@ class RolloutStore:
         for entry in entries:
             if entry.stop is None:
                 raise StoreError(f"rollout {entry.id!r} is not finished, so it cannot be read")
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
         prompts: dict[int, np.ndarray] = {}
         parts: dict[int, list[np.ndarray]] = {entry.number: [] for entry in entries}
         wanted: dict[tuple[int, int], list[Entry]] = {}
@@ -183,9 +205,12 @@ class RolloutStore:
             frame = _frame(data, offset, self._checksum)
             if frame is None:
                 if not last:
-                    raise StoreError(f"{path}, byte {offset}: the frame is damaged. The segments after it cannot be trusted.")
-                with path.open("r+b") as file:
-                    file.truncate(offset)
+                    raise StoreError(
+                        f"{path}, byte {offset}: the frame is damaged. The segments after it cannot be trusted."
+                    )
+                if not self._read_only:
+                    with path.open("r+b") as file:
+                        file.truncate(offset)
                 return
             kind, payload, self._checksum = frame
             self._replay(kind, payload, (segment, offset))

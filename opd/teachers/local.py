@@ -18,7 +18,9 @@ from opd.types import Rollout, Signal, SignalNeed, WeightsRef
 class LocalTeacher:
     offers = frozenset({"logprobs_at", "hidden"})
 
-    def __init__(self, name: str, role: str, model: LanguageModel, batch_tokens: int, stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, role: str, model: LanguageModel, batch_tokens: int, stop_ids: tuple[int, ...]
+    ) -> None:
         self.name, self.role, self.model = name, role, model
         self._batch_tokens, self._merge = batch_tokens, (stop_ids,)
         model.module.requires_grad_(False)
@@ -26,9 +28,13 @@ class LocalTeacher:
     def score(self, rollouts: Sequence[Rollout], need: SignalNeed) -> list[Signal]:
         """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
         if need.kind not in self.offers:
-            raise ValueError(f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}")
+            raise ValueError(
+                f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
+            )
         if need.ids is not None:
-            raise ValueError("a local teacher gives log-probs at the response tokens; other ids come from its hidden states")
+            raise ValueError(
+                "a local teacher gives log-probs at the response tokens; other ids come from its hidden states"
+            )
         found: dict[str, Signal] = {}
         for batch in pack(sorted(rollouts, key=lambda rollout: rollout.length), self._batch_tokens):
             with torch.no_grad():
@@ -42,7 +48,10 @@ class LocalTeacher:
             return list(zip(batch.rollouts, hidden_ND.split(batch.response_lengths), strict=True))
         ids_N = torch.from_numpy(np.concatenate([rollout.response_ids for rollout in batch.rollouts]).astype(np.int64))
         logprobs_N = token_logprobs(self.project(hidden_ND), ids_N.to(self.model.device), merge=self._merge).cpu()
-        return [(rollout, part.numpy()) for rollout, part in zip(batch.rollouts, logprobs_N.split(batch.response_lengths), strict=True)]
+        return [
+            (rollout, part.numpy())
+            for rollout, part in zip(batch.rollouts, logprobs_N.split(batch.response_lengths), strict=True)
+        ]
 
     def _signal(self, rollout: Rollout, values: Any) -> Signal:
         start, length = rollout.prompt_ids.size, rollout.response_ids.size

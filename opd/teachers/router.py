@@ -9,7 +9,9 @@ from opd.errors import RecipeError
 from opd.types import Rollout
 
 
-def routes(teachers: Mapping[str, TeacherSpec], domains: Iterable[str], roles: Iterable[str]) -> dict[str, dict[str, str]]:
+def routes(
+    teachers: Mapping[str, TeacherSpec], domains: Iterable[str], roles: Iterable[str]
+) -> dict[str, dict[str, str]]:
     """{role: {domain: teacher}} for every role the objective asks for.
 
     A teacher judges the domains it lists, else the domain it is named after, else (alone in its role) every domain.
@@ -18,7 +20,9 @@ def routes(teachers: Mapping[str, TeacherSpec], domains: Iterable[str], roles: I
     for role in dict.fromkeys([*roles, *(spec.role for spec in teachers.values())]):
         names = [name for name, spec in teachers.items() if spec.role == role]
         if not names:
-            raise RecipeError(f"the objective asks for the role {role!r}, but no teacher has it. Add one under `teachers:`.")
+            raise RecipeError(
+                f"the objective asks for the role {role!r}, but no teacher has it. Add one under `teachers:`."
+            )
         table[role] = {domain: _pick(domain, role, names, teachers) for domain in domains}
         idle = [name for name in names if name not in table[role].values()]
         if idle:
@@ -32,7 +36,9 @@ def routes(teachers: Mapping[str, TeacherSpec], domains: Iterable[str], roles: I
 def _pick(domain: str, role: str, names: Sequence[str], teachers: Mapping[str, TeacherSpec]) -> str:
     listed = [name for name in names if domain in (teachers[name].domains or [])]
     if len(listed) > 1:
-        raise RecipeError(f"domain {domain!r} is claimed by several teachers ({', '.join(listed)}); exactly one judges it.")
+        raise RecipeError(
+            f"domain {domain!r} is claimed by several teachers ({', '.join(listed)}); exactly one judges it."
+        )
     if listed:
         return listed[0]
     open_ones = [name for name in names if teachers[name].domains is None]
@@ -51,6 +57,8 @@ def by_teacher(rollouts: Sequence[Rollout], table: Mapping[str, str]) -> dict[st
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.domain not in table:
-            raise RecipeError(f"rollout {rollout.id!r} has the domain {rollout.domain!r}, which no teacher judges; known: {', '.join(table)}.")
+            raise RecipeError(
+                f"rollout {rollout.id!r} has the domain {rollout.domain!r}, which no teacher judges; known: {', '.join(table)}."
+            )
         groups.setdefault(table[rollout.domain], []).append(rollout)
     return groups

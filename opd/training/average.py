@@ -18,6 +18,8 @@ def weight_average(models: Sequence[LanguageModel]) -> LanguageModel:
         for name, parameter in merged.module.named_parameters():
             shapes = {tuple(weights[name].shape) for weights in tensors if name in weights}
             if len(shapes) != 1 or any(name not in weights for weights in tensors):
-                raise RecipeError("eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false.")
+                raise RecipeError(
+                    "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
+                )
             parameter.data = torch.stack([weights[name].float() for weights in tensors]).mean(0).to(parameter.dtype)
     return merged

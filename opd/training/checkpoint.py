@@ -41,7 +41,9 @@ def verify_checkpoint(directory: Path) -> None:
     """Every file of the manifest is there and unaltered."""
     manifest = directory / MANIFEST
     if not manifest.is_file():
-        raise RunDirectoryError(f"checkpoint {directory}: no {MANIFEST}, so it was not written by a run or is incomplete.")
+        raise RunDirectoryError(
+            f"checkpoint {directory}: no {MANIFEST}, so it was not written by a run or is incomplete."
+        )
     for name, expected in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
         path = directory / name
         if not path.is_file():

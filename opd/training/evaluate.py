@@ -18,19 +18,31 @@ from opd.types import Sampling
 
 
 def evaluate_model(
-    name: str, sources: Sequence[str], *, k: int, count: int, temperature: float, max_new_tokens: int, device: str, seed: int
+    name: str,
+    sources: Sequence[str],
+    *,
+    k: int,
+    count: int,
+    temperature: float,
+    max_new_tokens: int,
+    device: str,
+    seed: int,
 ) -> dict[str, Score]:
     prompts = [prompt for source in sources for prompt in open_source(PromptSource(source=source)).held_out(count)]
     prompts = [prompt for prompt in prompts if "verifier" in prompt.fields]
     if not prompts:
-        raise DataError(f"prompts {', '.join(sources)}: no held-out prompt has an answer to check. Give rows an `answer` column.")
+        raise DataError(
+            f"prompts {', '.join(sources)}: no held-out prompt has an answer to check. Give rows an `answer` column."
+        )
     model = load_model(name, device=str(pick_device(device)))
     questions: dict[str, list[Question]] = {}
     for prompt in prompts:
         questions.setdefault(prompt.domain, []).append(Question(prompt, render_prompt(prompt, model.tokenizer)))
     longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
     if longest + max_new_tokens > model.context:
-        raise DataError(f"the longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds the context of {model.context}. Lower --max-new-tokens.")
+        raise DataError(
+            f"the longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds the context of {model.context}. Lower --max-new-tokens."
+        )
     engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     return evaluate(engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed)
@@ -39,7 +51,14 @@ def evaluate_model(
 def scores_table(name: str, scores: Mapping[str, Score]) -> Table:
     table = Table(title=f"{name}: held-out prompts", title_justify="left")
     sampled = any(score.k for score in scores.values())
-    for column in ("domain", "n", "pass@1 (greedy)", *(("pass@1 (sampled)", f"pass@{next(iter(scores.values())).k}") if sampled else ()), "length", "truncated"):
+    for column in (
+        "domain",
+        "n",
+        "pass@1 (greedy)",
+        *(("pass@1 (sampled)", f"pass@{next(iter(scores.values())).k}") if sampled else ()),
+        "length",
+        "truncated",
+    ):
         table.add_column(column, justify="left" if column == "domain" else "right")
     for domain, score in scores.items():
         cells = [_cell(score.greedy, score.greedy_stderr)]

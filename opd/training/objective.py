@@ -39,7 +39,9 @@ class Statistics:
 
 
 class Objective:
-    def __init__(self, terms: Sequence[Term], teachers: Mapping[str, LocalTeacher], rollout: Rollouts, stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, terms: Sequence[Term], teachers: Mapping[str, LocalTeacher], rollout: Rollouts, stop_ids: tuple[int, ...]
+    ) -> None:
         self.terms, self._teachers, self._merge, self._temperature = terms, teachers, (stop_ids,), rollout.temperature
         if any(term.form == "policy_gradient" for term in terms):
             _refuse_truncated_sampling(rollout)
@@ -57,14 +59,20 @@ class Objective:
             authors = [int(Author[name.upper()]) for name in term.authors]
             masks = [np.isin(rollout.author, authors) for rollout in rollouts]
             weights = token_weights(masks, [rollout.group for rollout in rollouts], term.aggregate, term.denominator)
-            found.append({rollout.id: weight * term.coefficient for rollout, weight in zip(rollouts, weights, strict=True)})
+            found.append(
+                {rollout.id: weight * term.coefficient for rollout, weight in zip(rollouts, weights, strict=True)}
+            )
         return found
 
-    def __call__(self, student: LanguageModel, batch: Pack, signals: Signals, weights: Sequence[Weights]) -> tuple[Tensor, Statistics]:
+    def __call__(
+        self, student: LanguageModel, batch: Pack, signals: Signals, weights: Sequence[Weights]
+    ) -> tuple[Tensor, Statistics]:
         hidden_ND = student.hidden(batch.ids_T, batch.layout)[batch.predicting_N]
         projection = _autocast_head(student.project(hidden_ND))
         count = hidden_ND.shape[0]
-        statistics = Statistics(reverse_kl=np.full(count, np.nan), entropy=np.full(count, np.nan), mismatch=np.full(count, np.nan))
+        statistics = Statistics(
+            reverse_kl=np.full(count, np.nan), entropy=np.full(count, np.nan), mismatch=np.full(count, np.nan)
+        )
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for index, (term, by_rollout) in enumerate(zip(self.terms, weights, strict=True)):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in batch.rollouts])
@@ -91,7 +99,13 @@ class Objective:
         return self._policy_gradient(projection.rows(index), ids, weight, batch, judged, rows, statistics)
 
     def _direct(
-        self, term: Term, projection: Projection, batch: Pack, signals: Mapping[str, Signal], weight_N: np.ndarray, statistics: Statistics
+        self,
+        term: Term,
+        projection: Projection,
+        batch: Pack,
+        signals: Mapping[str, Signal],
+        weight_N: np.ndarray,
+        statistics: Statistics,
     ) -> Tensor:
         """One divergence per teacher in the batch; batches are ordered by teacher, so that is mostly one."""
         device = projection.hidden.device
@@ -100,7 +114,9 @@ class Objective:
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for name in dict.fromkeys(owner.tolist()):
             rows = np.flatnonzero((owner == name) & (weight_N != 0))
-            hidden = torch.cat([signals[rollout.id].values for rollout in batch.rollouts if signals[rollout.id].teacher == name])
+            hidden = torch.cat(
+                [signals[rollout.id].values for rollout in batch.rollouts if signals[rollout.id].teacher == name]
+            )
             chosen = torch.from_numpy(np.flatnonzero(weight_N[owner == name])).to(device)
             found = divergence(
                 term.divergence, projection.rows(torch.from_numpy(rows).to(device)), self._teachers[name].project(hidden.to(device)[chosen]),
@@ -112,7 +128,14 @@ class Objective:
         return total
 
     def _policy_gradient(
-        self, projection: Projection, ids: Tensor, weight: Tensor, batch: Pack, judged_N: np.ndarray, rows: np.ndarray, statistics: Statistics
+        self,
+        projection: Projection,
+        ids: Tensor,
+        weight: Tensor,
+        batch: Pack,
+        judged_N: np.ndarray,
+        rows: np.ndarray,
+        statistics: Statistics,
     ) -> Tensor:
         """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
         device = projection.hidden.device
@@ -125,7 +148,10 @@ class Objective:
         if self._temperature == 1.0:
             current, behaviour = token_logprobs(projection, ids, merge=self._merge), plain
         else:
-            current, behaviour = token_logprobs(projection, ids, temperature=self._temperature), column("logprob_sampled")
+            current, behaviour = (
+                token_logprobs(projection, ids, temperature=self._temperature),
+                column("logprob_sampled"),
+            )
         losses = importance_sampling(current, behaviour, teacher_log_ratio(teacher, plain))
         statistics.reverse_kl[rows] = (plain - teacher).cpu().numpy()  # k1: one-sample estimate
         statistics.mismatch[rows] = (current.detach() - behaviour).abs().cpu().numpy()
@@ -150,4 +176,6 @@ def _refuse_truncated_sampling(rollout: Rollouts) -> None:
             "tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
         )
     if rollout.temperature == 0:
-        raise RecipeError("rollout.temperature 0 with a policy_gradient term: greedy tokens carry no gradient. Sample at temperature 1.")
+        raise RecipeError(
+            "rollout.temperature 0 with a policy_gradient term: greedy tokens carry no gradient. Sample at temperature 1."
+        )

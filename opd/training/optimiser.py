@@ -17,7 +17,9 @@ class Optimiser:
         decayed = [parameter for parameter in parameters.values() if parameter.ndim > 1]
         others = [parameter for parameter in parameters.values() if parameter.ndim <= 1]  # norms and biases
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps)
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps
+        )
 
     def clip(self) -> float:
         """The gradient norm, after which gradients are at most `clip` long."""

@@ -49,7 +49,9 @@ class Pipeline:
         status = "failed"
         with _stop_on_signals(self._request_stop), self._progress:
             store = RolloutStore(self._directory / "rollouts")
-            self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, self._recipe.model_dump(mode="json"))
+            self._trackers = open_trackers(
+                self._recipe.stages[0].log, self._directory, self._recipe.name, self._recipe.model_dump(mode="json")
+            )
             try:
                 for stage in self._recipe.stages:
                     self._stage(stage, store)
@@ -73,7 +75,14 @@ class Pipeline:
         started = time.monotonic()
         with self._explain_memory():
             self._on_phase("loading")
-            run = StageRun(spec, store, self._resolve_model, check_stop=self._check_stop, on_phase=self._on_phase, on_token=self._progress.token)
+            run = StageRun(
+                spec,
+                store,
+                self._resolve_model,
+                check_stop=self._check_stop,
+                on_phase=self._on_phase,
+                on_token=self._progress.token,
+            )
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
         metrics: dict[str, Any] = {}
         try:
@@ -82,10 +91,10 @@ class Pipeline:
                 metrics = self._train(run, result)
                 self._finish(run, result, metrics)
         except (Stopped, OpdError) as stop:
-            where = self._save(run, result, result.steps, metrics)
-            self._progress.say(f"{spec.name}: stopped after step {result.steps}; the weights are in {where}")
+            where = self._rescue(run, result, metrics)
+            self._progress.say(f"{spec.name}: stopped after step {result.steps}; {where}")
             if isinstance(stop, TrainingError):
-                raise TrainingError(f"{stop} The weights before it are in {where}.") from None
+                raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
             result.seconds = time.monotonic() - started
@@ -102,7 +111,9 @@ class Pipeline:
             if better or enough or (run.spec.checkpoint.every and step % run.spec.checkpoint.every == 0):
                 self._keep(run, result, step, metrics, better)
             if enough:
-                self._progress.say(f"{run.spec.name}: early stop after step {step}; {run.spec.eval.metric} was best at step {result.best_step}")
+                self._progress.say(
+                    f"{run.spec.name}: early stop after step {step}; {run.spec.eval.metric} was best at step {result.best_step}"
+                )
                 break
         return metrics
 
@@ -149,11 +160,27 @@ class Pipeline:
         directory = checkpoint_directory(self._directory, run.spec.name, step)
         if directory.is_dir() and result.saved == step:
             return directory
-        state = {"step": step, "stage": run.spec.name, "version": run.version, "stream": run.stream.state(), "seed": run.spec.seed}
+        state = {
+            "step": step,
+            "stage": run.spec.name,
+            "version": run.version,
+            "stream": run.stream.state(),
+            "seed": run.spec.seed,
+        }
         directory.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(directory, run.student, run.stop_ids, model_card(run.spec, step, metrics), run.optimiser.tensors(), state)
+        save_checkpoint(
+            directory, run.student, run.stop_ids, model_card(run.spec, step, metrics), run.optimiser.tensors(), state
+        )
         result.saved = step
         return directory
+
+    def _rescue(self, run: StageRun, result: StageResult, metrics: Mapping[str, Any]) -> str:
+        """Save what is there when a run ends early, unless the weights themselves are broken; says where they are."""
+        if all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
+            return f"the weights of step {result.steps} are in {self._save(run, result, result.steps, metrics)}"
+        if result.saved is None:
+            return "the weights are not finite and no checkpoint had been saved; set checkpoint.every"
+        return f"the weights are not finite; the last good checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
 
     def _report(self, run: StageRun, step: int, metrics: Mapping[str, Any]) -> None:
         self._write_line("metrics.jsonl", metrics)
@@ -168,13 +195,22 @@ class Pipeline:
         """A few of this step's completions, so that one can read what the numbers mean."""
         shown: dict[str, int] = {}
         for entry in reversed(run.store.entries.values()):
-            if not entry.id.startswith(f"{run.spec.name}/") or (len(shown) == len(run.domains) and min(shown.values()) >= run.spec.log.samples):
+            if not entry.id.startswith(f"{run.spec.name}/") or (
+                len(shown) == len(run.domains) and min(shown.values()) >= run.spec.log.samples
+            ):
                 break
             if shown.get(entry.domain, 0) < run.spec.log.samples:
                 shown[entry.domain] = shown.get(entry.domain, 0) + 1
                 (rollout,) = run.store.load([entry.id])
                 prompt = run.student.tokenizer.decode(rollout.prompt_ids.tolist())
-                line = {"step": step, "domain": entry.domain, "source": entry.source, "prompt": prompt, "response": run.text(rollout), "stop": entry.stop}
+                line = {
+                    "step": step,
+                    "domain": entry.domain,
+                    "source": entry.source,
+                    "prompt": prompt,
+                    "response": run.text(rollout),
+                    "stop": entry.stop,
+                }
                 self._write_line("samples.jsonl", line | entry.notes)
 
     # Stopping, errors, files
@@ -196,7 +232,9 @@ class Pipeline:
             return name
         stage = name.removeprefix(STAGE_PREFIX)
         if stage not in self._outputs:
-            raise RecipeError(f"model {name!r}: no earlier stage is called {stage!r}; there are {', '.join(self._outputs) or 'none'}.")
+            raise RecipeError(
+                f"model {name!r}: no earlier stage is called {stage!r}; there are {', '.join(self._outputs) or 'none'}."
+            )
         return str(self._outputs[stage])
 
     @contextmanager
@@ -212,14 +250,20 @@ class Pipeline:
 
     def _out_of_memory(self, error: BaseException) -> TrainingError:
         knob = KNOBS.get(self._phase, "the size of the models, or load them in bfloat16")
-        return TrainingError(f"out of memory in phase {self._phase!r}. Lower {knob}. ({str(error).splitlines()[0][:200] if str(error) else 'MemoryError'})")
+        return TrainingError(
+            f"out of memory in phase {self._phase!r}. Lower {knob}. ({str(error).splitlines()[0][:200] if str(error) else 'MemoryError'})"
+        )
 
     def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
         with (self._directory / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
     def _summarise(self, status: str) -> None:
-        summary = {"recipe": self._recipe.name, "status": status, "stages": [result.to_json() for result in self._results]}
+        summary = {
+            "recipe": self._recipe.name,
+            "status": status,
+            "stages": [result.to_json() for result in self._results],
+        }
         partial = self._directory / "summary.json.partial"
         partial.write_text(json.dumps(summary, indent=1), encoding="utf-8")
         os.replace(partial, self._directory / "summary.json")

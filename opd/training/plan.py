@@ -39,7 +39,11 @@ class Plan:
             f"stage {self.stage} on {self.device}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
-            *(f"  route      {role}: {domain} -> {name}" for role, table in self.routes.items() for domain, name in table.items()),
+            *(
+                f"  route      {role}: {domain} -> {name}"
+                for role, table in self.routes.items()
+                for domain, name in table.items()
+            ),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
         ]
@@ -65,7 +69,11 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         source = open_source(spec)
         prompts += [(source.train(index), spec) for index in range(min(PROBE, source.size or PROBE))]
     lengths = [render_prompt(prompt, tokenizer, spec.chat_template_kwargs).size for prompt, spec in prompts]
-    table = routes(stage.teachers, [prompt.domain for prompt, _ in prompts], [term.role for term in stage.objective if term.form != "cross_entropy"])
+    table = routes(
+        stage.teachers,
+        [prompt.domain for prompt, _ in prompts],
+        [term.role for term in stage.objective if term.form != "cross_entropy"],
+    )
     for spec in stage.teachers.values():
         require_same(tokenizer, load_tokenizer(resolve(spec.model), spec.revision), stage.student.model, spec.model)
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
@@ -81,9 +89,13 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     )  # fmt: skip
 
 
-def _memory(stage: Stage, config: object, student: int, trained: int, teachers: dict[str, int], longest: int) -> dict[str, int]:
+def _memory(
+    stage: Stage, config: object, student: int, trained: int, teachers: dict[str, int], longest: int
+) -> dict[str, int]:
     """Rough sizes of what is alive at once. Activations: about 34 widths per layer and token, 2 with checkpointing."""
-    width, layers, vocabulary = (int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    width, layers, vocabulary = (
+        int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
@@ -91,12 +103,17 @@ def _memory(stage: Stage, config: object, student: int, trained: int, teachers: 
     head = int(getattr(config, "head_dim", None) or width // int(getattr(config, "num_attention_heads", 1)))
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
-    merged = student * sampler if stage.student.lora is not None or stage.sampler.dtype not in (None, stage.student.dtype) else 0
+    merged = (
+        student * sampler
+        if stage.student.lora is not None or stage.sampler.dtype not in (None, stage.student.dtype)
+        else 0
+    )
     return {
         "weights": student * each,
         "gradients and AdamW": trained * (each + 8),
         "teachers": sum(count * BYTES[stage.teachers[name].dtype] for name, count in teachers.items()),
-        "activations": tokens * width * layers * per_layer * (2 if stage.train.autocast else each) + 5 * min(64 << 20, tokens * vocabulary * 4),
+        "activations": tokens * width * layers * per_layer * (2 if stage.train.autocast else each)
+        + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
     }
 

@@ -23,7 +23,11 @@ class Progress:
 
     def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
-        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render) if console.is_terminal and not quiet else None
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
+            if console.is_terminal and not quiet
+            else None
+        )
         self._stage, self._steps, self._phase = "", 0, ""
         self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
         self._metrics: dict[str, Any] = {}
@@ -88,18 +92,35 @@ class Progress:
         metrics = self._metrics
         done = metrics.get("step", 0)
         head = Table.grid(padding=(0, 2))
-        head.add_row(f"step {done}/{self._steps}", ProgressBar(total=max(self._steps, 1), completed=done, width=40), f"left {_clock(self._left())}")
-        working = f"{self._phase or 'loading'} {time.monotonic() - self._phase_started:.0f} s" + (f", {self._tokens} tokens" if self._tokens else "")
+        head.add_row(
+            f"step {done}/{self._steps}",
+            ProgressBar(total=max(self._steps, 1), completed=done, width=40),
+            f"left {_clock(self._left())}",
+        )
+        working = f"{self._phase or 'loading'} {time.monotonic() - self._phase_started:.0f} s" + (
+            f", {self._tokens} tokens" if self._tokens else ""
+        )
         rows = [head, Text(working, style="dim")]
         if metrics:
             table = Table.grid(padding=(0, 2))
-            table.add_row("loss", _number(metrics["loss"]), "response", f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated")
+            table.add_row(
+                "loss",
+                _number(metrics["loss"]),
+                "response",
+                f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated",
+            )
             table.add_row("reverse KL", _number(metrics["reverse_kl"]), "", sparkline(self._history))
             for name, value in metrics.items():
                 if name.startswith("kl/"):
                     table.add_row(f"  {name.removeprefix('kl/')}", _number(value), "", "")
             rows += [table, Text(_speed(metrics), style="dim")]
-        return Panel(Group(*rows), title=f"opd · {self._stage or 'starting'}", title_align="left", border_style="cyan", width=min(self._console.width, 100))
+        return Panel(
+            Group(*rows),
+            title=f"opd · {self._stage or 'starting'}",
+            title_align="left",
+            border_style="cyan",
+            width=min(self._console.width, 100),
+        )
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -111,7 +132,9 @@ def sparkline(values: list[float], width: int = 40) -> str:
     if not values:
         return ""
     step = max(1, -(-len(values) // width))
-    means = [sum(values[start : start + step]) / len(values[start : start + step]) for start in range(0, len(values), step)]
+    means = [
+        sum(values[start : start + step]) / len(values[start : start + step]) for start in range(0, len(values), step)
+    ]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
@@ -119,7 +142,11 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 def _speed(metrics: Mapping[str, Any]) -> str:
     tokens = metrics["tokens"]
-    parts = [f"{phase} {tokens / max(metrics[f'time/{phase}'], 1e-9):,.0f}" for phase in ("sample", "score", "update") if f"time/{phase}" in metrics]
+    parts = [
+        f"{phase} {tokens / max(metrics[f'time/{phase}'], 1e-9):,.0f}"
+        for phase in ("sample", "score", "update")
+        if f"time/{phase}" in metrics
+    ]
     return "tokens/s: " + ", ".join(parts)
 
 

@@ -40,16 +40,24 @@ def step_metrics(
     """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher judged."""
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if rollout.source != "data"]
-    metrics: dict[str, Any] = {"step": step, "stage": stage, "loss": sum(value for _, found in statistics for value in found.loss.values())}
+    metrics: dict[str, Any] = {
+        "step": step,
+        "stage": stage,
+        "loss": sum(value for _, found in statistics for value in found.loss.values()),
+    }
     by_domain: dict[str, list[np.ndarray]] = {}
     for batch, found in statistics:
-        for rollout, values in zip(batch.rollouts, np.split(found.reverse_kl, np.cumsum(batch.response_lengths)[:-1]), strict=True):
+        for rollout, values in zip(
+            batch.rollouts, np.split(found.reverse_kl, np.cumsum(batch.response_lengths)[:-1]), strict=True
+        ):
             by_domain.setdefault(rollout.domain, []).append(values)
     joined = {domain: np.concatenate(parts) for domain, parts in sorted(by_domain.items())}
     metrics["reverse_kl"] = _mean(np.concatenate(list(joined.values())))
     metrics["entropy"] = _mean(np.concatenate([found.entropy for _, found in statistics]))
     if metrics["entropy"] is None and sampled:  # what the sampler saw of its own surprise
-        metrics["entropy"] = _mean(np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled]))
+        metrics["entropy"] = _mean(
+            np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled])
+        )
     metrics["tokens"] = int(lengths.sum())
     metrics["response_length"] = float(lengths.mean())
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))

@@ -60,7 +60,11 @@ class StageResult:
             line["weight_average"] = self.weight_average[domain].value
             line["weight_average_normalised"] = normalised(before, self.weight_average[domain], teacher)
         line["normalised"] = normalised(before, after, teacher)
-        line["details"] = {name: score.to_json() for name, score in (("before", before), ("after", after), ("teacher", teacher)) if score}
+        line["details"] = {
+            name: score.to_json()
+            for name, score in (("before", before), ("after", after), ("teacher", teacher))
+            if score
+        }
         return line
 
 
@@ -77,7 +81,12 @@ def results_table(result: StageResult) -> Table:
     what = f"pass@1, {'greedy' if score.greedy is not None else 'sampled'}, {score.n} held-out prompts per domain"
     table = Table(title=f"{result.name}: {what}", title_justify="left")
     table.add_column("domain")
-    columns = [("before", result.before), *result.teachers.items(), *([("average", result.weight_average)] if result.weight_average else []), ("after", result.after)]
+    columns = [
+        ("before", result.before),
+        *result.teachers.items(),
+        *([("average", result.weight_average)] if result.weight_average else []),
+        ("after", result.after),
+    ]
     for name, _ in columns:
         table.add_column(name, justify="right", style="bold" if name == "after" else None)
     table.add_column("norm.", justify="right")

@@ -42,7 +42,11 @@ class StageRun:
         torch.manual_seed(spec.seed)
         self.sources: list[Source] = [open_source(source) for source in spec.prompts]
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        probe = [Visit(source.train(index), 0, number) for number, source in enumerate(self.sources) for index in range(min(PROBE, source.size or PROBE))]
+        probe = [
+            Visit(source.train(index), 0, number)
+            for number, source in enumerate(self.sources)
+            for index in range(min(PROBE, source.size or PROBE))
+        ]
         self.domains = list(dict.fromkeys(visit.prompt.domain for visit in probe))
         roles = [term.role for term in spec.objective if term.form != "cross_entropy"]
         self.routes = routes(spec.teachers, self.domains, roles)
@@ -54,12 +58,16 @@ class StageRun:
                                   gradient_checkpointing=student.gradient_checkpointing, **where)  # fmt: skip
         models: dict[str, LanguageModel] = {}
         for name, teacher in spec.teachers.items():
-            models[name] = load_model(resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, **where)
+            models[name] = load_model(
+                resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, **where
+            )
             require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
         every = [*self.student.stop_ids, *(stop for model in models.values() for stop in model.stop_ids)]
         self.stop_ids = tuple(dict.fromkeys(every))  # of student and teachers together: one event
         if not self.stop_ids:
-            raise RecipeError(f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json.")
+            raise RecipeError(
+                f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+            )
         self.teachers = {
             name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
             for name, model in models.items()
@@ -70,7 +78,10 @@ class StageRun:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
         tokenizer = self.student.tokenizer
-        longest = max(render_prompt(visit.prompt, tokenizer, spec.prompts[visit.source].chat_template_kwargs).size for visit in probe)
+        longest = max(
+            render_prompt(visit.prompt, tokenizer, spec.prompts[visit.source].chat_template_kwargs).size
+            for visit in probe
+        )
         self.questions = self._held_out()
         longest = max([longest, *(question.prompt_ids.size for asked in self.questions.values() for question in asked)])
         response = max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
@@ -83,12 +94,21 @@ class StageRun:
             )
         self.max_length = min(allowed, int(longest * SLACK) + 8) + response
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine = Engine(self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids)
+        self.engine = Engine(
+            self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
+        )
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids)
         self.optimiser = Optimiser(self.student.trainable(), spec.train)
         self.version = 0
         rollout = spec.rollout
-        self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, self.stop_ids, tuple(rollout.stop))
+        self.sampling = Sampling(
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            self.stop_ids,
+            tuple(rollout.stop),
+        )
         self._teacher_engines: dict[str, Engine] = {}
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
@@ -135,7 +155,9 @@ class StageRun:
             for prompt in source.held_out(self.spec.eval.prompts):
                 asked = found.setdefault(prompt.domain, [])
                 if "verifier" in prompt.fields and len(asked) < self.spec.eval.prompts:
-                    asked.append(Question(prompt, render_prompt(prompt, self.student.tokenizer, spec.chat_template_kwargs)))
+                    asked.append(
+                        Question(prompt, render_prompt(prompt, self.student.tokenizer, spec.chat_template_kwargs))
+                    )
         return {domain: asked for domain, asked in found.items() if asked}
 
     def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
@@ -150,7 +172,10 @@ class StageRun:
 
     def evaluate_teachers(self) -> dict[str, dict[str, Score]]:
         """Every teacher of the role `teacher` on every domain: its own, and what it has forgotten."""
-        return {name: self.evaluate(self._engine(self.teachers[name].model)) for name in dict.fromkeys(self.routes.get("teacher", {}).values())}
+        return {
+            name: self.evaluate(self._engine(self.teachers[name].model))
+            for name in dict.fromkeys(self.routes.get("teacher", {}).values())
+        }
 
     def evaluate_weight_average(self) -> dict[str, Score]:
         names = list(dict.fromkeys(self.routes.get("teacher", {}).values()))
@@ -190,7 +215,9 @@ def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     teachers = "\n".join(f"- {name}: `{teacher.model}`" for name, teacher in spec.teachers.items()) or "- none"
     terms = "\n".join(f"- {term.model_dump_json(exclude_defaults=True)}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
-    known = f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
+    known = (
+        f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
+    )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
         f"# {spec.name}, step {step}\n\nTrained with opd from `{spec.student.model}`.\n\n"

@@ -52,7 +52,9 @@ def train_step(run: StageRun, step: int) -> dict[str, float | int | str | None]:
         rate = run.optimiser.step(step)
         run.publish()
 
-    return step_metrics(run.spec.name, step, rollouts, statistics, scores, clock.seconds, {"lr": rate, "grad_norm": norm})
+    return step_metrics(
+        run.spec.name, step, rollouts, statistics, scores, clock.seconds, {"lr": rate, "grad_norm": norm}
+    )
 
 
 def score(run: StageRun, rollouts: list[Rollout]) -> Signals:
@@ -73,17 +75,25 @@ def micro_batches(run: StageRun, rollouts: list[Rollout]) -> list[Pack]:
     longest = {}
     for rollout in rollouts:
         longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
-    ordered = sorted(rollouts, key=lambda rollout: (order.get(rollout.domain, ""), longest[rollout.group], rollout.group))
+    ordered = sorted(
+        rollouts, key=lambda rollout: (order.get(rollout.domain, ""), longest[rollout.group], rollout.group)
+    )
     batches = pack(ordered, run.spec.train.micro_tokens, unit=lambda rollout: rollout.pair or rollout.group)
     return [Pack.of(batch, run.device) for batch in batches]
 
 
 def refuse_non_finite(run: StageRun, step: int, statistics: list[tuple[Pack, Statistics]], norm: float) -> None:
     """Stop before a NaN reaches the weights; what they were is saved and named."""
-    bad = [(batch, name) for batch, found in statistics for name, value in found.loss.items() if not math.isfinite(value)]
+    bad = [
+        (batch, name) for batch, found in statistics for name, value in found.loss.items() if not math.isfinite(value)
+    ]
     if not bad and math.isfinite(norm):
         return
-    place = f"term {bad[0][1]}, rollouts {', '.join(rollout.id for rollout in bad[0][0].rollouts[:3])}, …" if bad else "the gradient"
+    place = (
+        f"term {bad[0][1]}, rollouts {', '.join(rollout.id for rollout in bad[0][0].rollouts[:3])}, …"
+        if bad
+        else "the gradient"
+    )
     run.optimiser.adamw.zero_grad(set_to_none=True)
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({place}). The update was not applied. "

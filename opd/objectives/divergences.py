@@ -78,7 +78,9 @@ def divergence(
         raise ValueError(f"unknown backend {backend!r}; known: auto, reference, chunked")
     if student.hidden.shape[0] != teacher.hidden.shape[0]:
         raise ValueError(f"student has {student.hidden.shape[0]} tokens, teacher {teacher.hidden.shape[0]}")
-    row_weight = student.hidden.new_ones(student.hidden.shape[0], dtype=torch.float32) if weight is None else weight.detach()
+    row_weight = (
+        student.hidden.new_ones(student.hidden.shape[0], dtype=torch.float32) if weight is None else weight.detach()
+    )
     teacher = Projection(
         teacher.hidden.detach(), teacher.weight.detach(), None if teacher.bias is None else teacher.bias.detach(),
         teacher.scale, teacher.softcap, teacher.size,
@@ -127,7 +129,9 @@ class _Chunked(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         grads = [
-            torch.zeros_like(tensor, dtype=tensor.dtype if index == 0 else wide) if need and tensor is not None else None
+            torch.zeros_like(tensor, dtype=tensor.dtype if index == 0 else wide)
+            if need and tensor is not None
+            else None
             for index, (tensor, need) in enumerate(zip((hidden, weight, bias), needs, strict=True))
         ]
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -153,7 +157,11 @@ class _Chunked(torch.autograd.Function):
             None if grad is None else grad.to(tensor.dtype)
             for grad, tensor in zip(grads, (hidden, weight, bias), strict=True)
         ]
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)] if parts else [hidden.new_zeros(0, dtype=wide) for _ in range(4)]
+        columns = (
+            [torch.cat(column) for column in zip(*parts, strict=True)]
+            if parts
+            else [hidden.new_zeros(0, dtype=wide) for _ in range(4)]
+        )
         ctx.mark_non_differentiable(*columns)
         return total, *columns
 
@@ -181,7 +189,8 @@ def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = 
         return log_probs(block, size, merge, temperature).gather(-1, target[:, None]).squeeze(-1)
 
     needs_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (projection.hidden, projection.weight, projection.bias)
+        tensor is not None and tensor.requires_grad
+        for tensor in (projection.hidden, projection.weight, projection.bias)
     )
     parts = []
     for chunk in chunks(ids.shape[0], size):

@@ -1,0 +1,164 @@
+"""Recipes: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.config import Stage, find_recipe, load_recipe, merge, recipe_schema, shipped_recipes
+from opd.errors import RecipeError
+
+MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
+
+
+def test_short_forms_are_filled_in() -> None:
+    stage = load_recipe(
+        {
+            **MINIMAL,
+            "teachers": {"arithmetic": "tiny/arithmetic"},
+            "objective": {"form": "direct"},
+            "log": "tensorboard",
+        }
+    ).stages[0]
+    assert stage.name == "main"
+    assert stage.student.model == "tiny/generalist"
+    assert stage.teachers["arithmetic"].model == "tiny/arithmetic"
+    assert stage.prompts[0].source == "task:addition"
+    assert stage.objective[0].divergence == "reverse_kl"
+    assert stage.log.to == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"trian": {}}, ["trian", "'train'"]),
+        ({"train": {"step": 3}}, ["train.step", "'steps'"]),
+        ({"prompts": [{"source": "x", "shar": 2}]}, ["prompts.0.shar", "'share'"]),
+        ({"teachers": {"a": {"model": "x", "domain": "y"}}}, ["teachers.a.domain", "'domains'"]),
+        ({"objective": {"temprature": 2}}, ["temprature", "'temperature'"]),
+        ({"train": {"steps": "many"}}, ["train.steps", "'many'"]),
+        ({"train": {"lr": -1}}, ["train.lr", "-1"]),
+        ({"rollout": {"data_share": 0.8, "teacher_share": 0.5}}, ["rollout", "above 1"]),
+        ({"objective": {"divergence": "kl"}}, ["divergence", "'kl'", "reverse_kl"]),
+        ({"stages": [{"train": {}}]}, ["name"]),
+        ({"stages": [{"name": "a"}, {"name": "a"}]}, ["differ"]),
+    ],
+)
+def test_mistakes_are_named(change: dict, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe({**MINIMAL, **change})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(RecipeError, match="student: missing"):
+        load_recipe({"prompts": "task:addition"})
+
+
+def test_overrides() -> None:
+    raw = {**MINIMAL, "teachers": {"t": "tiny/arithmetic"}}
+    stage = load_recipe(
+        raw,
+        [
+            "train.steps=7",
+            "train.lr=1e-5",
+            "student.dtype=bfloat16",
+            "teachers.t.dtype=bfloat16",
+            "rollout.top_p=0.5",
+            "log=[tensorboard]",
+            "train.clip=null",
+        ],
+    ).stages[0]
+    assert (stage.train.steps, stage.train.lr, stage.rollout.top_p, stage.train.clip) == (7, 1e-5, 0.5, None)
+    assert stage.student.model == "tiny/generalist"
+    assert stage.student.dtype == stage.teachers["t"].dtype == "bfloat16"
+
+
+def test_overrides_reach_lists_and_stages() -> None:
+    raw = {
+        "student": "tiny/generalist",
+        "prompts": [{"source": "task:addition"}],
+        "stages": [{"name": "a"}, {"name": "b"}],
+    }
+    recipe = load_recipe(raw, ["prompts.0.share=2", "stages.b.train.steps=3"])
+    assert [stage.train.steps for stage in recipe.stages] == [100, 3]
+    assert recipe.stages[0].prompts[0].share == 2
+
+
+@pytest.mark.parametrize(
+    "override", ["train.steps", "=3", "prompts.5.share=1", "stages.c.seed=1", "seed.x=1", "train.steps=[1"]
+)
+def test_bad_overrides(override: str) -> None:
+    raw = {**MINIMAL, "prompts": [{"source": "task:addition"}], "seed": 1, "stages": [{"name": "a"}]}
+    with pytest.raises(RecipeError):
+        load_recipe(raw, [override])
+
+
+def test_a_later_stage_continues_the_one_before() -> None:
+    recipe = load_recipe(
+        {**MINIMAL, "stages": [{"name": "warm"}, {"name": "distil"}, {"name": "fresh", "student": "smol"}]}
+    )
+    assert [stage.student.model for stage in recipe.stages] == ["tiny/generalist", "stage:warm", "smol"]
+
+
+def test_resolved_recipe_reads_back_the_same() -> None:
+    recipe = load_recipe("methods/gkd")
+    again = load_recipe(yaml.safe_load(recipe.to_yaml()))
+    assert again.stages == recipe.stages
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=4),
+        st.recursive(
+            st.integers(), lambda inner: st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6
+        ),
+        max_size=4,
+    )
+)
+def test_merge_with_itself_changes_nothing(mapping: dict) -> None:
+    assert merge(mapping, mapping) == mapping
+    assert merge(mapping, {}) == mapping
+
+
+@given(st.text(max_size=40))
+def test_any_override_text_is_a_recipe_error_or_fine(text: str) -> None:
+    try:
+        load_recipe({**MINIMAL, "train": {"steps": 3}}, [text])
+    except RecipeError:
+        pass
+
+
+def test_shipped_names_and_suggestions() -> None:
+    assert "quickstart" in shipped_recipes()
+    with pytest.raises(RecipeError, match="quickstart"):
+        find_recipe("quickstrat")
+    with pytest.raises(RecipeError, match="no such file"):
+        find_recipe("nowhere.yaml")
+
+
+def test_broken_yaml(tmp_path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("student: [")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(path)
+    path.write_text("- a\n- b\n")
+    with pytest.raises(RecipeError, match="mapping"):
+        load_recipe(path)
+
+
+def test_schema_knows_every_key_of_a_recipe() -> None:
+    schema = recipe_schema()
+    assert set(Stage.model_fields) <= set(schema["properties"])
+    assert {"name", "stages"} <= set(schema["properties"])
+
+
+def test_config_needs_no_torch() -> None:
+    code = "import sys; from opd.config import load_recipe; load_recipe('quickstart'); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,192 @@
+"""Prompt sources, their order, and how prompts become ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opd.config import PromptSource
+from opd.data.render import decode, render_completion, render_prompt
+from opd.data.sources import open_source
+from opd.data.stream import PromptStream
+from opd.errors import DataError
+from opd.rewards import verify
+from opd.types import Prompt, Sample
+from tests.helpers import EOS, tiny_tokenizer
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "2+2=", "completion": "4", "answer": "4", "domain": "maths"},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]},
+    ] * 10  # fmt: skip
+    source = open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows)), domain="other"))
+    assert source.size == 18  # a tenth is held out
+    first, second = source.train(0), source.train(1)
+    assert (first.text, first.domain, first.fields["completion"], first.fields["verifier"]) == (
+        "2+2=",
+        "maths",
+        "4",
+        "exact",
+    )
+    assert (second.messages, second.domain, second.fields["completion"]) == (
+        ({"role": "user", "content": "hi"},),
+        "other",
+        "hello",
+    )
+    assert len(source.held_out(100)) == 2
+    assert {prompt.id for prompt in source.held_out(100)}.isdisjoint({source.train(index).id for index in range(18)})
+
+
+def test_parquet_and_limit(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"]}), tmp_path / "rows.parquet")
+    source = open_source(PromptSource(source=str(tmp_path / "rows.parquet"), limit=2))
+    assert source.size == 2
+    assert source.train(1).text == "b"
+    assert source.train(0).domain == "rows"
+    assert source.held_out(5) == []
+
+
+def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]}).save_to_disk(str(tmp_path / "set"))
+    source = open_source(PromptSource(source=str(tmp_path / "set"), eval_source=None))
+    assert source.size == 1
+    assert source.held_out(5)[0].fields["answer"] == "2"
+
+
+def test_eval_source(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "x"}] * 4)
+    held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "y"}])
+    source = open_source(PromptSource(source=str(train), eval_source=str(held)))
+    assert source.size == 4
+    assert [prompt.text for prompt in source.held_out(9)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "no rows"),
+        ([{"question": "x"}], "no `prompt` column"),
+        ([{"prompt": "   "}], "not empty"),
+        ([{"prompt": []}], "not empty"),
+        ([{"prompt": [{"text": "x"}]}], "messages"),
+        ([3], "expected an object"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, rows: list[Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows)))).train(0)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
+    with pytest.raises(DataError, match="line 2"):
+        open_source(PromptSource(source=str(tmp_path / "broken.jsonl")))
+    with pytest.raises(DataError, match="no such file"):
+        open_source(PromptSource(source="nowhere.jsonl"))
+    with pytest.raises(DataError, match=r"addition"):
+        open_source(PromptSource(source="task:additon"))
+    with pytest.raises(DataError, match="not a task"):
+        open_source(PromptSource(source="no-such/dataset"))
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym")
+    source = open_source(PromptSource(source="reasoning_gym:basic_arithmetic", domain="maths"))
+    prompt, held = source.train(3), source.held_out(50)
+    assert prompt.domain == "maths"
+    assert source.train(3) == prompt
+    assert {p.messages[0]["content"] for p in held}.isdisjoint(
+        {source.train(i).messages[0]["content"] for i in range(100)}
+    )
+    right, wrong = verify([Sample(prompt, prompt.fields["answer"]), Sample(prompt, "no idea")])
+    assert right.score == 1.0
+    assert wrong.score is not None
+    assert wrong.score < 1
+    with pytest.raises(DataError, match="no such task"):
+        open_source(PromptSource(source="reasoning_gym:nothing"))
+    with pytest.raises(DataError, match="refused"):
+        open_source(PromptSource(source="reasoning_gym:basic_arithmetic", options={"nonsense": 1}))
+
+
+class Finite:
+    def __init__(self, name: str, size: int | None) -> None:
+        self.name, self.size = name, size
+
+    def train(self, index: int) -> Prompt:
+        return Prompt(id=f"{self.name}/{index}", domain=self.name, text="x")
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return []
+
+
+def test_stream_keeps_shares_and_passes() -> None:
+    stream = PromptStream([Finite("a", 5), Finite("b", None)], [3, 1], seed=0)
+    visits = stream.take(40)
+    a = [visit for visit in visits if visit.prompt.domain == "a"]
+    assert len(a) == 30
+    for number in range(6):  # every pass sees every prompt once, in an order of its own
+        part = a[5 * number : 5 * number + 5]
+        assert {visit.prompt.id for visit in part} == {f"a/{index}" for index in range(5)}
+        assert {visit.visit for visit in part} == {number}
+    assert len({tuple(visit.prompt.id for visit in a[5 * n : 5 * n + 5]) for n in range(6)}) > 1
+    b = [visit.prompt.id for visit in visits if visit.prompt.domain == "b"]
+    assert b == [f"b/{index}" for index in range(10)]
+
+
+def test_stream_resumes() -> None:
+    whole = PromptStream([Finite("a", 5), Finite("b", None)], [2, 1], seed=3)
+    expected = whole.take(30)
+    first = PromptStream([Finite("a", 5), Finite("b", None)], [2, 1], seed=3)
+    first.take(11)
+    second = PromptStream([Finite("a", 5), Finite("b", None)], [2, 1], seed=3)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.take(19) == expected[11:]
+
+
+def test_rendering() -> None:
+    tokenizer = tiny_tokenizer()
+    text = Prompt(id="t", domain="d", text="1+1=")
+    assert tokenizer.decode(render_prompt(text, tokenizer)) == "1+1="
+    chat = Prompt(id="c", domain="d", messages=({"role": "user", "content": "hi"},))
+    with pytest.raises(DataError, match="no chat template"):
+        render_prompt(chat, tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if shout %}!!{% endif %}{% if add_generation_prompt %}={% endif %}"
+    assert tokenizer.decode(render_prompt(chat, tokenizer)) == "hi="
+    assert tokenizer.decode(render_prompt(chat, tokenizer, {"shout": True})) == "hi!!="
+    with pytest.raises(DataError, match="no tokens"):
+        render_prompt(Prompt(id="e", domain="d", text=""), tokenizer)
+
+
+def test_completions_end_in_the_stop_token_and_decode_without_it() -> None:
+    tokenizer = tiny_tokenizer()
+    prompt = Prompt(id="t", domain="d", text="x", fields={"completion": "42"})
+    ids, cut = render_completion(prompt, tokenizer, 10)
+    assert ids[-1] == EOS
+    assert not cut
+    assert decode(ids, tokenizer, (EOS,)) == "42"
+    ids, cut = render_completion(prompt, tokenizer, 2)
+    assert cut
+    assert ids.size == 2
+    assert decode(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
+    with pytest.raises(DataError, match="no completion"):
+        render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10)
+
+
+def test_what_cannot_be_judged_is_not_a_zero() -> None:
+    (judgement,) = verify([Sample(Prompt(id="t", domain="d", text="x"), "y")])
+    assert judgement.score is None
+    assert judgement.error

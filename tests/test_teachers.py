@@ -1,0 +1,87 @@
+"""Routing by domain, and a local teacher's scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from opd.config import TeacherSpec
+from opd.errors import RecipeError
+from opd.models.attention import Packed
+from opd.teachers.local import LocalTeacher
+from opd.teachers.router import by_teacher, routes
+from opd.types import Author, Rollout, SignalNeed
+from tests.helpers import tiny_model
+
+
+def rollout(name: str, prompt: list[int], response: list[int], domain: str = "d", group: str = "") -> Rollout:
+    size = len(response)
+    zeros = np.zeros(size, dtype=np.float32)
+    return Rollout(
+        id=name, prompt_id=name, visit=0, sample=0, domain=domain, source="student", group=group or name, prompt_ids=np.array(prompt, dtype=np.int32),
+        response_ids=np.array(response, dtype=np.int32), author=np.full(size, Author.STUDENT, dtype=np.uint8), logprob=zeros,
+        logprob_sampled=zeros, logprob_stop=zeros, version=np.zeros(size, dtype=np.int32), stop="stop",
+    )  # fmt: skip
+
+
+def spec(**fields: object) -> TeacherSpec:
+    return TeacherSpec(model="x", **fields)  # type: ignore[arg-type]
+
+
+def test_routes_by_name_list_and_alone() -> None:
+    assert routes({"a": spec(), "b": spec()}, ["a", "b"], ["teacher"]) == {"teacher": {"a": "a", "b": "b"}}
+    assert routes({"big": spec()}, ["a", "b"], ["teacher"]) == {"teacher": {"a": "big", "b": "big"}}
+    assert routes({"x": spec(domains=["a", "b"]), "c": spec()}, ["a", "b", "c"], ["teacher"]) == {
+        "teacher": {"a": "x", "b": "x", "c": "c"}
+    }
+    both = routes({"a": spec(), "start": spec(role="reference")}, ["a"], ["teacher"])
+    assert both == {"teacher": {"a": "a"}, "reference": {"a": "start"}}
+    assert routes({}, ["a"], []) == {}
+
+
+@pytest.mark.parametrize(
+    ("teachers", "domains", "words"),
+    [
+        ({"a": spec(), "b": spec()}, ["a", "c"], "'c' has no teacher"),
+        ({"a": spec(), "b": spec()}, ["a"], "'b' judges no domain"),
+        ({"a": spec(domains=["d"]), "b": spec(domains=["d"])}, ["d"], "several teachers"),
+        ({"a": spec(domains=["x"])}, ["d"], "'d' has no teacher"),
+        ({}, ["d"], "no teacher has it"),
+        ({"a": spec(role="reference")}, ["a"], "no teacher has it"),
+    ],
+)
+def test_gaps_and_idle_teachers_are_errors(teachers: dict, domains: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        routes(teachers, domains, ["teacher"])
+
+
+def test_grouping_by_teacher_knows_every_domain() -> None:
+    rollouts = [rollout("1", [1], [2], "a"), rollout("2", [1], [2], "b"), rollout("3", [1], [2], "a")]
+    groups = by_teacher(rollouts, {"a": "x", "b": "y"})
+    assert {name: [r.id for r in share] for name, share in groups.items()} == {"x": ["1", "3"], "y": ["2"]}
+    with pytest.raises(RecipeError, match="'b'"):
+        by_teacher(rollouts, {"a": "x"})
+
+
+def test_scores_match_one_sequence_at_a_time_whatever_the_batch() -> None:
+    model = tiny_model("llama")
+    rollouts = [rollout("1", [5, 6, 7], [8, 9, 1]), rollout("2", [10], [11, 12]), rollout("3", [3] * 20, [4])]
+    for budget in (1, 12, 1000):
+        teacher = LocalTeacher("t", "teacher", model, budget, stop_ids=(1, 3))
+        for r, signal in zip(rollouts, teacher.score(rollouts, SignalNeed("logprobs_at")), strict=True):
+            ids = torch.from_numpy(np.concatenate([r.prompt_ids, r.response_ids]).astype(np.int64))
+            with torch.no_grad():
+                logprobs = model.project(model.hidden(ids, Packed.of([len(ids)]))).logits().log_softmax(-1)
+            for t, token in enumerate(r.response_ids):  # position t - 1 predicts token t; stop ids are one event
+                row = logprobs[len(r.prompt_ids) + t - 1]
+                expected = row[[1, 3]].logsumexp(-1) if token in (1, 3) else row[token]
+                assert signal.values[t] == pytest.approx(float(expected), abs=1e-5)
+        hidden = teacher.score(rollouts, SignalNeed("hidden"))
+        assert [tuple(signal.values.shape) for signal in hidden] == [(3, 32), (2, 32), (1, 32)]
+
+
+def test_what_a_teacher_does_not_offer_is_refused() -> None:
+    teacher = LocalTeacher("t", "teacher", tiny_model(), 100, (1,))
+    with pytest.raises(ValueError, match="topk"):
+        teacher.score([], SignalNeed("topk", k=3))

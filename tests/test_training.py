@@ -1,0 +1,392 @@
+"""Whole runs on tiny random models: what a run directory holds, how runs end, and what stops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import opd
+from opd.errors import DataError, RecipeError, Stopped, TokenizerMismatch, TrainingError
+from opd.rollout.store import iterate
+from opd.training import pipeline
+from opd.training.checkpoint import verify_checkpoint
+from opd.types import Author
+from tests.helpers import save_tiny
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, seed=seed) for seed, name in enumerate(("student", "one", "two"))}
+
+
+def recipe(models: dict[str, str], **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "student": models["student"],
+        "teachers": {"a": models["one"], "b": models["two"]},
+        "prompts": [{"source": "task:addition", "domain": "a"}, {"source": "task:reverse", "domain": "b"}],
+        "rollout": {"prompts": 8, "max_new_tokens": 6},
+        "sampler": {"slots": 8},
+        "train": {"steps": 3, "lr": 3e-3},
+        "eval": {"prompts": 4},
+        "device": "cpu",
+    }
+    return base | changes
+
+
+def test_a_run_leaves_what_it_promises(models: dict[str, str], tmp_path: Path) -> None:
+    run = opd.run(
+        recipe(
+            models,
+            train={"steps": 12, "lr": 2e-2, "warmup": 2, "schedule": "cosine"},
+            eval={"prompts": 4, "k": 2, "weight_average": True},
+        ),
+        out=tmp_path / "run",
+    )
+    names = {path.name for path in run.directory.iterdir()}
+    assert {
+        "recipe.yaml",
+        "resolved.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "log.txt",
+        "samples.jsonl",
+        "rollouts",
+        "checkpoints",
+    } <= names
+    assert [line["step"] for line in run.metrics] == list(range(1, 13))
+    wanted = {
+        "step",
+        "stage",
+        "loss",
+        "reverse_kl",
+        "entropy",
+        "tokens",
+        "response_length",
+        "truncated",
+        "kl/a",
+        "kl/b",
+        "time/sample",
+        "time/score",
+        "time/update",
+    }
+    assert wanted <= run.metrics[0].keys()
+    assert run.metrics[-1]["reverse_kl"] < 0.7 * run.metrics[0]["reverse_kl"]
+    (stage,) = run.summary["stages"]
+    assert stage["name"] == "main"
+    assert {"before", "after", "teacher", "n", "stderr", "weight_average"} <= stage["evals"]["a"].keys()
+    assert stage["tokens"] == sum(line["tokens"] for line in run.metrics)
+    verify_checkpoint(run.model)
+    AutoModelForCausalLM.from_pretrained(run.model)
+    assert (run.model / "README.md").read_text().count(models["one"])
+    assert len(list(iterate(run.rollouts))) == 12 * 8
+    resolved = opd.run(run.directory / "resolved.yaml", overrides=["stages.main.train.steps=1"], out=tmp_path / "again")
+    assert resolved.metrics[0]["loss"] == pytest.approx(run.metrics[0]["loss"], rel=1e-5)
+
+
+def test_the_same_seed_gives_the_same_run(models: dict[str, str], tmp_path: Path) -> None:
+    runs = [opd.run(recipe(models, seed=seed), out=tmp_path / str(index)) for index, seed in enumerate((1, 1, 2))]
+    losses = [[line["loss"] for line in run.metrics] for run in runs]
+    assert losses[0] == losses[1] != losses[2]
+    tokens = [[rollout.response_ids.tolist() for rollout in iterate(run.rollouts)] for run in runs]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_micro_batches_do_not_change_the_run(models: dict[str, str], tmp_path: Path) -> None:
+    losses = []
+    for index, budget in enumerate((10, 100000)):
+        run = opd.run(recipe(models, train={"steps": 3, "lr": 3e-3, "micro_tokens": budget}), out=tmp_path / str(index))
+        losses.append([line["loss"] for line in run.metrics])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_an_existing_directory_is_never_overwritten(models: dict[str, str], tmp_path: Path) -> None:
+    first = opd.run(recipe(models, train={"steps": 1}), out=tmp_path / "run")
+    second = opd.run(recipe(models, train={"steps": 1}), out=tmp_path / "run")
+    assert (first.directory.name, second.directory.name) == ("run", "run-2")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "objective", "authors"),
+    [
+        ({"data_share": 1.0}, {"form": "cross_entropy"}, {Author.DATA}),
+        ({"teacher_share": 1.0}, {"form": "cross_entropy"}, {Author.TEACHER}),
+        ({"data_share": 0.5}, {"form": "direct", "divergence": "jsd"}, {Author.DATA, Author.STUDENT}),
+        ({"data_share": 0.3, "teacher_share": 0.3}, [{"form": "direct"}, {"form": "cross_entropy", "coefficient": 0.1}], {Author.DATA, Author.STUDENT, Author.TEACHER}),
+        ({"samples": 3}, {"form": "policy_gradient"}, {Author.STUDENT}),
+    ],
+)  # fmt: skip
+def test_every_trajectory_source(
+    models: dict[str, str], tmp_path: Path, rollout: dict, objective: Any, authors: set
+) -> None:
+    run = opd.run(
+        recipe(
+            models, rollout={"prompts": 16, "max_new_tokens": 6} | rollout, objective=objective, eval={"prompts": 0}
+        ),
+        out=tmp_path / "run",
+    )
+    rollouts = list(iterate(run.rollouts))
+    assert {int(author) for item in rollouts for author in item.author} == {int(author) for author in authors}
+    for item in rollouts:
+        kinds = {"student": Author.STUDENT, "data": Author.DATA, "teacher": Author.TEACHER}
+        assert set(item.author.tolist()) == {kinds[item.source.split(":")[0]]}
+        if item.source.startswith("teacher:"):
+            assert item.source == f"teacher:{item.domain}"
+        assert np.isnan(item.logprob).all() == (item.source == "data")
+    assert run.metrics[-1]["loss"] != run.metrics[0]["loss"]
+    assert "evals" in run.summary["stages"][0]
+
+
+def test_sft_learns_the_data(models: dict[str, str], tmp_path: Path) -> None:
+    changes = {
+        "rollout": {"prompts": 32, "max_new_tokens": 12, "data_share": 1.0},
+        "objective": {"form": "cross_entropy"},
+        "train": {"steps": 40, "lr": 1e-2},
+    }
+    run = opd.run(recipe(models, teachers={}, eval={"prompts": 0}, **changes), out=tmp_path / "run")
+    assert run.metrics[-1]["loss"] < 0.6 * run.metrics[0]["loss"]
+    assert run.metrics[0]["reverse_kl"] is None
+
+
+@pytest.mark.parametrize("objective", [{"form": "policy_gradient"}, {"form": "direct"}])
+def test_both_forms_approach_the_teacher(models: dict[str, str], tmp_path: Path, objective: dict) -> None:
+    changes = {
+        "rollout": {"prompts": 64, "max_new_tokens": 8},
+        "objective": objective,
+        "train": {"steps": 30, "lr": 1e-2},
+    }
+    run = opd.run(recipe(models, eval={"prompts": 0}, sampler={"slots": 64}, **changes), out=tmp_path / "run")
+    kl = [line["reverse_kl"] for line in run.metrics]
+    assert np.mean(kl[-5:]) < 0.7 * np.mean(kl[:3])
+
+
+def test_lora_and_gradient_checkpointing_and_autocast(models: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    student = {"model": models["student"], "lora": {"rank": 4}, "gradient_checkpointing": True}
+    run = opd.run(
+        recipe(models, student=student, train={"steps": 8, "lr": 2e-2, "autocast": True}), out=tmp_path / "run"
+    )
+    assert run.metrics[-1]["reverse_kl"] < run.metrics[0]["reverse_kl"]
+    assert (run.model / "adapter" / "adapter_model.safetensors").is_file()
+    AutoModelForCausalLM.from_pretrained(run.model)
+
+
+def test_a_bf16_sampler_shows_as_mismatch(models: dict[str, str], tmp_path: Path) -> None:
+    gaps = []
+    for index, sampler in enumerate(({"slots": 8}, {"slots": 8, "dtype": "bfloat16"})):
+        run = opd.run(recipe(models, sampler=sampler, objective={"form": "policy_gradient"}), out=tmp_path / str(index))
+        gaps.append(run.metrics[0]["mismatch"])
+    assert gaps[0] < 1e-5 < 1e-4 < gaps[1]
+
+
+def test_stages_hand_their_models_on(models: dict[str, str], tmp_path: Path) -> None:
+    stages = [
+        {"name": "warm", "rollout": {"data_share": 1.0}, "objective": {"form": "cross_entropy"}, "teachers": {}},
+        {"name": "distil"},
+        {"name": "back", "student": models["student"], "teachers": {"a": "stage:warm", "b": "stage:distil"}},
+    ]
+    run = opd.run(
+        recipe(
+            models,
+            stages=stages,
+            train={"steps": 2},
+            teachers={"a": models["one"], "b": models["two"]},
+            eval={"prompts": 0},
+        )
+        | {"teachers": {"a": models["one"], "b": models["two"]}},
+        out=tmp_path / "run",
+    )
+    assert [stage["name"] for stage in run.summary["stages"]] == ["warm", "distil", "back"]
+    assert [line["stage"] for line in run.metrics] == ["warm"] * 2 + ["distil"] * 2 + ["back"] * 2
+    assert run.model.parent.name == "back"
+
+
+def test_best_checkpoint_early_stopping_and_retention(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opd.evaluation import Score
+    from opd.training.stage import StageRun
+
+    values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
+    monkeypatch.setattr(
+        StageRun, "evaluate", lambda self, engine: {"a": Score(n=4, greedy=next(values), greedy_stderr=0.0)}
+    )
+    spec = {"prompts": 4, "every": 1, "teachers": False, "early_stop": {"patience": 3}}
+    run = opd.run(
+        recipe(models, eval=spec, train={"steps": 20}, checkpoint={"every": 1, "keep": 1}), out=tmp_path / "run"
+    )
+    (stage,) = run.summary["stages"]
+    assert stage["best"]["step"] == 2  # before 0.5, step 1: 0.1, step 2: 0.9
+    assert stage["steps"] == 5
+    assert [path.name for path in run.checkpoints] == ["step-000002", "step-000005"]
+
+
+def test_trackers(models: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = opd.run(recipe(models, log="tensorboard", train={"steps": 1}), out=tmp_path / "run")
+    assert list((run.directory / "tensorboard").glob("events*"))
+    with pytest.raises(RecipeError, match=r"opd\[wandb\]"):
+        opd.run(recipe(models, log={"to": ["wandb"]}), out=tmp_path / "other")
+
+
+def test_nan_stops_the_run_and_keeps_good_weights(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opd.training.objective import Objective
+
+    original, calls = Objective.__call__, []
+
+    def poisoned(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        loss, statistics = original(self, *arguments)
+        if len(calls) == 3:
+            statistics.loss["0:direct"] = float("nan")
+            loss = loss * float("nan")
+        return loss, statistics
+
+    monkeypatch.setattr(Objective, "__call__", poisoned)
+    with pytest.raises(TrainingError, match=r"step 3.*not finite.*step-000002"):
+        opd.run(recipe(models, train={"steps": 9}, eval={"prompts": 0}), out=tmp_path / "run")
+    run = opd.Run(tmp_path / "run")
+    assert run.summary["status"] == "failed"
+    verify_checkpoint(run.model)
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert len(run.metrics) == 2
+
+
+def test_a_learning_rate_that_explodes_is_reported(models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="not finite"):
+        opd.run(
+            recipe(models, train={"steps": 9, "lr": 1e30, "clip": None}, checkpoint={"every": 1}, eval={"prompts": 0}),
+            out=tmp_path / "run",
+        )
+
+
+@pytest.mark.parametrize(
+    ("phase", "target", "knob"),
+    [
+        ("update", "opd.training.objective.Objective.__call__", "micro_tokens"),
+        ("score", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
+    ],
+)
+def test_out_of_memory_names_the_knob(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, target: str, knob: str
+) -> None:
+    def explode(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(target, explode)
+    with pytest.raises(TrainingError, match=rf"out of memory in phase '{phase}'.*{knob}"):
+        opd.run(recipe(models, eval={"prompts": 0}), out=tmp_path / "run")
+    verify_checkpoint(opd.Run(tmp_path / "run").model)
+
+
+def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other")
+    table = Path(other) / "tokenizer.json"
+    table.write_text(table.read_text().replace('"a": ', '"@": '))
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "1" * 300}) + "\n")
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"teachers": {"a": models["one"], "b": other}}, TokenizerMismatch, "'a' vs '@'"),
+        (
+            {"teachers": {"a": models["one"]}, "prompts": ["task:addition", {"source": "task:reverse", "domain": "b"}]},
+            RecipeError,
+            "no teacher|judges no domain",
+        ),
+        (
+            {"teachers": {"a": models["one"], "b": models["two"], "c": models["two"]}},
+            RecipeError,
+            "'c' judges no domain",
+        ),
+        (
+            {"prompts": [{"source": str(long), "domain": "a"}], "teachers": {"a": models["one"]}},
+            DataError,
+            "300 tokens",
+        ),
+        ({"objective": {"form": "cross_entropy"}}, RecipeError, "the rollouts have none"),
+        ({"objective": {"form": "policy_gradient"}, "rollout": {"top_p": 0.9}}, RecipeError, "top_p"),
+        (
+            {"teachers": {}, "rollout": {"teacher_share": 0.5}, "objective": {"form": "cross_entropy"}},
+            RecipeError,
+            "no teacher to sample from",
+        ),
+        ({"device": "cuda:77"}, RecipeError, "device"),
+        ({"eval": {"prompts": 4, "metric": "pass@9"}}, RecipeError, "eval.metric"),
+    ]
+    for index, (change, kind, words) in enumerate(cases):
+        with pytest.raises(kind, match=words):
+            opd.run(recipe(models, **change), out=tmp_path / f"run{index}")
+
+
+def test_a_long_prompt_later_on_loses_nothing(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": "1+1="}) + "\n" for _ in range(80)) + json.dumps({"prompt": "1" * 200}) + "\n"
+    )
+    changes = {
+        "prompts": [{"source": str(path), "domain": "a"}],
+        "teachers": {"a": models["one"]},
+        "train": {"steps": 20},
+        "eval": {"prompts": 0},
+    }
+    with pytest.raises(DataError, match="200 tokens"):
+        opd.run(recipe(models, **changes), out=tmp_path / "run")
+    run = opd.Run(tmp_path / "run")
+    verify_checkpoint(run.model)
+    assert run.summary["status"] == "failed"
+
+
+def test_stopping_between_steps_saves_and_reports(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = pipeline.train_step
+
+    def step(run: Any, number: int) -> Any:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(run, number)
+
+    monkeypatch.setattr(pipeline, "train_step", step)
+    with pytest.raises(Stopped):
+        opd.run(recipe(models, train={"steps": 50}), out=tmp_path / "run")
+    run = opd.Run(tmp_path / "run")
+    assert run.summary["status"] == "stopped"
+    assert run.model.name == f"step-{len(run.metrics):06d}"
+    verify_checkpoint(run.model)
+
+
+def test_ctrl_c_on_a_real_process(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe(models, train={"steps": 100000}, eval={"prompts": 0})))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "opd.cli", "run", str(path), "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.is_file() and metrics.read_text().count("\n") >= 2:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    run = opd.Run(tmp_path / "run")
+    assert run.summary["status"] == "stopped"
+    verify_checkpoint(run.model)
+    AutoModelForCausalLM.from_pretrained(run.model)
