@@ -48,10 +48,8 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
 
 
 def test_parquet_and_limit(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"]}), tmp_path / "rows.parquet")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"]}), tmp_path / "rows.parquet")
     source = open_source(PromptSource(source=str(tmp_path / "rows.parquet"), limit=2))
     assert source.size == 2
     assert source.train(1).text == "b"

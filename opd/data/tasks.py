@@ -101,9 +101,9 @@ def split_of(question: str) -> Split:
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("addition", "arithmetic", "add two whole numbers", _addition, {"digits": 3}, {"digits": (2, 12)}),
-        Task("reverse", "spelling", "spell a word backwards", _reverse, {"length": 5}, {"length": (3, 32)}),
-        Task("sort", "sorting", "put letters in alphabetical order", _sort, {"length": 5}, {"length": (3, 32)}),
+        Task("addition", "arithmetic", "add two whole numbers", _addition, {"digits": 2}, {"digits": (2, 12)}),
+        Task("reverse", "spelling", "spell a word backwards", _reverse, {"length": 6}, {"length": (3, 32)}),
+        Task("sort", "sorting", "put letters in alphabetical order", _sort, {"length": 4}, {"length": (3, 32)}),
         Task(
             "caesar",
             "ciphers",

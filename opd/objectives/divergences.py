@@ -154,7 +154,7 @@ class _Chunked(torch.autograd.Function):
             total += loss.detach()
             parts.append(statistics)
         ctx.grads = [
-            None if grad is None else grad.to(tensor.dtype)
+            None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(grads, (hidden, weight, bias), strict=True)
         ]
         columns = (
@@ -166,7 +166,7 @@ class _Chunked(torch.autograd.Function):
         return total, *columns
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.grads]
         return *scaled, None, None, None, None
 

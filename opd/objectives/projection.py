@@ -63,7 +63,7 @@ class Fp32Linear(torch.autograd.Function):
         return _mm(hidden, weight.T)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad
         operand = grad.to(weight.dtype) if grad.is_cuda else grad

@@ -78,7 +78,7 @@ class RolloutStore:
               prompt_ids: np.ndarray, group: str = "", pair: str = "") -> None:  # fmt: skip
         if id in self.entries:
             raise StoreError(f"rollout {id!r} was begun twice")
-        meta = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample, "domain": domain, "source": source,
+        meta: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample, "domain": domain, "source": source,
                 "group": group, "pair": pair}  # fmt: skip
         text = json.dumps(meta).encode()
         payload = struct.pack("<II", len(self._numbers), len(text)) + text + prompt_ids.astype("<i4").tobytes()
@@ -223,7 +223,7 @@ class RolloutStore:
         elif kind == TOKENS:
             self._index_tokens(token_rows(payload)["rollout"].astype(np.int64), place)
         elif kind == FINISH:
-            self._numbers[struct.unpack("<I", payload[:4])[0]].stop = payload[4:].decode()  # type: ignore[assignment]
+            self._numbers[struct.unpack("<I", payload[:4])[0]].stop = payload[4:].decode()
         elif kind == NOTE:
             self._numbers[struct.unpack("<I", payload[:4])[0]].notes.update(json.loads(payload[4:]))
 
@@ -267,10 +267,10 @@ def token_rows(payload: bytes) -> Mapping[str, np.ndarray]:
 def _rollout(entry: Entry, prompt_ids: np.ndarray, parts: Sequence[np.ndarray]) -> Rollout:
     rows = np.concatenate(parts) if parts else np.empty(0, dtype=[(name, kind) for name, kind in COLUMNS])
     assert entry.stop is not None
+    columns: dict[str, Any] = {name: np.ascontiguousarray(rows[name]) for name, _ in COLUMNS if name != "rollout"}
     return Rollout(
         id=entry.id, prompt_id=entry.prompt_id, visit=entry.visit, sample=entry.sample, domain=entry.domain, source=entry.source,
-        group=entry.group, pair=entry.pair, prompt_ids=prompt_ids, stop=entry.stop,
-        **{name: np.ascontiguousarray(rows[name]) for name, _ in COLUMNS if name != "rollout"},
+        group=entry.group, pair=entry.pair, prompt_ids=prompt_ids, stop=entry.stop, **columns,
     )  # fmt: skip
 
 

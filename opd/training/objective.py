@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Objective:
 
     def token_weights(self, rollouts: Sequence[Rollout]) -> list[Weights]:
         """One mapping per term. The only place where tokens are masked and denominators formed."""
-        found = []
+        found: list[Weights] = []
         for term in self.terms:
             authors = [int(Author[name.upper()]) for name in term.authors]
             masks = [np.isin(rollout.author, authors) for rollout in rollouts]
@@ -110,7 +111,7 @@ class Objective:
         """One divergence per teacher in the batch; batches are ordered by teacher, so that is mostly one."""
         device = projection.hidden.device
         owner = np.repeat([signals[rollout.id].teacher for rollout in batch.rollouts], batch.response_lengths)
-        params = {"beta": term.beta} if term.divergence == "jsd" else {}
+        params: dict[str, Any] = {"beta": term.beta} if term.divergence == "jsd" else {}
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for name in dict.fromkeys(owner.tolist()):
             rows = np.flatnonzero((owner == name) & (weight_N != 0))

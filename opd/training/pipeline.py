@@ -17,11 +17,10 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import OpdError, RecipeError, Stopped, TrainingError
-from opd.evaluation import Score
 from opd.rollout.store import RolloutStore
 from opd.training.checkpoint import retain, save_checkpoint
 from opd.training.progress import Progress
-from opd.training.results import StageResult, results_table
+from opd.training.results import StageResult, results_table, watched
 from opd.training.stage import StageRun, checkpoint_directory, model_card
 from opd.training.step import train_step
 from opd.training.trackers import Tracker, open_trackers
@@ -271,15 +270,6 @@ class Pipeline:
             if result.before and status == "done":
                 self._progress.say("")
                 self._progress.show(results_table(result))
-
-
-def watched(scores: Mapping[str, Score], metric: str) -> float:
-    """`pass@1` is the mean over domains, `pass@1/DOMAIN` one of them."""
-    name, _, domain = metric.partition("/")
-    if name != "pass@1" or (domain and domain not in scores):
-        raise RecipeError(f"eval.metric {metric!r}: expected pass@1 or pass@1/DOMAIN with one of {', '.join(scores)}.")
-    values = [score.value for key, score in scores.items() if not domain or key == domain]
-    return sum(values) / len(values)
 
 
 def push(directory: Path, repo: str, private: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.data.render import render_prompt
@@ -74,8 +75,10 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         [prompt.domain for prompt, _ in prompts],
         [term.role for term in stage.objective if term.form != "cross_entropy"],
     )
-    for spec in stage.teachers.values():
-        require_same(tokenizer, load_tokenizer(resolve(spec.model), spec.revision), stage.student.model, spec.model)
+    for teacher in stage.teachers.values():
+        require_same(
+            tokenizer, load_tokenizer(resolve(teacher.model), teacher.revision), stage.student.model, teacher.model
+        )
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {name: parameter_count(resolve(spec.model), spec.revision) for name, spec in stage.teachers.items()}
     config = load_config(resolve(stage.student.model), stage.student.revision)
@@ -90,7 +93,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
 
 
 def _memory(
-    stage: Stage, config: object, student: int, trained: int, teachers: dict[str, int], longest: int
+    stage: Stage, config: Any, student: int, trained: int, teachers: dict[str, int], longest: int
 ) -> dict[str, int]:
     """Rough sizes of what is alive at once. Activations: about 34 widths per layer and token, 2 with checkpointing."""
     width, layers, vocabulary = (
@@ -99,8 +102,8 @@ def _memory(
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
-    heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1))
-    head = int(getattr(config, "head_dim", None) or width // int(getattr(config, "num_attention_heads", 1)))
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (
@@ -118,7 +121,7 @@ def _memory(
     }
 
 
-def _lora_parameters(config: object, rank: int) -> int:
+def _lora_parameters(config: Any, rank: int) -> int:
     """Attention and MLP projections of a Llama-like layer, each with two factors."""
     width, layers = int(getattr(config, "hidden_size", 0)), int(getattr(config, "num_hidden_layers", 0))
     inner = int(getattr(config, "intermediate_size", 4 * width))

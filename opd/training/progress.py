@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -100,7 +100,7 @@ class Progress:
         working = f"{self._phase or 'loading'} {time.monotonic() - self._phase_started:.0f} s" + (
             f", {self._tokens} tokens" if self._tokens else ""
         )
-        rows = [head, Text(working, style="dim")]
+        rows: list[RenderableType] = [head, Text(working, style="dim")]
         if metrics:
             table = Table.grid(padding=(0, 2))
             table.add_row(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from opd.errors import RecipeError
 from opd.evaluation import Score
 
 
@@ -66,6 +67,21 @@ class StageResult:
             if score
         }
         return line
+
+
+def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
+    """The domains behind `eval.metric`: `pass@1` watches the mean over all, `pass@1/DOMAIN` one of them."""
+    name, _, domain = metric.partition("/")
+    if name != "pass@1" or (domain and domain not in domains):
+        raise RecipeError(
+            f"eval.metric {metric!r}: expected pass@1, or pass@1/DOMAIN with one of {', '.join(domains)}."
+        )
+    return [domain] if domain else list(domains)
+
+
+def watched(scores: Mapping[str, Score], metric: str) -> float:
+    values = [scores[domain].value for domain in watched_domains(metric, list(scores))]
+    return sum(values) / len(values)
 
 
 def normalised(before: Score, after: Score | None, teacher: Score | None) -> float | None:

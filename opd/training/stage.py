@@ -25,6 +25,7 @@ from opd.teachers.router import routes
 from opd.training.average import weight_average
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
+from opd.training.results import watched_domains
 from opd.training.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling
 
@@ -52,14 +53,13 @@ class StageRun:
         self.routes = routes(spec.teachers, self.domains, roles)
         _check_trajectories(spec)
 
-        where = {"device": str(self.device)}
-        student = spec.student
+        device, student = str(self.device), spec.student
         self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
-                                  gradient_checkpointing=student.gradient_checkpointing, **where)  # fmt: skip
+                                  gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
         models: dict[str, LanguageModel] = {}
         for name, teacher in spec.teachers.items():
             models[name] = load_model(
-                resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, **where
+                resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, device=device
             )
             require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
         every = [*self.student.stop_ids, *(stop for model in models.values() for stop in model.stop_ids)]
@@ -83,6 +83,8 @@ class StageRun:
             for visit in probe
         )
         self.questions = self._held_out()
+        if self.questions:
+            watched_domains(spec.eval.metric, list(self.questions))
         longest = max([longest, *(question.prompt_ids.size for asked in self.questions.values() for question in asked)])
         response = max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
         context = min(model.context for model in (self.student, *(teacher.model for teacher in self.teachers.values())))

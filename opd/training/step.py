@@ -8,7 +8,7 @@ The sampler writes into the rollout store and everything below reads from there;
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,14 +16,14 @@ from opd.errors import TrainingError
 from opd.models.packing import Pack, pack
 from opd.teachers.router import by_teacher
 from opd.training.report import Clock, step_metrics
-from opd.types import Rollout, SignalNeed
+from opd.types import Rollout, Signal, SignalKind, SignalNeed
 
 if TYPE_CHECKING:
     from opd.training.objective import Signals, Statistics
     from opd.training.stage import StageRun
 
 
-def train_step(run: StageRun, step: int) -> dict[str, float | int | str | None]:
+def train_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
 
     with clock("sample"):
@@ -59,9 +59,10 @@ def train_step(run: StageRun, step: int) -> dict[str, float | int | str | None]:
 
 def score(run: StageRun, rollouts: list[Rollout]) -> Signals:
     """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time."""
-    signals: dict = {}
+    signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     for role, kind in run.objective.needs:
-        found = signals[role, kind] = {}
+        found: dict[str, Signal] = {}
+        signals[role, kind] = found
         for name, share in by_teacher(rollouts, run.routes[role]).items():
             for rollout, signal in zip(share, run.teachers[name].score(share, SignalNeed(kind)), strict=True):
                 found[rollout.id] = signal
@@ -72,7 +73,7 @@ def score(run: StageRun, rollouts: list[Rollout]) -> Signals:
 def micro_batches(run: StageRun, rollouts: list[Rollout]) -> list[Pack]:
     """Packs ordered by teacher, then length; a group is never split."""
     order = run.routes.get("teacher", {})
-    longest = {}
+    longest: dict[str, int] = {}
     for rollout in rollouts:
         longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
     ordered = sorted(

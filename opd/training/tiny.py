@@ -118,3 +118,154 @@ def score(model: LlamaForCausalLM, rows: Sequence[Row]) -> float:
     likeliest = torch.full_like(labels, -100)
     likeliest[labels >= 0] = answer_logits(model, ids, labels).argmax(-1)
     return float((likeliest == labels).all(1).float().mean())
+
+
+# Training
+
+
+def optimiser(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+
+
+def update(model: LlamaForCausalLM, adam: torch.optim.AdamW, rows: Sequence[Row], lr: float, smoothing: float) -> float:
+    ids, labels = pad_rows(rows)
+    logits = answer_logits(model, ids, labels)
+    loss = functional.cross_entropy(logits, labels[labels >= 0], label_smoothing=smoothing)
+    adam.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in adam.param_groups:
+        group["lr"] = lr
+    adam.step()
+    return float(loss.detach())
+
+
+def round_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """To what the file will hold, so that scores are those of the saved model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def train_generalist(tokenizer: PreTrainedTokenizerFast, steps: int, progress: Progress) -> LlamaForCausalLM:
+    """All tasks at once, the weaker ones more often, at a constant high learning rate, until all are mediocre.
+
+    The shares steer: a task near its goal hardly gets prompts while the others catch up, so that all four meet in the
+    band. No decay of the learning rate: that last polish is what the specialists have and the generalist lacks.
+    """
+    model = make_model(len(tokenizer), SEED)
+    adam = optimiser(model)
+    low, high = GENERALIST_BAND
+    seen = dict.fromkeys(DOMAINS, 0)
+    smooth_score = dict.fromkeys(DOMAINS, 0.0)
+    shares = dict.fromkeys(DOMAINS, 1 / len(DOMAINS))
+    for step in range(1, steps + 1):
+        rows: list[Row] = []
+        for domain, task in DOMAINS.items():
+            n = max(1, round(96 * shares[domain]))
+            rows += rows_of(tokenizer, task, "train", seen[domain], n)
+            seen[domain] += n
+        loss = update(model, adam, rows, 2e-3 * min(1.0, step / 50), 0.0)
+        if step % 10:
+            continue
+        scores = {
+            domain: score(model, rows_of(tokenizer, task, "train", TUNING + 10 * step, 100))
+            for domain, task in DOMAINS.items()
+        }
+        smooth_score = {domain: (value + smooth_score[domain]) / 2 for domain, value in scores.items()}
+        want = {domain: min(0.35, max(0.015, high - value)) for domain, value in smooth_score.items()}
+        shares = {domain: value / sum(want.values()) for domain, value in want.items()}
+        progress(f"generalist step {step}: loss {loss:.3f}, {show(scores)}")
+        if all(low - 0.05 <= value <= high + 0.05 for value in scores.values()) and _in_band(model, tokenizer):
+            break
+    return round_weights(model)
+
+
+def _in_band(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> bool:
+    low, high = GENERALIST_BAND
+    return all(low <= score(model, rows_of(tokenizer, task, "train", CHECK, 400)) <= high for task in DOMAINS.values())
+
+
+def train_specialist(
+    generalist: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, domain: str, steps: int, progress: Progress
+) -> LlamaForCausalLM:
+    """One task only, in small steps, until good at it.
+
+    Label smoothing and the early stop keep the specialist near the generalist's own samples. Trained for longer it
+    would be right more often and, being certain of everything, teach worse.
+    """
+    model = copy.deepcopy(generalist)
+    adam = optimiser(model)
+    task = DOMAINS[domain]
+    for step in range(1, steps + 1):
+        rows = rows_of(tokenizer, task, "train", SPECIALIST + 64 * step, 64)
+        decay = max(0.2, 1 - step / 150)
+        loss = update(model, adam, rows, SPECIALIST_LR * min(1.0, step / 10) * decay, SMOOTHING)
+        if step % 10:
+            continue
+        reached = score(model, rows_of(tokenizer, task, "train", CHECK, 400))
+        progress(f"{domain} step {step}: loss {loss:.3f}, {domain} {reached:.3f}")
+        if reached >= SPECIALIST_GOAL:
+            break
+    return round_weights(model)
+
+
+# The files
+
+
+def build(out_dir: str | Path, progress: Progress | None = None, only: Sequence[str] | None = None, steps: int = 2000) -> dict[str, Any]:
+    """Train the models into `out_dir/NAME` and write `out_dir/manifest.json`, which is also returned.
+
+    `only` names the models to write (the generalist is trained in any case: the others start from it). `steps` is the
+    most any model may take; training stops earlier, on its scores.
+    """
+    names = ["generalist", *DOMAINS]
+    unknown = set(only or ()) - set(names)
+    if unknown:
+        raise ModelError(f"tiny model {sorted(unknown)[0]!r}: no such model. Known: {', '.join(names)}.")
+    out, say = Path(out_dir), progress or (lambda line: None)
+    models: dict[str, Any] = {}
+    with _reproducible():
+        tokenizer = make_tokenizer()
+        generalist = train_generalist(tokenizer, steps, say)
+        for name in names:
+            if only is None or name in only:
+                model = generalist if name == "generalist" else train_specialist(generalist, tokenizer, name, steps, say)
+                models[name] = _save(model, tokenizer, out / name, say)
+    manifest = {
+        "seed": SEED,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "tokenizers": tokenizers.__version__},
+        "eval_prompts": EVAL_PROMPTS,
+        "thresholds": THRESHOLDS,
+        "models": models,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """One thread, and the caller's thread count and random state left as they were."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, progress: Progress) -> dict[str, Any]:
+    scores = {
+        domain: round(score(model, rows_of(tokenizer, task, "heldout", 0, EVAL_PROMPTS)), 4) for domain, task in DOMAINS.items()
+    }
+    progress(f"{folder.name}: {show(scores)} on held-out prompts")
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {"scores": scores, "parameters": model.num_parameters(), "sha256": files}
+
+
+def show(scores: dict[str, float]) -> str:
+    return ", ".join(f"{domain} {value:.3f}" for domain, value in scores.items())
