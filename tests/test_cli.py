@@ -1,0 +1,120 @@
+"""The command line, in process: what it prints, and that a user's mistake is one message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opd import cli
+from opd.config import load_recipe
+from tests.helpers import save_tiny
+
+
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["opd", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(leaving.value.code or 0), captured.out, captured.err
+
+
+def test_help_is_instant() -> None:
+    """CPU seconds of a fresh process; the limit of 0.5 leaves room for a slow machine."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "opd.cli", "--help"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    loaded = "import sys, opd.cli; sys.exit(bool({'torch', 'transformers', 'pydantic', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call(capsys, monkeypatch, "recipes", "list")
+    assert code == 0
+    assert "quickstart" in out
+    assert "methods/gkd" in out
+    code, shown, _ = call(capsys, monkeypatch, "recipes", "show", "methods/gkd")
+    assert code == 0
+    code, _, _ = call(capsys, monkeypatch, "recipes", "copy", "methods/gkd")
+    assert (code, Path("gkd.yaml").read_text()) == (0, shown)
+    assert load_recipe("gkd.yaml").name == "gkd"
+    code, _, err = call(capsys, monkeypatch, "recipes", "copy", "methods/gkd")
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_schema(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = call(capsys, monkeypatch, "schema")
+    assert code == 0
+    assert "rollout" in json.loads(out)["properties"]
+
+
+def test_dry_run_prints_the_plan_and_loads_no_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, monkeypatch, "run", "quickstart", "train.steps=7", "--dry-run")
+    assert code == 0, err
+    assert "steps: 7" in out
+    for words in ("parameters", "arithmetic -> arithmetic", "rollouts, at most", "memory", "GiB" if "GiB" in out else "MiB"):
+        assert words in out
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "quickstrat"], "quickstart"),
+        (["run", "nowhere.yaml"], "no such file"),
+        (["run", "quickstart", "train.stps=3"], "'steps'"),
+        (["run", "quickstart", "train.steps=many"], "train.steps"),
+        (["run", "quickstart", "student=nowhere/at/all"], "no such directory"),
+        (["run", "quickstart", "prompts.0.source=task:additon"], "addition"),
+        (["run", "quickstart", "prompts.0.domain=geography"], "geography"),
+        (["eval", "tiny/nothing", "--prompts", "task:addition"], "no such built-in"),
+        (["eval", "tiny/generalist", "--prompts", "nowhere.jsonl"], "no such file"),
+        (["models", "export", "tiny/nothing", "somewhere"], "no such built-in"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, monkeypatch, *arguments)
+    assert code == 2, out + err
+    assert words in err
+    assert "Traceback" not in out + err
+
+
+def test_eval_and_models(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    code, out, err = call(
+        capsys, monkeypatch, "eval", model, "--prompts", "task:addition", "--k", "2", "--n", "5", "--json", "--device", "cpu", "--max-new-tokens", "8"
+    )  # fmt: skip
+    assert code == 0, err
+    score = json.loads(out)["arithmetic"]
+    assert {"greedy", "sampled", "pass_at_k", "greedy_stderr", "n"} <= score.keys()
+    assert score["n"] == 5
+    code, out, _ = call(capsys, monkeypatch, "models", "list")
+    assert code == 0
+    assert "tiny/generalist" in out
+    assert "smol" in out
+    code, _, _ = call(capsys, monkeypatch, "models", "export", "tiny/generalist", str(tmp_path / "exported"))
+    assert code == 0
+    code, out, _ = call(
+        capsys, monkeypatch, "eval", str(tmp_path / "exported"), "--prompts", "task:addition", "--n", "5", "--device", "cpu"
+    )
+    assert code == 0
+    assert "pass@1" in out

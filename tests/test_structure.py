@@ -1,0 +1,113 @@
+"""House rules that a test can hold: imports point one way, every setting is read, every command is documented."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from opd import config
+
+ROOT = Path(config.__file__).parent
+REPOSITORY = ROOT.parent
+LAYERS = [
+    {"errors", "types", "config"},
+    {"objectives", "data"},
+    {"models"},
+    {"rollout", "rewards", "teachers"},
+    {"evaluation"},
+    {"training"},
+    {"report", "serve", "run"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def runtime_imports(path: Path) -> set[str]:
+    """Names under `opd` this file imports, wherever it does so; imports for type checkers do not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for node in ast.walk(branch)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "opd":
+            found |= {node.module} if node.module != "opd" else {f"opd.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "opd"}
+    return found
+
+
+def files() -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_one_way(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for module in runtime_imports(path):
+        other = module.split(".")[1]
+        if other == own or other == "__version__":
+            continue
+        same_floor_of_basics = LEVEL[own] == LEVEL[other] == 0
+        assert LEVEL[other] < LEVEL[own] or same_floor_of_basics, f"{path.name} imports {module}, which is not below it"
+
+
+def test_every_setting_is_read() -> None:
+    """A field exists once, is read once and does something: its name is used as an attribute outside config.py."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files() if path.name != "config.py")
+    own = (ROOT / "config.py").read_text(encoding="utf-8")
+    models = [item for item in vars(config).values() if isinstance(item, type) and issubclass(item, BaseModel)]
+    unread = []
+    for model in models:
+        for field in model.model_fields:
+            used = re.search(rf"\.{field}\b", source) or re.search(rf"(self|stage|term)\.{field}\b", own)
+            if model.__module__ == config.__name__ and not used:
+                unread.append(f"{model.__name__}.{field}")
+    assert not unread
+
+
+def test_files_and_functions_fit_in_the_head() -> None:
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 450, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno <= 75, f"{path.name}:{node.name}"
+
+
+def test_nothing_unpickles() -> None:
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\bpickle\b(?!d)|torch\.load\(|trust_remote_code=True", text), path
+
+
+def test_every_command_and_recipe_is_documented() -> None:
+    import typer.main
+
+    from opd import cli
+
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
+    group = typer.main.get_command(cli.app)
+    names = []
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        names += [f"opd {name} {inner}" for inner in command.commands] if hasattr(command, "commands") else [f"opd {name}"]
+    assert not [name for name in names if name not in pages]
+    assert not [name for name in config.shipped_recipes() if name not in pages]
+
+
+def test_recipe_keys_are_documented() -> None:
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    models = [item for item in vars(config).values() if isinstance(item, type) and issubclass(item, BaseModel)]
+    missing = [
+        field for model in models if model is not config.Recipe for field in model.model_fields if f"`{field}`" not in page
+    ]
+    assert not missing
