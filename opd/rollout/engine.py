@@ -24,7 +24,7 @@ import torch
 from opd.config import SamplerSpec
 from opd.errors import DataError, ModelError, TrainingError
 from opd.models.language_model import LanguageModel
-from opd.rollout.graphs import PrefillRow, Results, Settings, Steps
+from opd.rollout.graphs import PrefillRow, Results, Settings, Steps, filters
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
@@ -92,16 +92,12 @@ class Engine:
             for name, parameter in self.model.module.named_parameters():
                 tensor = weights.tensors.get(name)
                 if tensor is None or tensor.shape != parameter.shape:
-                    found = (
-                        "is missing"
-                        if tensor is None
-                        else f"has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
-                    )
+                    found = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
                     raise ModelError(
-                        f"sampler: weights of version {weights.version} do not fit {self.model.name}: {name} {found}."
+                        f"sampler: weights of version {weights.version} do not fit {self.model.name}: {name} is {found}."
                     )
                 if tensor.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(tensor, non_blocking=True)
+                    parameter.copy_(tensor)
         self.version = weights.version
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
@@ -207,7 +203,7 @@ class _Schedule:
 
     def decode(self) -> None:
         longest = max(active.length for active in self.decoding.values())
-        filtered = any(a.request.sampling.top_k > 0 or a.request.sampling.top_p < 1 for a in self.decoding.values())
+        filtered = any(filters(active.request.sampling) for active in self.decoding.values())
         self.idle += self.settings.slots - len(self.decoding)
         results = self.steps.decode(longest, filtered)
         self.engine.decode_steps += 1

@@ -128,7 +128,7 @@ class Steps:
         self._upload(self._prefill_ints, ints)
         self._upload(self._prefill_floats, floats)
         end = max((row.first + len(row.ids) for row in rows), default=1)
-        filtered = any(_filters(row.sampling) for row in rows)
+        filtered = any(filters(row.sampling) for row in rows)
         self._launch("prefill", self._prefill_step, self._span(end), filtered)
         return Results(self._prefill_out)
 
@@ -291,12 +291,10 @@ def _waits_for_the_device(call: Callable[[], None]) -> str:
 
 
 def _store(out: Tensor, drawn: Drawn) -> None:
-    out.copy_(
-        torch.stack(
-            [drawn.token.double(), drawn.logprob.double(), drawn.logprob_sampled.double(), drawn.logprob_stop.double()]
-        )
-    )
+    rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
+    out.copy_(torch.stack([row.double() for row in rows]))
 
 
-def _filters(sampling: Sampling) -> bool:
+def filters(sampling: Sampling) -> bool:
+    """Whether drawing needs the sorted vocabulary."""
     return sampling.top_k > 0 or sampling.top_p < 1
