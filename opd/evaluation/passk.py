@@ -11,8 +11,9 @@ import numpy as np
 
 from opd.data.render import decode
 from opd.rewards import verify
+from opd.rollout.collect import collect
 from opd.rollout.draws import request_key
-from opd.types import Prompt, Sample, SampledToken, Sampler, SampleRequest, Sampling
+from opd.types import Prompt, Sample, Sampler, SampleRequest, Sampling
 
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
@@ -90,27 +91,20 @@ def _answers(
     seed: int,
     check_stop: Callable[[], None],
 ) -> dict[str, list[np.ndarray]]:
-    tokens: dict[str, list[int]] = {}
-    owner: dict[str, str] = {}
-    requests = []
-    for asked in questions.values():
-        for question in asked:
-            for sample in range(samples):
-                name = f"eval/{question.prompt.id}/{sample}"
-                tokens[name], owner[name] = [], question.prompt.id
-                requests.append(
-                    SampleRequest(
-                        name, question.prompt_ids, request_key(seed, question.prompt.id, EVAL_VISIT, sample), sampling
-                    )
-                )
-    for event in sampler.sample(requests):
-        if isinstance(event, SampledToken):
-            tokens[event.request_id].append(event.token)
-        else:
-            check_stop()
+    requests = [
+        SampleRequest(
+            f"eval/{question.prompt.id}/{sample}",
+            question.prompt_ids,
+            request_key(seed, question.prompt.id, EVAL_VISIT, sample),
+            sampling,
+        )
+        for asked in questions.values()
+        for question in asked
+        for sample in range(samples)
+    ]
     found: dict[str, list[np.ndarray]] = {}
-    for name, ids in tokens.items():
-        found.setdefault(owner[name], []).append(np.asarray(ids, dtype=np.int32))
+    for rollout in collect(sampler, requests, check_stop):
+        found.setdefault(rollout.id.removeprefix("eval/").rpartition("/")[0], []).append(rollout.response_ids)
     return found
 
 

@@ -1,0 +1,30 @@
+"""What the README shows is what the repository runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_loop_in_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8")
+    code = example.split('"""', 2)[2].strip()
+    assert code in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8").replace("range(30)", "range(8)")
+    exec(compile(code, "loop.py", "exec"), {})  # noqa: S102
+    values = [float(value) for value in re.findall(r"reverse KL ([\d.]+)", capsys.readouterr().out)]
+    assert len(values) == 8
+    assert sum(values[-2:]) < sum(values[:2])
+
+
+def test_relative_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
