@@ -79,6 +79,7 @@ class Job:
     lengths: dict[tuple[int, ...], int]
     steps: int
     sampler: dict[str, int]  # opd's sampler settings; what is missing it chooses itself
+    micro_tokens: int  # opd's token budget of one forward and backward pass
 
     @property
     def student(self) -> str:
@@ -113,7 +114,7 @@ def ragged_lengths() -> list[int]:
     return lengths
 
 
-def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int]) -> Job:
+def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int], micro_tokens: int) -> Job:
     """Student and teacher as Hugging Face directories, so that both frameworks load the same files."""
     import torch
 
@@ -133,7 +134,8 @@ def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int]) ->
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * NOISE)
     loaded.save(directory / "teacher")
     keys = [tuple(loaded.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    return Job(directory, prompts, dict(zip(keys, ragged_lengths(), strict=True)), steps, sampler)
+    lengths = dict(zip(keys, ragged_lengths(), strict=True))
+    return Job(directory, prompts, lengths, steps, sampler, micro_tokens)
 
 
 def random_llama(directory: Path, prompts: list[str]) -> None:
@@ -246,7 +248,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
         "rollout": {"prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
         "sampler": job.sampler,
         "objective": {"form": "direct", "divergence": "reverse_kl", "support": "full", "aggregate": "token_mean"},
-        "train": {"steps": job.steps, "lr": LEARNING_RATE, "clip": CLIP},
+        "train": {"steps": job.steps, "lr": LEARNING_RATE, "clip": CLIP, "micro_tokens": job.micro_tokens},
         "eval": {"prompts": 0},
         "device": "cpu",
     }
@@ -496,6 +498,7 @@ def main() -> None:
     parser.add_argument("--trl", nargs="+", choices=VARIANTS, default=["compact"], help="ways to run TRL")
     parser.add_argument("--slots", type=int, default=8, help="of opd's sampler; 0: its own choice")
     parser.add_argument("--prefill-rows", type=int, default=4, help="of opd's sampler; 0: its own choice")
+    parser.add_argument("--micro-tokens", type=int, default=4096, help="opd's token budget of a micro-batch")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
@@ -505,7 +508,7 @@ def main() -> None:
     wanted = {"slots": arguments.slots, "prefill_rows": arguments.prefill_rows}
     sampler = {name: value for name, value in wanted.items() if value}
     with tempfile.TemporaryDirectory() as directory:
-        job = prepare(model, Path(directory), arguments.steps + 1, sampler)
+        job = prepare(model, Path(directory), arguments.steps + 1, sampler, arguments.micro_tokens)
         ours = Worker(work_opd, job)
         found = []
         for name in arguments.trl:
@@ -516,7 +519,7 @@ def main() -> None:
     settings = {
         "model": model, "prompts": PROMPTS, "prompt_tokens": sorted(map(len, job.lengths)), "response_tokens": lengths,
         "max_new_tokens": MAX_NEW_TOKENS, "divergence": "reverse_kl", "temperature": 1.0, "dtype": "float32",
-        "threads": 1, "opd_sampler": sampler, "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
+        "threads": 1, "opd_sampler": sampler, "opd_micro_tokens": arguments.micro_tokens, "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
     }  # fmt: skip
     packages = {name: version(name) for name in ("opd", "trl", "torch", "transformers", "accelerate")}
     report = {

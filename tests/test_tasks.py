@@ -14,7 +14,7 @@ PINNED = {
     "addition": {("train", 0): ("add 98+42", "140"), ("heldout", 7): ("add 51+98", "149")},
     "reverse": {("train", 0): ("reverse wvxldv", "vdlxvw"), ("heldout", 7): ("reverse ifoyqd", "dqyofi")},
     "sort": {("train", 0): ("sort zeem", "eemz"), ("heldout", 7): ("sort kxns", "knsx")},
-    "caesar": {("train", 0): ("shift 2 ccvr", "eext"), ("heldout", 7): ("shift 3 bffs", "eiiv")},
+    "caesar": {("train", 0): ("shift 3 dtsi", "gwvl"), ("heldout", 7): ("shift 5 aqhj", "fvmo")},
 }
 
 

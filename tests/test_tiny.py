@@ -46,7 +46,13 @@ def test_files_match_the_manifest_and_are_small() -> None:
     for name, facts in MANIFEST["models"].items():
         found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (ROOT / name).iterdir()}
         assert found == facts["sha256"]
-        assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(found)
+        assert {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        } <= set(found)
     assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) <= 12e6
 
 
@@ -68,7 +74,8 @@ def test_scores_are_as_promised(name: str) -> None:
     low, high = MANIFEST["thresholds"]["generalist"]
     before = MANIFEST["models"]["generalist"]["scores"]
     scores = {
-        domain: tiny.score(model, tiny.rows_of(tokenizer, task, "heldout", 0, 500)) for domain, task in tiny.DOMAINS.items()
+        domain: tiny.score(model, tiny.rows_of(tokenizer, task, "heldout", 0, 500))
+        for domain, task in tiny.DOMAINS.items()
     }
     if name == "generalist":
         assert all(low <= value <= high for value in scores.values()), scores
