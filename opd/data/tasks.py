@@ -109,7 +109,7 @@ TASKS: dict[str, Task] = {
             "ciphers",
             "shift every letter along the alphabet",
             _caesar,
-            {"length": 4, "shifts": 3},
+            {"length": 4, "shifts": 5},
             {"length": (3, 32), "shifts": (1, 9)},
         ),
     )

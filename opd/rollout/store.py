@@ -13,7 +13,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (  # one token = one row; columns are wri
     ("rollout", "<u4"), ("response_ids", "<i4"), ("author", "u1"), ("logprob", "<f4"),
     ("logprob_sampled", "<f4"), ("logprob_stop", "<f4"), ("version", "<i4"),
 )  # fmt: skip
-ROW_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
+ROW = np.dtype([(name, kind) for name, kind in COLUMNS])
+NO_ROWS = np.empty(0, dtype=ROW)
 
 
 @dataclass
@@ -60,6 +61,7 @@ class RolloutStore:
         self.entries: dict[str, Entry] = {}
         self._numbers: list[Entry] = []
         self._pending: list[tuple[Any, ...]] = []  # token rows not written yet
+        self._finishing: list[tuple[Entry, StopReason]] = []  # finish records not written yet
         self._checksum = 0
         if not read_only:
             directory.mkdir(parents=True, exist_ok=True)
@@ -106,11 +108,8 @@ class RolloutStore:
         self._pending += [(number, int(token), int(author), nan, nan, nan, version) for token in response_ids]
 
     def finish(self, id: str, stop: StopReason) -> None:
-        """From here on the rollout counts: it may be read and trained on."""
-        self._write_tokens()
-        entry = self.entries[id]
-        self._write(FINISH, struct.pack("<I", entry.number) + stop.encode())
-        entry.stop = stop
+        """The rollout counts, i.e. may be read and trained on, once this record is written behind its tokens."""
+        self._finishing.append((self.entries[id], stop))
 
     def note(self, id: str, **facts: Any) -> None:
         """Attach facts that came later, such as a reward."""
@@ -120,7 +119,7 @@ class RolloutStore:
 
     def commit(self, sync: bool = False) -> None:
         """Hand everything so far to the operating system; with `sync`, wait until the disk has it."""
-        self._write_tokens()
+        self._write_pending()
         file = self._writable()
         file.flush()
         if sync:
@@ -131,8 +130,8 @@ class RolloutStore:
             self.commit(sync=True)
             self._file.close()
 
-    def _write_tokens(self) -> None:
-        """All buffered tokens, of whichever rollouts, as one frame."""
+    def _write_pending(self) -> None:
+        """All buffered tokens, of whichever rollouts, as one frame; then the finish records, never before their tokens."""
         if self._pending:
             columns = list(zip(*self._pending, strict=True))
             blocks = [
@@ -141,6 +140,10 @@ class RolloutStore:
             place = self._write(TOKENS, b"".join(blocks))
             self._index_tokens(np.asarray(columns[0], dtype=np.int64), place)
             self._pending.clear()
+        for entry, stop in self._finishing:
+            self._write(FINISH, struct.pack("<I", entry.number) + stop.encode())
+            entry.stop = stop
+        self._finishing.clear()
 
     def _write(self, kind: int, payload: bytes) -> tuple[int, int]:
         file = self._writable()
@@ -165,27 +168,23 @@ class RolloutStore:
 
     def load(self, ids: Iterable[str]) -> list[Rollout]:
         """Finished rollouts, read back from the log; each frame is read once however many rollouts share it."""
+        if self._file is not None:
+            self.commit()
         entries = [self.entries[id] for id in ids]
         for entry in entries:
             if entry.stop is None:
                 raise StoreError(f"rollout {entry.id!r} is not finished, so it cannot be read")
-        if self._file is not None:
-            self._file.flush()
-        prompts: dict[int, np.ndarray] = {}
-        parts: dict[int, list[np.ndarray]] = {entry.number: [] for entry in entries}
-        wanted: dict[tuple[int, int], list[Entry]] = {}
-        for entry in entries:
-            for place in (entry.begin, *entry.frames):
-                wanted.setdefault(place, []).append(entry)
-        for (segment, offset), readers in sorted(wanted.items(), key=lambda item: item[0]):
-            kind, payload = self._read(segment, offset)
-            if kind == BEGIN:
-                prompts[readers[0].number] = _begin(payload)[2]
-            else:
-                rows = token_rows(payload)
-                for entry in readers:
-                    parts[entry.number].append(rows[rows["rollout"] == entry.number])
-        return [_rollout(entry, prompts[entry.number], parts[entry.number]) for entry in entries]
+        prompts = {entry.number: _begin(self._read(*entry.begin)[1])[2] for entry in entries}
+        places = sorted({place for entry in entries for place in entry.frames})
+        frames = [token_rows(self._read(*place)[1]) for place in places]
+        rows = np.concatenate(frames) if frames else NO_ROWS
+        rows = rows[np.argsort(rows["rollout"], kind="stable")]  # frames are in order, so tokens of a rollout stay so
+        numbers = np.array([entry.number for entry in entries])
+        starts, ends = (np.searchsorted(rows["rollout"], numbers, side=side) for side in ("left", "right"))
+        return [
+            _rollout(entry, prompts[entry.number], rows[start:end])
+            for entry, start, end in zip(entries, starts, ends, strict=True)
+        ]
 
     def _read(self, segment: int, offset: int) -> tuple[int, bytes]:
         with self._path(segment).open("rb") as file:
@@ -254,18 +253,17 @@ def _begin(payload: bytes) -> tuple[int, dict[str, Any], np.ndarray]:
     return number, json.loads(payload[8 : 8 + size]), np.frombuffer(payload[8 + size :], dtype="<i4")
 
 
-def token_rows(payload: bytes) -> Mapping[str, np.ndarray]:
+def token_rows(payload: bytes) -> np.ndarray:
     """The columns of a token frame, as a structured array."""
-    count, start = len(payload) // ROW_BYTES, 0
-    rows = np.empty(count, dtype=[(name, kind) for name, kind in COLUMNS])
+    count, start = len(payload) // ROW.itemsize, 0
+    rows = np.empty(count, dtype=ROW)
     for name, kind in COLUMNS:
         rows[name] = np.frombuffer(payload, dtype=kind, count=count, offset=start)
         start += count * np.dtype(kind).itemsize
-    return rows  # type: ignore[return-value]
+    return rows
 
 
-def _rollout(entry: Entry, prompt_ids: np.ndarray, parts: Sequence[np.ndarray]) -> Rollout:
-    rows = np.concatenate(parts) if parts else np.empty(0, dtype=[(name, kind) for name, kind in COLUMNS])
+def _rollout(entry: Entry, prompt_ids: np.ndarray, rows: np.ndarray) -> Rollout:
     assert entry.stop is not None
     columns: dict[str, Any] = {name: np.ascontiguousarray(rows[name]) for name, _ in COLUMNS if name != "rollout"}
     return Rollout(
