@@ -223,6 +223,7 @@ class Stage(BaseModel):
     hub: Hub | None = None
     seed: int = 0
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    threads: Positive | None = Field(None, description="CPU threads of torch; default: torch's own choice")
 
     @field_validator("student", mode="before")
     @classmethod

@@ -95,7 +95,7 @@ def results_table(result: StageResult) -> Table:
     """Per domain: student before, every teacher, the weight average, student after, and the normalised score."""
     score = next(iter(result.before.values()))
     what = f"pass@1, {'greedy' if score.greedy is not None else 'sampled'}, {score.n} held-out prompts per domain"
-    table = Table(title=f"{result.name}: {what}", title_justify="left")
+    table = Table(title=f"{result.name}: {what}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("domain")
     columns = [
         ("before", result.before),

@@ -40,6 +40,8 @@ class StageRun:
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None]) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase = spec, store, check_stop, on_phase
         self.device = pick_device(spec.device)
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.sources: list[Source] = [open_source(source) for source in spec.prompts]
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
