@@ -44,13 +44,14 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '=' }}{% endif %}"
 )
 SEED = 0
-GENERALIST_BAND = (0.57, 0.72)  # training stops once every domain's score lies in here,
-GENERALIST_STEPS = 440  # but not before: skills that are only just forming do not move in a short distillation
-SPECIALIST_GOAL = 0.965  # on training prompts; a little less on held-out ones
+GENERALIST_BAND = (0.57, 0.74)  # training stops once every domain's score lies in here,
+GENERALIST_STEPS = 600  # but not before: skills that are only just forming do not move in a short distillation
+SPECIALIST_GOAL = 0.97  # on training prompts
+GOALS = {"arithmetic": 0.945}  # sums come slowest: a better teacher is out of reach of a hundred steps
 SPECIALIST_HALF = 60  # steps at the full learning rate, then as many while it decays
 SPECIALIST_LR = 2e-3
-ANCHOR = 0.2  # the generalist's share of a specialist's target
-THRESHOLDS = {"generalist": (0.50, 0.80), "specialist": 0.95, "forgotten": 0.15}
+ANCHOR = 0.08  # the generalist's share of a specialist's target
+THRESHOLDS = {"generalist": [0.50, 0.80], "specialist": 0.95, "forgotten": 0.15}
 EVAL_PROMPTS = 1000
 
 # Disjoint stretches of the endless training split
@@ -190,7 +191,7 @@ def train_generalist(tokenizer: PreTrainedTokenizerFast, steps: int, progress: P
             rows += rows_of(tokenizer, task, "train", seen[domain], n)
             seen[domain] += n
         loss = update(model, adam, rows, 2e-3 * min(1.0, step / 50), None)
-        if step % (10 if step < GENERALIST_STEPS else 5):
+        if step % (10 if step < GENERALIST_STEPS else 2):  # skills come and go within ten steps at this rate
             continue
         scores = {
             domain: score(model, rows_of(tokenizer, task, "train", TUNING + 10 * step, 100))
@@ -227,11 +228,11 @@ def train_specialist(
         rows = rows_of(tokenizer, task, "train", SPECIALIST + 64 * step, 64)
         decay = min(1.0, step / 10) * max(0.1, min(1.0, 2 - step / SPECIALIST_HALF))
         loss = update(model, adam, rows, SPECIALIST_LR * decay, generalist)
-        if step % 10 or step < SPECIALIST_HALF:
+        if step % 10 or step < 1.5 * SPECIALIST_HALF:  # not at the full rate: the score is noise there
             continue
         reached = score(model, rows_of(tokenizer, task, "train", CHECK, 400))
         progress(f"{domain} step {step}: loss {loss:.3f}, {domain} {reached:.3f}")
-        if reached >= SPECIALIST_GOAL:
+        if reached >= GOALS.get(domain, SPECIALIST_GOAL):
             break
     return round_weights(model)
 
@@ -244,8 +245,8 @@ def build(
 ) -> dict[str, Any]:
     """Train the models into `out_dir/NAME` and write `out_dir/manifest.json`, which is also returned.
 
-    `only` names the models to write (the generalist is trained in any case: the others start from it). `steps` is the
-    most any model may take; training stops earlier, on its scores.
+    `only` names the models to write, and the manifest then lists no others; the generalist is trained in any case,
+    since the others start from it. `steps` is the most any model may take; training stops earlier, on its scores.
     """
     names = ["generalist", *DOMAINS]
     unknown = set(only or ()) - set(names)
@@ -280,14 +281,16 @@ def build(
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
-    """One thread, and the caller's thread count and random state left as they were."""
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    """One thread and one set of kernels; the caller's settings and random state are left as they were."""
+    threads, state, onednn = torch.get_num_threads(), torch.get_rng_state(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
+        torch.backends.mkldnn.enabled = onednn
 
 
 def _save(
