@@ -14,7 +14,7 @@ from opd.types import Sampling
 student, teacher = load_model("tiny/generalist"), load_model("tiny/arithmetic")
 source, stop = open_source(PromptSource(source="task:addition")), student.stop_ids
 engine = Engine(student.inference_copy(), SamplerSpec(), max_length=64, merge_stop=stop)  # shares the weights
-optimiser = torch.optim.AdamW(student.module.parameters(), lr=5e-4)
+optimiser = torch.optim.AdamW(student.module.parameters(), lr=2e-4)
 for step in range(30):
     prompts = [source.train(64 * step + index) for index in range(64)]
     rollouts = collect(engine, make_requests(prompts, student.tokenizer, Sampling(16, stop_ids=stop), seed=0))

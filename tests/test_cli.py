@@ -62,7 +62,13 @@ def test_dry_run_prints_the_plan_and_loads_no_weights(
     code, out, err = call(capsys, monkeypatch, "run", "quickstart", "train.steps=7", "--dry-run")
     assert code == 0, err
     assert "steps: 7" in out
-    for words in ("parameters", "arithmetic -> arithmetic", "rollouts, at most", "memory", "GiB" if "GiB" in out else "MiB"):
+    for words in (
+        "parameters",
+        "arithmetic -> arithmetic",
+        "rollouts, at most",
+        "memory",
+        "GiB" if "GiB" in out else "MiB",
+    ):
         assert words in out
     assert not Path("runs").exists()
 
@@ -96,9 +102,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
     assert "Traceback" not in out + err
 
 
-def test_eval_and_models(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_eval_and_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     code, out, err = call(
         capsys, monkeypatch, "eval", model, "--prompts", "task:addition", "--k", "2", "--n", "5", "--json", "--device", "cpu", "--max-new-tokens", "8"
@@ -114,7 +118,16 @@ def test_eval_and_models(
     code, _, _ = call(capsys, monkeypatch, "models", "export", "tiny/generalist", str(tmp_path / "exported"))
     assert code == 0
     code, out, _ = call(
-        capsys, monkeypatch, "eval", str(tmp_path / "exported"), "--prompts", "task:addition", "--n", "5", "--device", "cpu"
+        capsys,
+        monkeypatch,
+        "eval",
+        str(tmp_path / "exported"),
+        "--prompts",
+        "task:addition",
+        "--n",
+        "5",
+        "--device",
+        "cpu",
     )
     assert code == 0
     assert "pass@1" in out

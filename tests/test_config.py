@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.config import Stage, find_recipe, load_recipe, merge, recipe_schema, shipped_recipes
+from opd.config import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
 from opd.errors import RecipeError
+from opd.overrides import merge
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
 

@@ -17,11 +17,11 @@ def test_the_loop_in_the_readme_is_the_example() -> None:
 
 
 def test_the_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    code = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8").replace("range(30)", "range(8)")
-    exec(compile(code, "loop.py", "exec"), {})  # noqa: S102
+    code = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8").replace("range(30)", "range(16)")
+    exec(compile(code, "loop.py", "exec"), {})
     values = [float(value) for value in re.findall(r"reverse KL ([\d.]+)", capsys.readouterr().out)]
-    assert len(values) == 8
-    assert sum(values[-2:]) < sum(values[:2])
+    assert len(values) == 16
+    assert sum(values[-4:]) < 0.8 * sum(values[:4])
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -14,7 +14,7 @@ from opd import config
 ROOT = Path(config.__file__).parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "config"},
+    {"errors", "types", "config", "overrides"},
     {"objectives", "data"},
     {"models"},
     {"rollout", "rewards", "teachers"},
@@ -95,11 +95,15 @@ def test_every_command_and_recipe_is_documented() -> None:
 
     from opd import cli
 
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
+    pages = "\n".join(
+        path.read_text(encoding="utf-8") for path in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]
+    )
     group = typer.main.get_command(cli.app)
     names = []
     for name, command in group.commands.items():  # type: ignore[attr-defined]
-        names += [f"opd {name} {inner}" for inner in command.commands] if hasattr(command, "commands") else [f"opd {name}"]
+        names += (
+            [f"opd {name} {inner}" for inner in command.commands] if hasattr(command, "commands") else [f"opd {name}"]
+        )
     assert not [name for name in names if name not in pages]
     assert not [name for name in config.shipped_recipes() if name not in pages]
 
@@ -108,6 +112,10 @@ def test_recipe_keys_are_documented() -> None:
     page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
     models = [item for item in vars(config).values() if isinstance(item, type) and issubclass(item, BaseModel)]
     missing = [
-        field for model in models if model is not config.Recipe for field in model.model_fields if f"`{field}`" not in page
+        field
+        for model in models
+        if model is not config.Recipe
+        for field in model.model_fields
+        if f"`{field}`" not in page
     ]
     assert not missing
