@@ -55,7 +55,7 @@ def test_imports_point_one_way(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0].removesuffix(".py")
     for module in runtime_imports(path):
         other = module.split(".")[1]
-        if other == own or other == "__version__":
+        if other in (own, "__version__"):
             continue
         same_floor_of_basics = LEVEL[own] == LEVEL[other] == 0
         assert LEVEL[other] < LEVEL[own] or same_floor_of_basics, f"{path.name} imports {module}, which is not below it"
