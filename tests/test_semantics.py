@@ -110,7 +110,8 @@ def test_2_the_loss_does_not_depend_on_how_a_batch_is_cut(form: Any, aggregate: 
         loss, grads, _ = gradients(student, teachers, [term], order, budget)
         assert loss == pytest.approx(whole_loss, rel=1e-5, abs=1e-6)
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=2e-6)
+            atol = 2e-6 + 1e-5 * float(whole[name].abs().max())
+            torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=atol)
 
 
 def test_2_groups_are_never_split() -> None:
