@@ -8,8 +8,6 @@ Names say direction: `reverse_kl = KL(student || teacher)`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from opd.objectives.formulas import Form, Kind, entropy, reverse_kl
 from opd.objectives.projection import MergeGroups, Projection, canonical_ids, log_probs
 
-Kind = Literal["reverse_kl", "forward_kl", "jsd"]
 Backend = Literal["auto", "reference", "chunked"]
 CHUNK_BYTES = 64 << 20  # of one (chunk, V) fp32 array; a handful of them live at once
 
@@ -31,29 +29,6 @@ class Divergence:
     entropy: Tensor  # (N,) of the student, detached
     teacher_entropy: Tensor  # (N,) detached
     reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
-
-
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(S || T) = sum S (log S - log T), from log-probs (N, V)."""
-    return (student.exp() * (student - teacher)).sum(-1)
-
-
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(T || S) = sum T (log T - log S)."""
-    return (teacher.exp() * (teacher - student)).sum(-1)
-
-
-def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S; the ends are the plain KLs by convention."""
-    if beta == 0.0:
-        return forward_kl(student, teacher)
-    if beta == 1.0:
-        return reverse_kl(student, teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * forward_kl(mixture, teacher) + (1 - beta) * reverse_kl(student, mixture)
-
-
-FORMULAS: dict[str, Callable[..., Tensor]] = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}
 
 
 def divergence(
@@ -72,8 +47,7 @@ def divergence(
     Ids at or beyond the smaller vocabulary do not exist on either side. `auto` is `chunked`; `reference` is the
     readable definition. The weight enters here, not afterwards: the head's gradient is summed over tokens inside.
     """
-    if kind not in FORMULAS:
-        raise ValueError(f"unknown divergence {kind!r}; known: {', '.join(FORMULAS)}")
+    form = Form.of(kind, params)
     if backend not in ("auto", "reference", "chunked"):
         raise ValueError(f"unknown backend {backend!r}; known: auto, reference, chunked")
     if student.hidden.shape[0] != teacher.hidden.shape[0]:
@@ -85,7 +59,7 @@ def divergence(
         teacher.hidden.detach(), teacher.weight.detach(), None if teacher.bias is None else teacher.bias.detach(),
         teacher.scale, teacher.softcap, teacher.size,
     )  # fmt: skip
-    rows = _Rows(kind, params, temperature, merge, min(student.vocabulary, teacher.vocabulary))
+    rows = _Rows(form, temperature, merge, min(student.vocabulary, teacher.vocabulary))
     if backend == "reference":
         loss, stats = rows(student, teacher, row_weight)
         return Divergence(loss, *stats)
@@ -97,8 +71,7 @@ def divergence(
 class _Rows:
     """The formula applied to a block of rows: the loss, and value, entropy, teacher entropy and reverse KL by row."""
 
-    kind: str
-    params: dict[str, float]
+    form: Form
     temperature: float
     merge: MergeGroups
     size: int
@@ -107,15 +80,11 @@ class _Rows:
         log_s = log_probs(student, self.size, self.merge, self.temperature)
         with torch.no_grad():
             log_t = log_probs(teacher, self.size, self.merge, self.temperature)
-        value = FORMULAS[self.kind](log_s, log_t, **self.params)
+        value = self.form(log_s, log_t)
         loss = (value * weight).sum()
         with torch.no_grad():
-            yardstick = value.detach() if self.kind == "reverse_kl" else reverse_kl(log_s, log_t)
+            yardstick = value.detach() if self.form.kind == "reverse_kl" else reverse_kl(log_s, log_t)
             return loss, (value.detach(), entropy(log_s), entropy(log_t), yardstick)
-
-
-def entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 class _Chunked(torch.autograd.Function):
