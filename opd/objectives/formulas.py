@@ -155,13 +155,13 @@ class Form:
             "acceptance": None,
         }[self.kind]
 
-    def terms(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:  # noqa: PLR0911  one case per kind
+    def terms(self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:  # noqa: PLR0911  one case per kind
         """Summand of the value and S times the slope, (N, K) each: what an analytic gradient needs.
 
         With P = sum phi and G = sum S g, the gradient of D with respect to the logits is `outer'(P) (S g - S G)`, where
-        `outer` is the identity but for `acceptance`. Products with S keep u = T/S from overflowing.
+        `outer` is the identity but for `acceptance`. `s` and `t` are the probabilities. Products with S keep u = T/S from overflowing.
         """
-        a, s, t = self.parameter, student.exp(), teacher.exp()
+        a = self.parameter
         match self.kind:
             case "reverse_kl":
                 phi = s * (student - teacher)
