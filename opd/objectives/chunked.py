@@ -6,7 +6,7 @@ dozen elementwise passes of a divergence would otherwise each go to main memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from opd.objectives.projection import MergeGroups, Projection, canonical_ids, ma
 from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, transform_, untransform_
 from opd.objectives.supports import TopRows
 
+Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
 BLOCK_BYTES = 2 << 20  # of one (block, V) array, on a CPU; a handful of them live at once
 
 
@@ -35,40 +36,48 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class ChunkedDivergence(torch.autograd.Function):
-    """Inputs are the student's tensors, the job, the student's and teacher's projections, and the rows of one chunk.
-    The statistics travel through `sink`, a list: autograd only needs to see the loss."""
+class GradientInForward(torch.autograd.Function):
+    """`compute(needs)` gives the loss and the gradients of hidden states, head and bias; backward only scales them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-        job: Job, student: Projection, teacher: Source | TopRows, chunk: int, sink: list[RowStatistics],
-    ) -> Tensor:  # fmt: skip
-        needs = ctx.needs_input_grad[:3]
-        grads = HeadGradients(student, needs)
-        total = torch.zeros((), dtype=wide_dtype(hidden), device=hidden.device)
-        for rows in slices(hidden.shape[0], chunk):
-            raw = matmul(hidden[rows], weight[: job.size].T)
-            part = teacher.rows(rows)
-            part_log_t = part.log_probs(job.size, job.merge, job.temperature) if isinstance(part, Mixture) else None
-            raw_t = matmul(part.hidden, part.weight[: job.size].T) if isinstance(part, Projection) else None
-            for block in slices(raw.shape[0], block_rows(raw)):
-                log_t = None if part_log_t is None else part_log_t[block]
-                if isinstance(part, Projection) and raw_t is not None:
-                    log_t = log_softmax_(raw_t[block], part, job)
-                index = torch.arange(rows.start + block.start, rows.start + block.stop, device=hidden.device)
-                own = job.rows(index)
-                loss, found = gradient_rows(own, student, raw[block], log_t, part.rows(block), index, any(needs))
-                total += loss
-                sink.append(found)
-            grads.add(rows, raw, hidden[rows])
-        ctx.grads = grads.finish()
-        return total
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute) -> Tensor:
+        loss, ctx.grads = compute(ctx.needs_input_grad[:3])
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.grads]
-        return *scaled, None, None, None, None, None
+        return *scaled, None
+
+
+def chunked_divergence(
+    job: Job,
+    student: Projection,
+    teacher: Source | TopRows,
+    chunk: int,
+    sink: list[RowStatistics],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss and the gradients; the statistics of each block are appended to `sink`."""
+    grads, device = HeadGradients(student, needs), student.hidden.device
+    total = torch.zeros((), dtype=wide_dtype(student.hidden), device=device)
+    for rows in slices(student.count, chunk):
+        raw = matmul(student.hidden[rows], student.weight[: job.size].T)
+        part = teacher.rows(rows)
+        part_log_t = part.log_probs(job.size, job.merge, job.temperature) if isinstance(part, Mixture) else None
+        raw_t = matmul(part.hidden, part.weight[: job.size].T) if isinstance(part, Projection) else None
+        for block in slices(raw.shape[0], block_rows(raw)):
+            log_t = None if part_log_t is None else part_log_t[block]
+            if isinstance(part, Projection) and raw_t is not None:
+                log_t = log_softmax_(raw_t[block], part, job)
+            index = torch.arange(rows.start + block.start, rows.start + block.stop, device=device)
+            loss, found = gradient_rows(
+                job.rows(index), student, raw[block], log_t, part.rows(block), index, any(needs)
+            )
+            total += loss
+            sink.append(found)
+        grads.add(rows, raw, student.hidden[rows])
+    return total, grads.finish()
 
 
 def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> Tensor:
@@ -134,7 +143,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         projection, merge, temperature, chunk = ctx.static
         live = Projection(hidden, weight, bias, projection.scale, projection.softcap, projection.size)

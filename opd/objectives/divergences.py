@@ -8,12 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from opd.objectives.chunked import ChunkedDivergence, ChunkedLogprobs, chunked_statistics, wide_dtype
+from opd.objectives.chunked import (
+    ChunkedLogprobs,
+    GradientInForward,
+    chunked_divergence,
+    chunked_statistics,
+    wide_dtype,
+)
 from opd.objectives.formulas import Form, Kind
 from opd.objectives.mixture import Source
 from opd.objectives.plan import Backend, Plan, chunk_tokens, make_plan
@@ -73,13 +80,17 @@ def divergence(
         return _empty(student, plan)
     if plan.backend == "reference":
         loss, statistics = reference_rows(job, student, rows, torch.arange(student.count, device=student.hidden.device))
-    elif plan.backend == "chunked":
-        sink: list[RowStatistics] = []
-        tensors = student.hidden, student.weight, student.bias
-        loss = ChunkedDivergence.apply(*tensors, job, student, rows, plan.chunk, sink)
-        statistics = RowStatistics.join(sink)
     else:
-        raise NotImplementedError(plan.backend)
+        sink: list[RowStatistics] = []
+        own = student.detach()
+        if plan.backend == "chunked" or isinstance(rows, TopRows):
+            compute = partial(chunked_divergence, job, own, rows, plan.chunk, sink)
+        else:
+            from opd.objectives.triton_modes import triton_divergence
+
+            compute = partial(triton_divergence, job, own, rows, plan, sink)
+        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute)
+        statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
 
 
@@ -175,7 +186,7 @@ def statistics(
     _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
     chunk = chunk_tokens(student.count, job.size, CHUNK_BYTES)
     source = None if teacher is None else teacher.detach()
-    parts = list(chunked_statistics(job, replace(student.detach()), source, chunk))
+    parts = list(chunked_statistics(job, student.detach(), source, chunk))
     if parts:
         return RowStatistics.join(parts)
     return _empty(student, Plan("chunked", "no rows")).statistics

@@ -36,8 +36,8 @@ class RowStatistics:
     @classmethod
     def join(cls, parts: Sequence[RowStatistics]) -> RowStatistics:
         """Blocks of rows, one after the other."""
-        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
-        return cls(**{name: None if found[0] is None else torch.cat(found) for name, found in columns.items()})
+        names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 Weight = Tensor | Callable[[RowStatistics], Tensor] | None
@@ -221,8 +221,8 @@ def gradient_rows(
     teacher: Source | TopRows,
     index: Tensor,
     grads: bool,
-) -> RowStatistics:
-    """Statistics of a block; `raw` (n, V), the head's products, is overwritten with the loss's gradient in them."""
+) -> tuple[Tensor, RowStatistics]:
+    """Weighted sum and statistics of a block; `raw` (n, V), the head's products, becomes the loss's gradient in them."""
     assert job.form is not None
     logits = transform_(raw, student, job.temperature)
     events = Events.merge_(logits, job.merge)
