@@ -110,7 +110,7 @@ def offer_datasets_stub() -> None:
     """TRL's kernels import its trainer utilities, which want `datasets`; a machine without it gets an empty stand-in."""
     if installed("datasets") is None and "datasets" not in sys.modules:
         stub = ModuleType("datasets")
-        stub.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
+        stub.IterableDataset = stub.Dataset = type("Dataset", (), {})  # type: ignore[attr-defined]
         sys.modules["datasets"] = stub
 
 
@@ -210,7 +210,9 @@ def scaling() -> dict[str, Any]:
         heads = inputs(n, v, 1024, 2048, "cuda", torch.bfloat16, teachers)
         gradients = 2 * (n + v) * 1024
         for mode in ("fast", "small"):
-            plan.triton_plan = chosen if mode == "fast" else lambda student, *_: plan.small_plan(student, v, 2**40)
+            plan.triton_plan = (
+                chosen if mode == "fast" else lambda student, size, _: plan.small_plan(student, size, 2**40)
+            )
             found = timed(opd_call(heads, "reverse_kl"), list(heads[0]), repeats=5, warm=2)
             found["beyond_gradients_gib"] = round(found["peak_gib"] - gradients / 2**30, 3)
             rows.append({"axis": axis, "n": n, "v": v, "teachers": teachers, "mode": mode, **found})
@@ -236,23 +238,28 @@ def profile(ds: int, kind: str, memory: int | None) -> list[dict[str, Any]]:
 
 
 def sweep(ds: int) -> list[dict[str, Any]]:
-    """Steps of the row kernels and chunk sizes."""
+    """Steps of the row kernels, chunks of `fast` and tiles of `small`."""
     from opd.objectives import plan, triton_backend
 
-    heads = inputs(N, V, ds, DT, "cuda", torch.bfloat16)
-    found = []
-    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16)):
-        triton_backend.BLOCK, triton_backend.WARPS = block, warps
-        for kind in ("reverse_kl", "jsd"):
-            found.append(
-                {"block": block, "warps": warps, "kind": kind, **timed(opd_call(heads, kind), list(heads[0]), 5, 2)}
-            )
-            print(json.dumps(found[-1]), flush=True)
-    triton_backend.BLOCK, triton_backend.WARPS = 4096, 8
-    for rows in (512, 1024, 1408, 1536, 2048):
-        plan.FAST_TILE_BYTES = rows * 8 * V
-        found.append({"chunk": rows, **timed(opd_call(heads, "reverse_kl"), list(heads[0]), 5, 2)})
+    heads, found = inputs(N, V, ds, DT, "cuda", torch.bfloat16), []
+
+    def measure(memory: int | None = None, kind: str = "reverse_kl", **labels: Any) -> None:
+        found.append({**labels, "kind": kind, **timed(opd_call(heads, kind, memory), list(heads[0]), 5, 2)})
         print(json.dumps(found[-1]), flush=True)
+
+    usual = triton_backend.WIDE, plan.FAST_TILE_BYTES
+    for steps in ((1024, 4), (1024, 8), (2048, 8), (4096, 16)):
+        triton_backend.WIDE = steps
+        for kind in ("reverse_kl", "jsd"):
+            measure(kind=kind, steps=steps)
+    triton_backend.WIDE = usual[0]
+    for rows in (768, 1152, 1536, 2048):
+        plan.FAST_TILE_BYTES = rows * 8 * V
+        measure(chunk=rows)
+    plan.FAST_TILE_BYTES = usual[1]
+    for rows, slab in ((8192, 8192), (4096, 16384), (4096, 8192), (2048, 32768), (2048, 16384)):
+        plan.SMALL_ROWS, plan.SMALL_SLAB = rows, slab
+        measure(SMALL_BUDGET[ds], tile=(rows, slab))
     return found
 
 

@@ -73,7 +73,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(student: Projection, size: int, memory: int | None) -> Plan:
         return Plan("triton", "a test", ROWS, 128 if memory else 0)
 
-    monkeypatch.setattr("opd.objectives.triton_backend.BLOCK", 128)
+    monkeypatch.setattr("opd.objectives.triton_backend.NARROW", (128, 4))
     monkeypatch.setattr("opd.objectives.plan.triton_plan", plan)
 
 

@@ -125,5 +125,5 @@ def _tile(rows: int, size: int, width: int, left: int) -> tuple[int, int]:
 
 
 def _rounded(chunk: int) -> int:
-    """Whole tiles of a matrix product, where there are several."""
-    return chunk // 128 * 128 if chunk > 128 else chunk
+    """Whole tiles of a matrix product, which are 128 or 192 rows high."""
+    return chunk // 384 * 384 if chunk > 384 else chunk // 128 * 128 if chunk > 128 else chunk

@@ -26,10 +26,10 @@ from opd.objectives.plan import Plan, aligned
 from opd.objectives.projection import LOG_ZERO, Projection, canonical_ids, matmul
 from opd.objectives.rows import Events, Job, RowStatistics, transform_, untransform_
 
-BLOCK, WARPS = (
-    4096,
-    8,
-)  # columns and warps of one step of a row kernel; `benchmarks/divergence.py --sweep` measures others
+# Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
+WIDE, NARROW = (2048, 8), (1024, 4)
+NARROW_COLUMNS = 16384
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,11 @@ class Reading:
             return cls(bias, source.scale / temperature, 1.0, False)
         return cls(bias, source.scale / source.softcap, source.softcap / temperature, True)
 
-
-def readings(s: Reading, t: Reading) -> dict[str, Any]:
-    return {
-        "s_scale": s.scale, "s_cap": s.cap, "t_scale": t.scale, "t_cap": t.cap,
-        "S_BIAS": s.bias is not None, "T_BIAS": t.bias is not None, "S_SOFTCAP": s.softcap, "T_SOFTCAP": t.softcap,
-    }  # fmt: skip
+    def in_base_2(self) -> Reading:
+        """The same logits, divided by log 2: exponentials are powers of two on the GPU."""
+        if self.softcap:
+            return replace(self, cap=self.cap * LOG2_E)
+        return replace(self, scale=self.scale * LOG2_E)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +70,20 @@ class Tile:
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         n, width = self.student.shape
+        block, warps = NARROW if width <= NARROW_COLUMNS else WIDE
+        s, t = self.s, self.t
         kernel[(n,)](
             self.student, self.teacher, self.student.stride(0), self.teacher.stride(0),
-            self.student if self.s.bias is None else self.s.bias, self.teacher if self.t.bias is None else self.t.bias,
-            *arguments, columns_total=width, **readings(self.s, self.t), **constants,
-            BLOCK=min(BLOCK, max(16, 1 << (width - 1).bit_length())), num_warps=WARPS,
+            self.student if s.bias is None else s.bias, self.teacher if t.bias is None else t.bias,
+            *arguments, columns_total=width, s_scale=s.scale, s_cap=s.cap, t_scale=t.scale, t_cap=t.cap,
+            S_BIAS=s.bias is not None, T_BIAS=t.bias is not None, S_SOFTCAP=s.softcap, T_SOFTCAP=t.softcap,
+            **constants, BLOCK=block, num_warps=warps,
         )  # fmt: skip
+
+    def fold_into(self, state: Tensor, forward: bool) -> None:
+        """Add this tile to the running sums (8, N) of its rows."""
+        tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
+        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +178,8 @@ class Engine:
                     raw = self._buffers[0, : rows.stop - rows.start, : columns.stop - columns.start]
                     project(part, rows, columns, raw)
                     reading = Reading.of(part, columns, self.job.temperature)
-                    own = Tile(rows, columns, raw, raw, reading, reading)
-                    own.launch(kernels.statistics_kernel, state[:, rows], state.stride(0))
-            found[number] = state[0] + state[1].log()
+                    Tile(rows, columns, raw, raw, reading, reading).fold_into(state, forward=False)
+            found[number] = (state[0] + state[1].log2()) / LOG2_E
         return found
 
     # Merged events
@@ -226,16 +232,16 @@ class Engine:
         _initial_state(self.state[:, rows])
         if self.merged is None:
             return
-        s, t = self.merged.student[rows], self.merged.teacher[rows]
+        s, t = self.merged.student[rows] * LOG2_E, self.merged.teacher[rows] * LOG2_E
         for offset, own, other in ((0, s, t), (4, t, s)):
             top = own.amax(-1)
-            e = (own - top[:, None]).exp()
+            e = (own - top[:, None]).exp2()
             parts = (top, e.sum(-1), (e * own).sum(-1), (e * (own - other)).sum(-1))
             for number, part in enumerate(parts):
                 self.state[offset + number, rows] = part
 
     def fold(self, tile: Tile) -> None:
-        tile.launch(kernels.statistics_kernel, self.state[:, tile.rows], self.state.stride(0))
+        tile.fold_into(self.state, forward=self.form.kind == "forward_kl")
         if self.token_logits is not None:
             self._find_tokens(tile)
 
@@ -275,7 +281,7 @@ class Engine:
         return *self.form.terms(log_s, log_t, s, log_t.exp()), s
 
     def normalisers(self) -> tuple[Tensor, Tensor]:
-        return self.state[0] + self.state[1].log(), self.state[4] + self.state[5].log()
+        return (self.state[0] + self.state[1].log2()) / LOG2_E, (self.state[4] + self.state[5].log2()) / LOG2_E
 
     @property
     def needs_sums(self) -> bool:
@@ -286,6 +292,7 @@ class Engine:
         """Statistics of finished rows, the mean slope G, and the outer derivative."""
         s_lse, t_lse = (lse[rows] for lse in self.normalisers())
         _, s_sum, s_logit, s_gap, _, t_sum, t_logit, t_gap = self.state[:, rows]
+        s_logit, s_gap, t_logit, t_gap = (part / LOG2_E for part in (s_logit, s_gap, t_logit, t_gap))
         reverse = s_gap / s_sum - s_lse + t_lse
         outer = torch.ones_like(reverse)
         if self.form.kind == "reverse_kl":
@@ -340,7 +347,7 @@ class Engine:
 
 
 def _initial_state(state: Tensor) -> Tensor:
-    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then of the teacher."""
+    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher; in base 2."""
     state.zero_()
     state[0] = LOG_ZERO
     state[4] = LOG_ZERO

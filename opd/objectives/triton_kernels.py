@@ -33,73 +33,87 @@ def _logits(row_ptr, columns, inside, bias_ptr, scale, cap, BIAS: tl.constexpr, 
 
 
 @triton.jit
-def _log_blend(first, second, share):
-    """log(share e^first + (1 - share) e^second), exactly `first` where the two are equal."""
-    heavy = tl.where(first > second, share, 1 - share)
-    return tl.maximum(first, second) + tl.log(heavy + (1 - heavy) * tl.exp(-tl.abs(first - second)))
-
-
-@triton.jit
 def _terms(ls, lt, a, KIND: tl.constexpr):
-    """`Form.terms` of the reference, column by column: phi, S times the slope, and S."""
-    s = tl.exp(ls)
-    t = tl.exp(lt)
+    """`Form.terms` of the reference, column by column: phi, S times the slope, and S.
+
+    Two exponentials serve everything: of the larger log-prob, and of minus the distance to the smaller one. A mixture
+    share * first + (1 - share) * second is then `high * blend`, and exactly one of its parts where the two are equal.
+    """
+    up = lt > ls
+    near = tl.exp(-tl.abs(lt - ls))  # smaller over larger
+    top = tl.maximum(ls, lt)
+    high = tl.exp(top)
+    low = high * near
+    s = tl.where(up, low, high)
+    t = tl.where(up, high, low)
     if KIND == 0:  # reverse_kl
+        s = tl.exp(ls)
         phi = s * (ls - lt)
         slope = phi
     elif KIND == 1:  # forward_kl
         phi = t * (lt - ls)
         slope = s - t
     elif KIND == 2:  # jsd
-        lm = _log_blend(lt, ls, a)
+        heavy = tl.where(up, a, 1 - a)
+        lm = top + tl.log(heavy + (1 - heavy) * near)
         slope = (1 - a) * s * (ls - lm)
         phi = a * t * (lt - lm) + slope
     elif KIND == 3:  # skew_kl
-        lm = _log_blend(lt, ls, a)
-        phi = t * (lt - lm)
-        slope = (1 - a) * (s - tl.exp(ls + lt - lm))
+        heavy = tl.where(up, a, 1 - a)
+        blend = heavy + (1 - heavy) * near
+        phi = t * (lt - top - tl.log(blend))
+        slope = (1 - a) * (s - low / blend)
     elif KIND == 4:  # skew_reverse_kl
-        lm = _log_blend(ls, lt, a)
-        phi = s * (ls - lm)
-        slope = phi + a * (s - tl.exp(2 * ls - lm))
+        heavy = tl.where(up, 1 - a, a)
+        blend = heavy + (1 - heavy) * near
+        phi = s * (ls - top - tl.log(blend))
+        slope = phi + a * (s - s * tl.where(up, near, 1.0) / blend)
     elif KIND == 5:  # alpha
         power = tl.exp(a * lt + (1 - a) * ls)
         phi = (power - s) / (a * (a - 1))
         slope = (s - power) / a
     elif KIND == 6:  # tvd
         phi = tl.abs(t - s) * 0.5
-        slope = tl.where(t > s, -0.5 * s, tl.where(t < s, 0.5 * s, 0.0))
+        slope = tl.where(up, -0.5 * s, tl.where(lt < ls, 0.5 * s, 0.0))
     elif KIND == 7:  # hellinger
-        root = tl.exp(0.5 * (ls + lt))
+        root = high * tl.sqrt(near)
         phi = s + t - 2 * root
         slope = s - root
     else:  # acceptance
-        phi = tl.minimum(s, t)
-        slope = tl.where(t > s, -s, 0.0)
+        phi = low
+        slope = tl.where(up, -s, 0.0)
     return phi, slope, s
 
 
 @triton.jit
-def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap):
-    """Reduce the lanes of one side and add them to the row's running (max, sum, sum e z, sum e (z - other z))."""
+def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap, GAP: tl.constexpr):
+    """Reduce the lanes of one side and add them to the row's running (max, sum, sum e z, sum e (z - other z)), base 2."""
     old_max = tl.load(state_ptr)
     new_max = tl.maximum(old_max, tl.max(lane_max, axis=0))
-    lane_scale = tl.exp(lane_max - new_max)
-    old_scale = tl.exp(old_max - new_max)
+    lane_scale = tl.exp2(lane_max - new_max)
+    old_scale = tl.exp2(old_max - new_max)
     tl.store(state_ptr, new_max)
-    for part in tl.static_range(3):
-        pointer = state_ptr + (part + 1) * stride
-        lane = lane_sum if part == 0 else (lane_logit if part == 1 else lane_gap)
-        tl.store(pointer, tl.load(pointer) * old_scale + tl.sum(lane * lane_scale, axis=0))
+    state_ptr += stride
+    tl.store(state_ptr, tl.load(state_ptr) * old_scale + tl.sum(lane_sum * lane_scale, axis=0))
+    state_ptr += stride
+    tl.store(state_ptr, tl.load(state_ptr) * old_scale + tl.sum(lane_logit * lane_scale, axis=0))
+    if GAP:
+        state_ptr += stride
+        tl.store(state_ptr, tl.load(state_ptr) * old_scale + tl.sum(lane_gap * lane_scale, axis=0))
 
 
 @triton.jit
 def statistics_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, columns_total,
     s_scale, s_cap, t_scale, t_cap,
-    S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr,
+    FORWARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile into each row's eight running sums. Every lane keeps its own maximum: no reduction inside the loop."""
+    """Fold a tile into each row's running sums; logits come in base 2, through `scale` or `cap`.
+
+    Every lane keeps its own maximum, so nothing is reduced inside the loop. Of the two factors an online softmax needs,
+    one is always 1 and the other 2^-|z - max|: one exponential per value. FORWARD: the teacher's sum for forward KL too.
+    """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride
     s_max = tl.full((BLOCK,), LOG_ZERO, tl.float32)
@@ -116,23 +130,24 @@ def statistics_kernel(
         zs = _logits(s_row, columns, inside, s_bias, s_scale, s_cap, S_BIAS, S_SOFTCAP)
         zt = _logits(t_row, columns, inside, t_bias, t_scale, t_cap, T_BIAS, T_SOFTCAP)
         gap = zs - zt
-        new = tl.maximum(s_max, zs)
-        scale = tl.exp(s_max - new)
-        e = tl.exp(zs - new)
+        rise = zs > s_max
+        power = tl.exp2(-tl.abs(zs - s_max))
+        e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
         s_sum = s_sum * scale + e
         s_logit = s_logit * scale + e * zs
         s_gap = s_gap * scale + e * gap
-        s_max = new
-        new = tl.maximum(t_max, zt)
-        scale = tl.exp(t_max - new)
-        e = tl.exp(zt - new)
+        s_max = tl.maximum(s_max, zs)
+        rise = zt > t_max
+        power = tl.exp2(-tl.abs(zt - t_max))
+        e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
         t_sum = t_sum * scale + e
         t_logit = t_logit * scale + e * zt
-        t_gap = t_gap * scale - e * gap
-        t_max = new
+        if FORWARD:
+            t_gap = t_gap * scale - e * gap
+        t_max = tl.maximum(t_max, zt)
     state = state_ptr + row
-    _fold(state, state_stride, s_max, s_sum, s_logit, s_gap)
-    _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap)
+    _fold(state, state_stride, s_max, s_sum, s_logit, s_gap, True)
+    _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
 
 
 @triton.jit

@@ -33,7 +33,6 @@ def _weigh(engine: Engine, rows: slice, sink: list[RowStatistics]) -> tuple[Tens
 
 def _fast(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
     student, size = engine.student, engine.job.size
-    whole = slice(0, size)
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     hidden = torch.empty_like(student.hidden) if needs[0] else None
     weight = engine.empty(*student.weight.shape) if needs[1] else None
@@ -41,25 +40,29 @@ def _fast(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) ->
     if weight is not None:
         weight[size:] = 0
     for rows in engine.row_slices():
-        tile = engine.tile(rows, whole)
-        engine.start(rows)
-        engine.fold(tile)
-        if engine.needs_sums:
-            engine.add_event_sums(rows)
-            engine.add_sums(tile)
-        part, mean, factor = _weigh(engine, rows, sink)
+        part, grad = _chunk(engine, rows, sink, any(needs))
         loss += part
-        if not any(needs):
-            continue
-        grad = engine.gradient_(tile, mean, factor)
-        if hidden is not None:
+        if hidden is not None and grad is not None:
             hidden[rows] = matmul(grad, student.weight[:size])
-        if weight is not None:
+        if weight is not None and grad is not None:
             accumulate(weight[:size], grad.T, student.hidden[rows], first=rows.start == 0)
-        if bias is not None:
+        if bias is not None and grad is not None:
             bias[:size] += grad.sum(0, dtype=torch.float32)
+    del grad  # a view of the tiles, which have to go before the gradients are cast
     engine.release()
     return loss, _cast(student, hidden, weight, bias)
+
+
+def _chunk(engine: Engine, rows: slice, sink: list[RowStatistics], needed: bool) -> tuple[Tensor, Tensor | None]:
+    """Loss of a chunk of tokens, and the gradient in its raw logits."""
+    tile = engine.tile(rows, slice(0, engine.job.size))
+    engine.start(rows)
+    engine.fold(tile)
+    if engine.needs_sums:
+        engine.add_event_sums(rows)
+        engine.add_sums(tile)
+    loss, mean, factor = _weigh(engine, rows, sink)
+    return loss, engine.gradient_(tile, mean, factor) if needed else None
 
 
 def _small(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
@@ -95,6 +98,7 @@ def _small(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -
                 bias[columns] += grad.sum(0, dtype=torch.float32)
         if weight is not None and slab is not None:
             weight[columns] = slab
+    del grad, slab  # views of the tiles, which have to go before the gradients are cast
     engine.release()
     return loss, _cast(student, hidden, weight, bias)
 
