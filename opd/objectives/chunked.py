@@ -18,6 +18,7 @@ from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, trans
 from opd.objectives.supports import TopRows
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
+Scale = Callable[[Tensor, Tensor], Tensor]
 BLOCK_BYTES = 2 << 20  # of one (block, V) array, on a CPU; a handful of them live at once
 
 
@@ -36,18 +37,24 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    return grad * factor  # a zero-dimensional factor keeps the gradient's type and is not rounded to it
+
+
 class GradientInForward(torch.autograd.Function):
     """`compute(needs)` gives the loss and the gradients of hidden states, head and bias; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute, scale: Scale = scaled
+    ) -> Tensor:
         loss, ctx.grads = compute(ctx.needs_input_grad[:3])
+        ctx.scale = scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.grads]
-        return *scaled, None
+        return *(None if grad is None else ctx.scale(grad, grad_loss) for grad in ctx.grads), None, None
 
 
 def chunked_divergence(

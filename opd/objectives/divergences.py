@@ -19,6 +19,7 @@ from opd.objectives.chunked import (
     GradientInForward,
     chunked_divergence,
     chunked_statistics,
+    scaled,
     wide_dtype,
 )
 from opd.objectives.formulas import Form, Kind
@@ -84,12 +85,12 @@ def divergence(
         sink: list[RowStatistics] = []
         own = student.detach()
         if plan.backend == "chunked" or isinstance(rows, TopRows):
-            compute = partial(chunked_divergence, job, own, rows, plan.chunk, sink)
+            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scaled
         else:
-            from opd.objectives.triton_modes import triton_divergence
+            from opd.objectives.triton_modes import triton_divergence, triton_scaled
 
-            compute = partial(triton_divergence, job, own, rows, plan, sink)
-        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute)
+            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scaled
+        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
 

@@ -3,33 +3,49 @@
 """Row kernels over tiles of raw logits: one program per row, fp32 arithmetic, no atomics, so every run gives the same bits.
 
 A tile is (n, C): some rows, and all or a slab of the vocabulary's columns. Raw logits become logits as they are read
-(bias, scale, softcap, temperature). A column at or below LOG_ZERO / 2 does not exist: padding, or an id whose mass moved
+(bias, scale, softcap, temperature). A column of LOG_ZERO does not exist: padding, or an id whose mass moved
 to a merged event, which the caller adds itself.
 
     statistics_kernel   online softmax of both sides: enough for both KLs and both entropies
     sums_kernel         sums of a divergence's `phi` and `S g`, given the normalisers
     gradient_kernel     gradient in the raw logits, written over the student's tile in the head's own type
     mix_kernel          adds one teacher to a mixture
+    scale_kernel        a gradient times a factor that only the GPU knows
 """
 
 import triton
 import triton.language as tl
 
 LOG_ZERO = tl.constexpr(-1e30)
-GONE = tl.constexpr(-5e29)  # at or below: not a column
+GONE = tl.constexpr(-5e29)  # raw values at or below: not a column
+FAR = tl.constexpr(-1e20)  # log-probs below: those of missing columns, whatever their scale
 
 
 @triton.jit
 def _logits(row_ptr, columns, inside, bias_ptr, scale, cap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Logits of some columns; `scale` holds 1/temperature (1/softcap with a softcap, then `cap` = softcap/temperature)."""
+    """Logits of some columns; `scale` holds 1/temperature (1/softcap with a softcap, then `cap` = softcap/temperature).
+
+    A missing column stays hugely negative under any positive scale; only a softcap would bring it back.
+    """
     raw = tl.load(row_ptr + columns, mask=inside, other=LOG_ZERO)
     z = raw
     if BIAS:
         z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * scale
     if SOFTCAP:
-        z = (2 * tl.sigmoid(2 * z) - 1) * cap
-    return tl.where(raw <= GONE, LOG_ZERO, z)
+        z = tl.where(raw <= GONE, LOG_ZERO, (2 * tl.sigmoid(2 * z) - 1) * cap)
+    return z
+
+
+@triton.jit
+def _online(z, gap, old_max, total, logit, apart, GAP: tl.constexpr):
+    """One step of an online softmax, lane by lane. Of its two factors one is 1 and the other 2^-|z - max|."""
+    rise = z > old_max
+    power = tl.exp2(-tl.abs(z - old_max))
+    e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
+    if GAP:
+        apart = apart * scale + e * gap
+    return tl.maximum(old_max, z), total * scale + e, logit * scale + e * z, apart
 
 
 @triton.jit
@@ -69,7 +85,7 @@ def _terms(ls, lt, a, KIND: tl.constexpr):
         phi = s * (ls - top - tl.log(blend))
         slope = phi + a * (s - s * tl.where(up, near, 1.0) / blend)
     elif KIND == 5:  # alpha
-        power = tl.exp(a * lt + (1 - a) * ls)
+        power = tl.where(top < FAR, 0.0, tl.exp(a * lt + (1 - a) * ls))
         phi = (power - s) / (a * (a - 1))
         slope = (s - power) / a
     elif KIND == 6:  # tvd
@@ -111,8 +127,7 @@ def statistics_kernel(
 ):  # fmt: skip
     """Fold a tile into each row's running sums; logits come in base 2, through `scale` or `cap`.
 
-    Every lane keeps its own maximum, so nothing is reduced inside the loop. Of the two factors an online softmax needs,
-    one is always 1 and the other 2^-|z - max|: one exponential per value. FORWARD: the teacher's sum for forward KL too.
+    Every lane keeps its own maximum, so nothing is reduced inside the loop. FORWARD: the teacher's sum for forward KL too.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride
@@ -130,21 +145,8 @@ def statistics_kernel(
         zs = _logits(s_row, columns, inside, s_bias, s_scale, s_cap, S_BIAS, S_SOFTCAP)
         zt = _logits(t_row, columns, inside, t_bias, t_scale, t_cap, T_BIAS, T_SOFTCAP)
         gap = zs - zt
-        rise = zs > s_max
-        power = tl.exp2(-tl.abs(zs - s_max))
-        e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
-        s_sum = s_sum * scale + e
-        s_logit = s_logit * scale + e * zs
-        s_gap = s_gap * scale + e * gap
-        s_max = tl.maximum(s_max, zs)
-        rise = zt > t_max
-        power = tl.exp2(-tl.abs(zt - t_max))
-        e, scale = tl.where(rise, 1.0, power), tl.where(rise, power, 1.0)
-        t_sum = t_sum * scale + e
-        t_logit = t_logit * scale + e * zt
-        if FORWARD:
-            t_gap = t_gap * scale - e * gap
-        t_max = tl.maximum(t_max, zt)
+        s_max, s_sum, s_logit, s_gap = _online(zs, gap, s_max, s_sum, s_logit, s_gap, True)
+        t_max, t_sum, t_logit, t_gap = _online(zt, -gap, t_max, t_sum, t_logit, t_gap, FORWARD)
     state = state_ptr + row
     _fold(state, state_stride, s_max, s_sum, s_logit, s_gap, True)
     _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
@@ -200,7 +202,7 @@ def gradient_kernel(
         grad = (slope - s * mean) * factor
         if S_SOFTCAP:
             tanh = zs / s_cap
-            grad = tl.where(zs <= GONE, 0.0, grad * (1 - tanh * tanh))
+            grad = tl.where(zs < FAR, 0.0, grad * (1 - tanh * tanh))
         tl.debug_barrier()
         tl.store(grad_row + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
@@ -224,3 +226,12 @@ def mix_kernel(
         else:
             z = tl.maximum(old, z) + tl.log(1 + tl.exp(-tl.abs(old - z)))
     tl.store(pointer, z, mask=inside)
+
+
+@triton.jit
+def scale_kernel(out_ptr, in_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    """out = in * factor, rounded once; torch's own product with a factor on the GPU reads one element at a time."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    value = tl.load(in_ptr + index, mask=inside).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opd.objectives import triton_kernels
 from opd.objectives.mixture import Source
 from opd.objectives.plan import Plan
 from opd.objectives.projection import Projection, matmul
@@ -116,3 +117,10 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
 def _cast(student: Projection, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Gradients:
     pairs = ((hidden, student.hidden), (weight, student.weight), (bias, student.bias))
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
+
+
+def triton_scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    out, count = torch.empty_like(grad), grad.numel()
+    if count:
+        triton_kernels.scale_kernel[(-(-count // 4096),)](out, grad, factor, count, BLOCK=4096, num_warps=8)
+    return out
