@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from opd.objectives import Mixture, Projection, RowStatistics, TopK, divergence, statistics, token_logprobs
 from opd.objectives.mixture import source_log_probs
+from opd.objectives.plan import aligned, triton_plan
 from opd.objectives.projection import log_probs
 from tests.divergence_cases import CASES, SMOOTH, assert_same, heads, leaves, outcome, textbook, twin
 
@@ -298,3 +299,50 @@ def test_statistics_match_the_divergence(seed: int, merge: tuple, kind: Any) -> 
     torch.testing.assert_close(found.logprob, token_logprobs(student, tokens, merge=merge).detach())
     if merge:
         torch.testing.assert_close(found.stop, log_probs(student, 11)[:, list(merge[0])].exp().sum(-1).detach())
+
+
+def test_a_retained_graph_gives_its_gradients_again() -> None:
+    """The first backward hands its gradients out and scales them in place; later ones must not see that."""
+    student, teacher = heads(1)
+    loss = divergence("jsd", student, teacher).loss
+    first, second, third = (
+        torch.autograd.grad(factor * loss, leaves(student), retain_graph=True) for factor in (1.0, -2.0, 0.0)
+    )
+    for one, two, three in zip(first, second, third, strict=True):
+        torch.testing.assert_close(two, -2 * one)
+        assert (three == 0).all()
+    with torch.no_grad():
+        student.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed between"):
+        torch.autograd.grad(loss, leaves(student))
+
+
+def test_auto_says_why() -> None:
+    student, teacher = heads(1)
+    assert divergence("jsd", student, teacher).plan.reason == "tensors are on cpu"
+    assert "runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    with pytest.raises(ValueError, match="backend triton: tensors are on cpu"):
+        divergence("jsd", student, teacher, backend="triton")
+
+
+@given(
+    count=st.integers(1, 200_000), size=st.sampled_from([301, 49152, 151936, 262144]), width=st.sampled_from([64, 1024, 4096]),
+    memory=st.integers(2**26, 2**34),
+)  # fmt: skip
+def test_plans_keep_to_their_budget(count: int, size: int, width: int, memory: int) -> None:
+    student = Projection(
+        torch.empty(count, width, dtype=torch.bfloat16, device="meta"),
+        torch.empty(size, width, dtype=torch.bfloat16, device="meta").requires_grad_(),
+    )
+    try:
+        plan = triton_plan(student, size, memory)
+    except ValueError:
+        assert memory < 2 * size * width + count * (6 * width + 64) + 8 * 256 * 256 + 4 * 256 * width
+        return
+    head, states = size * width, 2 * count * width
+    if plan.mode == "fast":
+        used = 4 * head + states + 8 * plan.chunk * aligned(size)
+    else:
+        used = 2 * head + states + 4 * count * width + 8 * plan.chunk * plan.slab + 4 * plan.slab * width
+    assert used <= memory * 1.02 + 8 * 64 * plan.chunk
+    assert 1 <= plan.chunk <= count

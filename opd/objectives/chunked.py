@@ -18,7 +18,7 @@ from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, trans
 from opd.objectives.supports import TopRows
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
-Scale = Callable[[Tensor, Tensor], Tensor]
+Scale = Callable[[Tensor, Tensor], None]
 BLOCK_BYTES = 2 << 20  # of one (block, V) array, on a CPU; a handful of them live at once
 
 
@@ -37,24 +37,38 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    return grad * factor  # a zero-dimensional factor keeps the gradient's type and is not rounded to it
+def scale_(grad: Tensor, factor: Tensor) -> None:
+    grad.mul_(factor)
 
 
 class GradientInForward(torch.autograd.Function):
-    """`compute(needs)` gives the loss and the gradients of hidden states, head and bias; backward only scales them."""
+    """`compute(needs)` gives the loss and the gradients of hidden states, head and bias; backward only scales them.
+
+    The first backward scales them in place and hands them out, so that no copy of the head's gradient is ever made; a
+    second one through a retained graph computes them again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute, scale: Scale = scaled
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute, scale: Scale = scale_
     ) -> Tensor:
-        loss, ctx.grads = compute(ctx.needs_input_grad[:3])
-        ctx.scale = scale
+        ctx.needs = ctx.needs_input_grad[:3]
+        loss, ctx.grads = compute(ctx.needs)
+        ctx.compute, ctx.scale, ctx.inputs = compute, scale, (hidden.detach(), weight.detach())
+        ctx.versions = hidden._version, weight._version
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if grad is None else ctx.scale(grad, grad_loss) for grad in ctx.grads), None, None
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            if tuple(tensor._version for tensor in ctx.inputs) != ctx.versions:
+                raise RuntimeError("hidden states or head changed between two backward passes through one divergence")
+            _, grads = ctx.compute(ctx.needs)
+        for grad in grads:
+            if grad is not None:
+                ctx.scale(grad, grad_loss)
+        return *grads, None, None
 
 
 def chunked_divergence(

@@ -19,7 +19,7 @@ from opd.objectives.chunked import (
     GradientInForward,
     chunked_divergence,
     chunked_statistics,
-    scaled,
+    scale_,
     wide_dtype,
 )
 from opd.objectives.formulas import Form, Kind
@@ -30,7 +30,7 @@ from opd.objectives.rows import Job, RowStatistics, reference_rows
 from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
 from opd.types import TopK
 
-CHUNK_BYTES = 64 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
+CHUNK_BYTES = 32 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +85,11 @@ def divergence(
         sink: list[RowStatistics] = []
         own = student.detach()
         if plan.backend == "chunked" or isinstance(rows, TopRows):
-            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scaled
+            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scale_
         else:
-            from opd.objectives.triton_modes import triton_divergence, triton_scaled
+            from opd.objectives.triton_modes import triton_divergence, triton_scale_
 
-            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scaled
+            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scale_
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)

@@ -27,7 +27,7 @@ from opd.objectives.projection import LOG_ZERO, Projection, canonical_ids, matmu
 from opd.objectives.rows import Events, Job, RowStatistics, transform_, untransform_
 
 # Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
-WIDE, NARROW = (2048, 8), (1024, 4)
+WIDE, WIDE_GRADIENT, NARROW = (2048, 8), (1024, 8), (1024, 4)
 NARROW_COLUMNS = 16384
 LOG2_E = math.log2(math.e)
 
@@ -70,7 +70,8 @@ class Tile:
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         n, width = self.student.shape
-        block, warps = NARROW if width <= NARROW_COLUMNS else WIDE
+        wide = WIDE_GRADIENT if kernel is kernels.gradient_kernel or constants.get("FORWARD") else WIDE
+        block, warps = NARROW if width <= NARROW_COLUMNS else wide
         s, t = self.s, self.t
         kernel[(n,)](
             self.student, self.teacher, self.student.stride(0), self.teacher.stride(0),

@@ -229,9 +229,11 @@ def mix_kernel(
 
 
 @triton.jit
-def scale_kernel(out_ptr, in_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """out = in * factor, rounded once; torch's own product with a factor on the GPU reads one element at a time."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    value = tl.load(in_ptr + index, mask=inside).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
+def scale_kernel(grad_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    """grad *= factor, which is mostly 1 and then costs nothing; the CPU would have to wait to know it."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < count
+        value = tl.load(grad_ptr + index, mask=inside).to(tl.float32) * factor
+        tl.store(grad_ptr + index, value.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -119,8 +119,7 @@ def _cast(student: Projection, hidden: Tensor | None, weight: Tensor | None, bia
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
 
-def triton_scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    out, count = torch.empty_like(grad), grad.numel()
-    if count:
-        triton_kernels.scale_kernel[(-(-count // 4096),)](out, grad, factor, count, BLOCK=4096, num_warps=8)
-    return out
+def triton_scale_(grad: Tensor, factor: Tensor) -> None:
+    if grad.numel():
+        blocks = -(-grad.numel() // 4096)
+        triton_kernels.scale_kernel[(blocks,)](grad, factor, grad.numel(), BLOCK=4096, num_warps=8)
