@@ -285,6 +285,8 @@ def cpu_worker(name: str, n: int, v: int, ds: int, dt: int) -> None:
         start = time.process_time()
         grads = torch.autograd.grad(call(), heads[0])
         times.append(time.process_time() - start)
+        check = [float(grad.norm()) for grad in grads]
+        del grads  # a call's peak holds its own gradients, not the last one's too
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     check = [float(grad.double().norm()) for grad in grads]
     print(
