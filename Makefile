@@ -3,6 +3,7 @@
 # make check        ruff and mypy
 # make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`
 # make test-long    tests that need SmolLM2 or minutes
+# make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long clean
+.PHONY: quickstart test check smol test-long test-kernels clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
@@ -29,6 +30,10 @@ smol: $(VENV)/.base
 
 test-long: $(VENV)/.dev smol
 	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu"
+
+test-kernels: $(VENV)/.dev
+	$(PIP) --no-deps 'triton>=3.6,<3.8'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_divergence_triton.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

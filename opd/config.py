@@ -119,8 +119,13 @@ class Term(BaseModel):
 
     model_config = SETTINGS
     form: Literal["direct", "policy_gradient", "cross_entropy"] = "direct"
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field("reverse_kl", description="of a direct term")
+    divergence: Literal[
+        "reverse_kl", "forward_kl", "jsd", "skew_kl", "skew_reverse_kl", "alpha", "tvd", "hellinger", "acceptance"
+    ] = Field("reverse_kl", description="of a direct term")
     beta: float = Field(0.5, ge=0, le=1, description="jsd: 0 is forward KL, 1 is reverse KL")
+    alpha: float | None = Field(
+        None, ge=-2, le=3, description="skew_kl, skew_reverse_kl (share of the first argument, default 0.1) and alpha (default 0.5)"
+    )
     support: Literal["full"] = Field("full", description="of a direct term: the exact full vocabulary")
     temperature: float = Field(1.0, gt=0, description="of the divergence; sampling has its own")
     role: str = Field("teacher", description="whose signal")
@@ -131,6 +136,21 @@ class Term(BaseModel):
     coefficient: float = 1.0
     aggregate: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
     denominator: float = Field(1.0, gt=0, description="of aggregate: constant")
+
+    @model_validator(mode="after")
+    def _alpha(self) -> Term:
+        if self.alpha is not None and self.divergence not in ("skew_kl", "skew_reverse_kl", "alpha"):
+            raise ValueError(f"alpha belongs to skew_kl, skew_reverse_kl and alpha, not to {self.divergence}")
+        if self.alpha is not None and self.divergence != "alpha" and not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha of {self.divergence} must be at least 0 and below 1")
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Those of the divergence, by the names `opd.objectives.divergence` gives them."""
+        if self.divergence == "jsd":
+            return {"beta": self.beta}
+        return {} if self.alpha is None else {"alpha": self.alpha}
 
     @property
     def authors(self) -> tuple[str, ...]:

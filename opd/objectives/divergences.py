@@ -1,180 +1,162 @@
-"""Exact full-vocabulary divergences between two `Projection`s.
+"""Exact divergences between `Projection`s, and what else one pass over the logits can tell.
 
-`reference` holds the logits and lets autograd differentiate the formula. `chunked` walks over the tokens, computes
-each chunk's gradient with the same formula in the forward pass, and never holds more than one chunk of logits.
-
-Names say direction: `reverse_kl = KL(student || teacher)`.
+`reference` holds the logits and lets autograd differentiate the formula. `chunked` (torch, any device) and `triton`
+(CUDA) compute the gradient in the forward pass and never hold more than a chunk of logits. Names say direction:
+`reverse_kl = KL(student || teacher)`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from opd.objectives.projection import MergeGroups, Projection, canonical_ids, log_probs
+from opd.objectives.chunked import (
+    ChunkedLogprobs,
+    GradientInForward,
+    chunked_divergence,
+    chunked_statistics,
+    scale_,
+    wide_dtype,
+)
+from opd.objectives.formulas import Form, Kind
+from opd.objectives.mixture import Source
+from opd.objectives.plan import Backend, Plan, chunk_tokens, make_plan
+from opd.objectives.projection import MergeGroups, Projection
+from opd.objectives.rows import Job, RowStatistics, reference_rows
+from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
+from opd.types import TopK
 
-Kind = Literal["reverse_kl", "forward_kl", "jsd"]
-Backend = Literal["auto", "reference", "chunked"]
-CHUNK_BYTES = 64 << 20  # of one (chunk, V) fp32 array; a handful of them live at once
+CHUNK_BYTES = 32 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
 
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
     loss: Tensor  # scalar: sum_n weight_n * D_n, differentiable w.r.t. the student's hidden, weight and bias
-    value: Tensor  # (N,) D_n, detached
-    entropy: Tensor  # (N,) of the student, detached
-    teacher_entropy: Tensor  # (N,) detached
+    value: Tensor  # (N,) D_n, detached, like all that follows
+    entropy: Tensor  # (N,) of the student
+    teacher_entropy: Tensor  # (N,); of the known events and the tail, if the teacher is a TopK
     reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
-
-
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(S || T) = sum S (log S - log T), from log-probs (N, V)."""
-    return (student.exp() * (student - teacher)).sum(-1)
-
-
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(T || S) = sum T (log T - log S)."""
-    return (teacher.exp() * (teacher - student)).sum(-1)
-
-
-def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S; the ends are the plain KLs by convention."""
-    if beta == 0.0:
-        return forward_kl(student, teacher)
-    if beta == 1.0:
-        return reverse_kl(student, teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * forward_kl(mixture, teacher) + (1 - beta) * reverse_kl(student, mixture)
-
-
-FORMULAS: dict[str, Callable[..., Tensor]] = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}
+    statistics: RowStatistics  # the above and what was asked for beside them
+    plan: Plan  # which backend ran, and why
 
 
 def divergence(
     kind: Kind,
     student: Projection,
-    teacher: Projection,
+    teacher: Source | TopK,
     *,
-    weight: Tensor | None = None,
+    support: Support = "full",
+    k: int | None = None,
+    side: Side = "teacher",
+    closure: Closure = "tail",
+    ids: Tensor | None = None,
+    weight: Tensor | Callable[[RowStatistics], Tensor] | None = None,
     temperature: float = 1.0,
     merge: MergeGroups = (),
+    tokens: Tensor | None = None,
+    overlap: int | None = None,
     backend: Backend = "auto",
+    memory: int | None = None,
     **params: float,
 ) -> Divergence:
-    """Sum over tokens of `weight_n * D_n` and the per-token values. `params`: `beta` for jsd.
+    """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
-    Ids at or beyond the smaller vocabulary do not exist on either side. `auto` is `chunked`; `reference` is the
-    readable definition. The weight enters here, not afterwards: the head's gradient is summed over tokens inside.
+    `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
+    none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
+    called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
+    groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
+    the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
     """
-    if kind not in FORMULAS:
-        raise ValueError(f"unknown divergence {kind!r}; known: {', '.join(FORMULAS)}")
-    if backend not in ("auto", "reference", "chunked"):
-        raise ValueError(f"unknown backend {backend!r}; known: auto, reference, chunked")
-    if student.hidden.shape[0] != teacher.hidden.shape[0]:
-        raise ValueError(f"student has {student.hidden.shape[0]} tokens, teacher {teacher.hidden.shape[0]}")
-    row_weight = (
-        student.hidden.new_ones(student.hidden.shape[0], dtype=torch.float32) if weight is None else weight.detach()
-    )
-    teacher = Projection(
-        teacher.hidden.detach(), teacher.weight.detach(), None if teacher.bias is None else teacher.bias.detach(),
-        teacher.scale, teacher.softcap, teacher.size,
-    )  # fmt: skip
-    rows = _Rows(kind, params, temperature, merge, min(student.vocabulary, teacher.vocabulary))
-    if backend == "reference":
-        loss, stats = rows(student, teacher, row_weight)
-        return Divergence(loss, *stats)
-    loss, *statistics = _Chunked.apply(student.hidden, student.weight, student.bias, student, teacher, row_weight, rows)
-    return Divergence(loss, *statistics)
+    form, truncation = Form.of(kind, params), Truncation(support, k, side, closure)
+    size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
+    rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
+    _check(student, rows.count, truncation, weight, ids, tokens, size)
+    job = Job(form, size, merge, temperature, truncation, weight, tokens, ids, overlap)
+    plan = make_plan(job, student, rows, backend, memory, CHUNK_BYTES)
+    if not student.count:
+        return _empty(student, plan)
+    if plan.backend == "reference":
+        loss, statistics = reference_rows(job, student, rows, torch.arange(student.count, device=student.hidden.device))
+    else:
+        sink: list[RowStatistics] = []
+        own = student.detach()
+        if plan.backend == "chunked" or isinstance(rows, TopRows):
+            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scale_
+        else:
+            from opd.objectives.triton_modes import triton_divergence, triton_scale_
+
+            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scale_
+        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
+        statistics = RowStatistics.join(sink)
+    return _result(loss, statistics, plan)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The formula applied to a block of rows: the loss, and value, entropy, teacher entropy and reverse KL by row."""
-
-    kind: str
-    params: dict[str, float]
-    temperature: float
-    merge: MergeGroups
-    size: int
-
-    def __call__(self, student: Projection, teacher: Projection, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        log_s = log_probs(student, self.size, self.merge, self.temperature)
-        with torch.no_grad():
-            log_t = log_probs(teacher, self.size, self.merge, self.temperature)
-        value = FORMULAS[self.kind](log_s, log_t, **self.params)
-        loss = (value * weight).sum()
-        with torch.no_grad():
-            yardstick = value.detach() if self.kind == "reverse_kl" else reverse_kl(log_s, log_t)
-            return loss, (value.detach(), entropy(log_s), entropy(log_t), yardstick)
+def _result(loss: Tensor, found: RowStatistics, plan: Plan) -> Divergence:
+    assert found.value is not None
+    assert found.teacher_entropy is not None
+    assert found.reverse_kl is not None
+    return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
 
 
-def entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * logprobs).sum(-1)
+def _empty(student: Projection, plan: Plan) -> Divergence:
+    """No rows: a loss of 0 that still has a graph, so that backward leaves zeros."""
+    tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
+    loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))
+    none = student.hidden.new_zeros(0, dtype=loss.dtype)
+    index = torch.zeros(0, dtype=torch.long, device=student.hidden.device)
+    return _result(loss, RowStatistics(index, none, none, none, none), plan)
 
 
-class _Chunked(torch.autograd.Function):
-    """Gradient in the forward pass, a chunk of tokens at a time; backward only scales what is already there."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-        student: Projection, teacher: Projection, row_weight: Tensor, rows: _Rows,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        needs = ctx.needs_input_grad[:3]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        grads = [
-            torch.zeros_like(tensor, dtype=tensor.dtype if index == 0 else wide)
-            if need and tensor is not None
-            else None
-            for index, (tensor, need) in enumerate(zip((hidden, weight, bias), needs, strict=True))
-        ]
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        parts: list[tuple[Tensor, ...]] = []
-        for chunk in chunks(hidden.shape[0], rows.size):
-            leaves = [
-                None if tensor is None else tensor.detach().requires_grad_(need)
-                for tensor, need in zip((hidden[chunk], weight, bias), needs, strict=True)
-            ]
-            with torch.enable_grad():
-                block = Projection(leaves[0], leaves[1], leaves[2], student.scale, student.softcap, student.size)  # type: ignore[arg-type]
-                loss, statistics = rows(block, teacher.rows(chunk), row_weight[chunk])
-            wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
-            for index, leaf in enumerate(leaves):
-                if leaf is not None and leaf.requires_grad:
-                    target = grads[index]
-                    assert target is not None
-                    (target[chunk] if index == 0 else target).add_(next(found))
-            total += loss.detach()
-            parts.append(statistics)
-        ctx.grads = [
-            None if grad is None or tensor is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(grads, (hidden, weight, bias), strict=True)
-        ]
-        columns = (
-            [torch.cat(column) for column in zip(*parts, strict=True)]
-            if parts
-            else [hidden.new_zeros(0, dtype=wide) for _ in range(4)]
+def _teacher_rows(
+    student: Projection,
+    teacher: Source | TopK,
+    truncation: Truncation,
+    merge: MergeGroups,
+    size: int,
+    temperature: float,
+) -> Source | TopRows:
+    if not isinstance(teacher, TopK):
+        return teacher.detach()
+    if truncation.support != "topk" or truncation.side != "teacher":
+        raise ValueError(
+            f"a TopK teacher knows its own top ids alone: support {truncation.support!r}, side {truncation.side!r} "
+            "need a Projection; use support='topk', side='teacher'"
         )
-        ctx.mark_non_differentiable(*columns)
-        return total, *columns
+    if temperature != 1.0 and truncation.closure != "renormalised":
+        raise ValueError(
+            f"temperature {temperature} with a TopK teacher: the mass outside is known at temperature 1 only; "
+            "use closure='renormalised'"
+        )
+    dtype = wide_dtype(student.hidden)
+    return TopRows.of(teacher, student.hidden.device, dtype, merge, size, truncation.k, temperature)
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.grads]
-        return *scaled, None, None, None, None
 
-
-def chunks(count: int, width: int) -> list[slice]:
-    """Slices of at most CHUNK_BYTES of fp32 logits each."""
-    step = max(1, min(count, CHUNK_BYTES // (4 * max(width, 1))))
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+def _check(
+    student: Projection,
+    count: int,
+    truncation: Truncation,
+    weight: object,
+    ids: Tensor | None,
+    tokens: Tensor | None,
+    size: int,
+) -> None:
+    if student.count != count:
+        raise ValueError(f"student has {student.count} tokens, teacher {count}")
+    if isinstance(weight, Tensor) and weight.shape != (count,):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({count},)")
+    if (ids is not None) != (truncation.support == "ids"):
+        raise ValueError(
+            f"support {truncation.support!r}, ids {'given' if ids is not None else 'missing'}: they go together"
+        )
+    for name, given in (("ids", ids), ("tokens", tokens)):
+        if given is not None and given.numel() and int(given.max()) >= size:
+            raise ValueError(f"{name}: id {int(given.max())} is outside the vocabulary of {size} ids")
+    if truncation.support == "topk" and truncation.k is None and truncation.side != "teacher":
+        raise ValueError(f"support 'topk' of side {truncation.side!r} needs k")
 
 
 def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
@@ -182,20 +164,30 @@ def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = 
     size = projection.vocabulary
     if ids.numel() and int(ids.max()) >= size:
         raise ValueError(f"id {int(ids.max())} is outside the vocabulary of {size} ids")
-    targets = canonical_ids(ids, merge)
+    chunk = chunk_tokens(projection.count, size, CHUNK_BYTES)
+    tensors = projection.hidden, projection.weight, projection.bias
+    return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, chunk)
 
-    def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        block = Projection(hidden, weight, bias, projection.scale, projection.softcap, projection.size)
-        return log_probs(block, size, merge, temperature).gather(-1, target[:, None]).squeeze(-1)
 
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (projection.hidden, projection.weight, projection.bias)
-    )
-    parts = []
-    for chunk in chunks(ids.shape[0], size):
-        arguments = (projection.hidden[chunk], projection.weight, projection.bias, targets[chunk])
-        parts.append(checkpoint(rows, *arguments, use_reentrant=False) if needs_grad else rows(*arguments))
-    if not parts:
-        return projection.hidden.sum(-1).to(torch.promote_types(projection.hidden.dtype, torch.float32))
-    return torch.cat(parts)
+def statistics(
+    student: Projection,
+    teacher: Source | None = None,
+    *,
+    kind: Kind = "reverse_kl",
+    temperature: float = 1.0,
+    merge: MergeGroups = (),
+    tokens: Tensor | None = None,
+    overlap: int | None = None,
+    **params: float,
+) -> RowStatistics:
+    """A pass for values alone: for gates and weights that need the whole batch first. Without a teacher, the student's."""
+    sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
+    form = None if teacher is None else Form.of(kind, params)
+    job = Job(form, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
+    _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
+    chunk = chunk_tokens(student.count, job.size, CHUNK_BYTES)
+    source = None if teacher is None else teacher.detach()
+    parts = list(chunked_statistics(job, student.detach(), source, chunk))
+    if parts:
+        return RowStatistics.join(parts)
+    return _empty(student, Plan("chunked", "no rows")).statistics

@@ -34,9 +34,17 @@ class Projection:
         rows = self.weight.shape[0]
         return rows if self.size is None else min(self.size, rows)
 
+    @property
+    def count(self) -> int:
+        return self.hidden.shape[0]
+
     def rows(self, index: Any) -> Projection:
         """The same head on some of the tokens."""
         return replace(self, hidden=self.hidden[index])
+
+    def detach(self) -> Projection:
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
     def logits(self, size: int | None = None) -> Tensor:
         """(N, size) in fp32 (fp64 stays fp64). bf16 inputs accumulate and come out in fp32, never rounded to bf16."""
@@ -60,24 +68,25 @@ class Fp32Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return _mm(hidden, weight.T)
+        return matmul(hidden, weight.T)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad
         operand = grad.to(weight.dtype) if grad.is_cuda else grad
-        grad_hidden = _mm(operand, weight).to(hidden.dtype) if need_hidden else None
-        grad_weight = _mm(operand.T, hidden).to(weight.dtype) if need_weight else None
+        grad_hidden = matmul(operand, weight).to(hidden.dtype) if need_hidden else None
+        grad_weight = matmul(operand.T, hidden).to(weight.dtype) if need_weight else None
         return grad_hidden, grad_weight
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor:
+def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """`left @ right`, accumulated and returned in fp32 (fp64 for fp64 inputs), whatever autocast says."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype in (torch.bfloat16, torch.float16) and left.is_cuda and left.dtype == right.dtype:
-            return torch.mm(left, right, out_dtype=torch.float32)
+            return torch.mm(left, right, out_dtype=torch.float32, out=out)
         dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
-        return torch.mm(left.to(dtype), right.to(dtype))
+        return torch.mm(left.to(dtype), right.to(dtype), out=out)
 
 
 def merge_events(logits: Tensor, merge: MergeGroups) -> Tensor:

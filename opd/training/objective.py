@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +110,6 @@ class Objective:
         """One divergence per teacher in the batch; batches are ordered by teacher, so that is mostly one."""
         device = projection.hidden.device
         owner = np.repeat([signals[rollout.id].teacher for rollout in batch.rollouts], batch.response_lengths)
-        params: dict[str, Any] = {"beta": term.beta} if term.divergence == "jsd" else {}
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for name in dict.fromkeys(owner.tolist()):
             rows = np.flatnonzero((owner == name) & (weight_N != 0))
@@ -121,7 +119,7 @@ class Objective:
             chosen = torch.from_numpy(np.flatnonzero(weight_N[owner == name])).to(device)
             found = divergence(
                 term.divergence, projection.rows(torch.from_numpy(rows).to(device)), self._teachers[name].project(hidden.to(device)[chosen]),
-                weight=torch.from_numpy(weight_N[rows]).to(device), temperature=term.temperature, merge=self._merge, **params,
+                weight=torch.from_numpy(weight_N[rows]).to(device), temperature=term.temperature, merge=self._merge, **term.parameters,
             )  # fmt: skip
             statistics.reverse_kl[rows] = found.reverse_kl.cpu().numpy()
             statistics.entropy[rows] = found.entropy.cpu().numpy()

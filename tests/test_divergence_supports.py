@@ -1,0 +1,348 @@
+"""Supports, closures, options and mixtures in fp64: the torch backend against the reference, the reference against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opd.objectives import Mixture, Projection, RowStatistics, TopK, divergence, statistics, token_logprobs
+from opd.objectives.mixture import source_log_probs
+from opd.objectives.plan import aligned, triton_plan
+from opd.objectives.projection import log_probs
+from tests.divergence_cases import CASES, SMOOTH, assert_same, heads, leaves, outcome, textbook, twin
+
+SEEDS = st.integers(0, 10**6)
+SUPPORTS: list[dict[str, Any]] = [
+    {},
+    {"support": "topk", "k": 3},
+    {"support": "topk", "k": 3, "side": "student"},
+    {"support": "topk", "k": 3, "side": "union"},
+    {"support": "ids", "ids": torch.tensor([[1, 4, 4], [0, -1, 10], [3, 3, 3], [9, 8, 7], [2, 1, 5]])},
+]
+CLOSURES = ["tail", "renormalised", "generalised", "none"]
+MERGES: list[tuple] = [(), ((1, 4),), ((0, 2, 7), (3, 10))]
+
+
+def gate(rows: RowStatistics) -> torch.Tensor:
+    """A weight that depends on what the pass itself found."""
+    assert rows.value is not None
+    return (rows.entropy > 1.0) * rows.value + 0.1 * rows.index
+
+
+@settings(max_examples=150)
+@given(
+    seed=SEEDS, case=st.sampled_from(CASES), support=st.sampled_from(SUPPORTS), closure=st.sampled_from(CLOSURES),
+    merge=st.sampled_from(MERGES), temperature=st.sampled_from([1.0, 0.6, 2.0]), softcap=st.sampled_from([None, 2.5]),
+    bias=st.booleans(), padded=st.sampled_from([0, 3]), weight=st.sampled_from(["none", "mask", "gate"]),
+    teacher=st.sampled_from(["plain", "arithmetic", "geometric"]), chunk=st.sampled_from([1, 3, 100]),
+)  # fmt: skip
+def test_chunked_equals_reference(
+    seed: int, case: Any, support: dict, closure: Any, merge: tuple, temperature: float, softcap: Any, bias: bool,
+    padded: int, weight: str, teacher: str, chunk: int,
+) -> None:  # fmt: skip
+    kind, params = case
+    if support and closure == "generalised" and kind == "acceptance":
+        return
+    results = []
+    for backend in ("reference", "chunked"):
+        student, source = heads(seed, bias=bias, softcap=softcap, padded=padded)
+        _, second = heads(seed + 1, bias=not bias, softcap=softcap, padded=padded)
+        if teacher != "plain":
+            weights = [0.3, 0.7, 0.5] if teacher == "arithmetic" else [1.5, -0.5, 0.4]
+            source = Mixture([source, second, student], weights, teacher)  # type: ignore[arg-type, assignment]
+        weights_by_name: dict[str, Any] = {"none": None, "mask": torch.tensor([1.0, 0, 2, 0, 0.5]), "gate": gate}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("opd.objectives.divergences.CHUNK_BYTES", chunk * 4 * 11)
+            found = divergence(
+                kind, student, source, **support, closure=closure, merge=merge, temperature=temperature,
+                weight=weights_by_name[weight], tokens=torch.tensor([0, 1, 4, 10, 3]), overlap=4, backend=backend, **params,
+            )  # type: ignore[arg-type]  # fmt: skip
+        assert found.plan.backend == backend
+        results.append(outcome(found, student))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+@pytest.mark.parametrize(("kind", "params"), CASES)
+@given(seed=SEEDS, support=st.sampled_from(SUPPORTS[1:]))
+def test_truncated_value_is_the_textbook_sum(kind: Any, params: dict, closure: Any, seed: int, support: dict) -> None:
+    if kind == "acceptance" and closure == "generalised":
+        return
+    student, teacher = heads(seed)
+    found = divergence(kind, student, teacher, **support, closure=closure, **params).value.numpy()
+    s, t = (log_probs(side, 11).exp().detach().numpy() for side in (student, teacher))
+    for row in range(5):
+        tops = {"teacher": [t], "student": [s], "union": [s, t]}[support.get("side", "teacher")]
+        chosen = {int(i) for i in support["ids"][row] if i >= 0} if "ids" in support else set()
+        for side in tops if not chosen else []:
+            chosen |= set(np.argsort(-side[row])[: support["k"]].tolist())
+        index = sorted(chosen)
+        p, q = s[row, index], t[row, index]
+        if closure == "tail":
+            p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+        elif closure == "renormalised":
+            p, q = p / p.sum(), q / q.sum()
+        if closure in ("tail", "renormalised"):
+            expected = textbook(kind, params, p, q)
+        else:
+            expected = pointwise(kind, params, p, q, generalised=closure == "generalised")
+        assert found[row] == pytest.approx(float(expected), rel=1e-7, abs=1e-9)
+
+
+def pointwise(kind: str, params: dict[str, float], s: np.ndarray, t: np.ndarray, generalised: bool) -> Any:
+    """sum S f(u) with f'(1) by a finite difference."""
+    a = params.get("alpha", params.get("beta", 0.0))
+
+    def f(u: np.ndarray) -> np.ndarray:
+        table: dict[str, Any] = {
+            "reverse_kl": lambda: -np.log(u),
+            "forward_kl": lambda: u * np.log(u),
+            "jsd": lambda: a * u * np.log(u / (a * u + 1 - a)) - (1 - a) * np.log(a * u + 1 - a),
+            "skew_kl": lambda: u * np.log(u / (a * u + 1 - a)),
+            "skew_reverse_kl": lambda: -np.log((1 - a) * u + a),
+            "alpha": lambda: (u**a - 1) / (a * (a - 1)),
+            "tvd": lambda: np.abs(u - 1) / 2,
+            "hellinger": lambda: (np.sqrt(u) - 1) ** 2,
+        }
+        return table["reverse_kl" if (kind, a) == ("jsd", 1.0) else kind]()
+
+    if kind == "acceptance":
+        return -np.log(np.minimum(s, t).sum())
+    one = np.array([1 + 1e-5, 1 - 1e-5])
+    slope = (f(one)[0] - f(one)[1]) / 2e-5 if generalised else 0.0
+    return (s * f(t / s) - slope * (t - s)).sum()
+
+
+@pytest.mark.parametrize("closure", ["tail", "renormalised", "generalised"])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(("kind", "params"), [case for case in CASES if case[0] in SMOOTH])
+@given(seed=SEEDS, support=st.sampled_from(SUPPORTS), merge=st.sampled_from(MERGES))
+def test_every_closure_is_zero_with_zero_gradient_at_equality(
+    kind: Any, params: dict, closure: Any, backend: Any, seed: int, support: dict, merge: tuple
+) -> None:
+    student, _ = heads(seed)
+    found = divergence(kind, student, twin(student), **support, closure=closure, merge=merge, backend=backend, **params)
+    assert found.value.abs().max() < 1e-11
+    for gradient in torch.autograd.grad(found.loss, leaves(student)):
+        assert gradient.abs().max() < 1e-11
+
+
+def test_the_bare_sum_is_not_a_divergence() -> None:
+    student, _ = heads(0)
+    found = divergence("reverse_kl", student, twin(student), support="topk", k=3, closure="none")
+    assert torch.autograd.grad(found.loss, student.hidden)[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["tvd", "acceptance"])
+def test_kinks_have_their_one_sided_gradient_near_equality(kind: Any) -> None:
+    """Off the kink the analytic gradient is the finite difference, however close the two sides are."""
+    student, _ = heads(4)
+    generator = torch.Generator().manual_seed(1)
+    nudge = 1e-2 * torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    teacher = Projection(twin(student).hidden + nudge, *list(vars(twin(student)).values())[1:])
+    weight, bias = student.weight.detach(), student.bias
+    assert torch.autograd.gradcheck(
+        lambda hidden: (
+            divergence(kind, Projection(hidden, weight, bias, 1.3, None, 11), teacher, backend="chunked").loss
+        ),
+        student.hidden,
+    )
+
+
+def served(teacher: Projection, k: int, merge: tuple = (), stop: bool = False) -> TopK:
+    """What a remote teacher would send: unmerged top-k, tail, and the stop event's mass if asked."""
+    plain = log_probs(teacher, 11)
+    top = plain.topk(k)
+    group = list(merge[0]) if stop else []
+    mass = plain[:, group].logsumexp(-1) if stop else torch.full((teacher.count,), float("nan"))
+    tail = (1 - top.values.exp().sum(-1)).log()
+    return TopK(top.indices.numpy(), top.values.numpy(), tail.numpy(), mass.numpy(), "fingerprint")
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_served_top_k_equals_the_local_one(closure: Any, backend: Any) -> None:
+    student, teacher = heads(6)
+    options: dict[str, Any] = {"support": "topk", "closure": closure, "backend": backend}
+    remote = divergence("jsd", student, served(teacher, 4), **options)
+    local = divergence("jsd", student, teacher, k=4, **options)
+    torch.testing.assert_close(remote.value, local.value)
+    for left, right in zip(
+        *(torch.autograd.grad(found.loss, leaves(student)) for found in (remote, local)), strict=True
+    ):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_served_top_k_with_the_stop_mass_is_one_event() -> None:
+    student, teacher = heads(6)
+    merge = ((1, 4, 9),)
+    found = divergence("reverse_kl", student, served(teacher, 11, merge, stop=True), support="topk", merge=merge)
+    torch.testing.assert_close(found.value, divergence("reverse_kl", student, teacher, merge=merge).value)
+    complete = divergence("reverse_kl", student, served(teacher, 11), support="topk", merge=merge)
+    torch.testing.assert_close(found.value, complete.value)
+
+
+def test_an_incomplete_group_goes_to_the_tail_on_both_sides() -> None:
+    student, teacher = heads(6, n=1)
+    best = log_probs(teacher, 11).topk(4).indices[0].tolist()
+    missing = next(index for index in range(11) if index not in best)
+    found = divergence("forward_kl", student, served(teacher, 4), support="topk", merge=((best[0], missing),))
+    ids = torch.tensor([best[1:]])
+    expected = divergence("forward_kl", student, teacher, support="ids", ids=ids)
+    torch.testing.assert_close(found.value, expected.value)
+
+
+def test_masses_above_one_are_clamped() -> None:
+    student, _ = heads(0, n=1)
+    top = TopK(np.array([[0, 1]]), np.log(np.array([[0.7, 0.4]])), np.array([-9.0]), np.array([np.nan]), "")
+    found = divergence("jsd", student, top, support="topk")
+    assert found.value.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.loss, leaves(student)))
+
+
+def test_what_a_served_top_k_cannot_do_is_refused() -> None:
+    student, teacher = heads(0)
+    top = served(teacher, 3)
+    with pytest.raises(ValueError, match="renormalised"):
+        divergence("jsd", student, top, support="topk", temperature=2.0)
+    assert (
+        divergence("jsd", student, top, support="topk", temperature=2.0, closure="renormalised").value.isfinite().all()
+    )
+    with pytest.raises(ValueError, match="TopK teacher"):
+        divergence("jsd", student, top)
+    with pytest.raises(ValueError, match="TopK teacher"):
+        divergence("jsd", student, top, support="topk", side="union", k=2)
+
+
+def test_bad_requests_are_refused() -> None:
+    student, teacher = heads(0)
+    for options, words in [
+        ({"support": "top"}, "unknown support"),
+        ({"closure": "open"}, "unknown closure"),
+        ({"support": "ids"}, "go together"),
+        ({"support": "topk", "side": "student"}, "needs k"),
+        ({"support": "topk", "k": 0}, "at least 1"),
+        ({"weight": torch.ones(3)}, "expected"),
+        ({"tokens": torch.full((5,), 11)}, "outside the vocabulary"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            divergence("reverse_kl", student, teacher, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="f-divergence"):
+        divergence("acceptance", student, teacher, support="topk", k=2, closure="generalised")
+    with pytest.raises(ValueError, match="weights"):
+        Mixture([teacher, teacher], [1.0, -0.5])
+
+
+@given(seed=SEEDS, temperature=st.sampled_from([1.0, 0.7]), merge=st.sampled_from(MERGES))
+def test_mixtures_are_what_they_say(seed: int, temperature: float, merge: tuple) -> None:
+    _, one = heads(seed)
+    _, two = heads(seed + 1)
+    parts = [log_probs(part, 11, merge, temperature).exp() for part in (one, two)]
+    arithmetic = source_log_probs(Mixture([one, two], [1.0, 3.0]), 11, merge, temperature).exp()
+    torch.testing.assert_close(arithmetic, 0.25 * parts[0] + 0.75 * parts[1])
+    geometric = source_log_probs(Mixture([one, two], [2.0, -0.5], "geometric"), 11, merge, temperature).exp()
+    keep = parts[0] > 0
+    raw = torch.where(keep, parts[0] ** 2 * torch.where(keep, parts[1], 1.0) ** -0.5, 0.0)
+    torch.testing.assert_close(geometric, raw / raw.sum(-1, keepdim=True))
+
+
+def test_veto_has_the_teacher_as_a_factor() -> None:
+    """Veto, T * sg(S)^beta: the forward-KL gradient in the logits is S - Q, with the student's part detached."""
+    student, teacher = heads(3, bias=False)
+    found = divergence("forward_kl", student, Mixture([teacher, student], [1.0, 0.8], "geometric"))
+    s, t = log_probs(student, 11), log_probs(teacher, 11)
+    q = (t + 0.8 * s.detach()).softmax(-1)
+    expected = torch.autograd.grad((q * (q.log() - s)).sum(), student.hidden)[0]
+    torch.testing.assert_close(torch.autograd.grad(found.loss, student.hidden)[0], expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_rows_and_one_row(n: int, backend: Any) -> None:
+    student, teacher = heads(0, n=n)
+    found = divergence("jsd", student, teacher, backend=backend)
+    found.loss.backward()
+    assert student.hidden.grad is not None
+    assert student.hidden.grad.shape == (n, 4)
+    assert found.value.shape == (n,)
+    assert token_logprobs(student, torch.zeros(n, dtype=torch.long)).shape == (n,)
+    assert statistics(student, teacher).entropy.shape == (n,)
+
+
+def test_tied_heads_get_both_gradients() -> None:
+    """One matrix as embedding and head: its gradient is the sum of both uses."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    _, teacher = heads(0, vocabulary=9)
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return divergence("reverse_kl", Projection(weight[[0, 3, 3, 5, 8]], weight), teacher).loss
+
+    assert torch.autograd.gradcheck(loss, matrix)
+
+
+@given(seed=SEEDS, merge=st.sampled_from(MERGES), kind=st.sampled_from(CASES))
+def test_statistics_match_the_divergence(seed: int, merge: tuple, kind: Any) -> None:
+    student, teacher = heads(seed)
+    tokens = torch.tensor([0, 4, 1, 10, 2])
+    found = divergence(kind[0], student, teacher, merge=merge, tokens=tokens, overlap=3, **kind[1]).statistics
+    alone = statistics(student, teacher, kind=kind[0], merge=merge, tokens=tokens, overlap=3, **kind[1])
+    for left, right in zip(vars(found).values(), vars(alone).values(), strict=True):
+        assert (left is None) == (right is None)
+        if left is not None:
+            torch.testing.assert_close(left, right)
+    torch.testing.assert_close(found.logprob, token_logprobs(student, tokens, merge=merge).detach())
+    if merge:
+        torch.testing.assert_close(found.stop, log_probs(student, 11)[:, list(merge[0])].exp().sum(-1).detach())
+
+
+def test_a_retained_graph_gives_its_gradients_again() -> None:
+    """The first backward hands its gradients out and scales them in place; later ones must not see that."""
+    student, teacher = heads(1)
+    loss = divergence("jsd", student, teacher).loss
+    first, second, third = (
+        torch.autograd.grad(factor * loss, leaves(student), retain_graph=True) for factor in (1.0, -2.0, 0.0)
+    )
+    for one, two, three in zip(first, second, third, strict=True):
+        torch.testing.assert_close(two, -2 * one)
+        assert (three == 0).all()
+    with torch.no_grad():
+        student.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed between"):
+        torch.autograd.grad(loss, leaves(student))
+
+
+def test_auto_says_why() -> None:
+    student, teacher = heads(1)
+    assert divergence("jsd", student, teacher).plan.reason == "tensors are on cpu"
+    assert "runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    with pytest.raises(ValueError, match="backend triton: tensors are on cpu"):
+        divergence("jsd", student, teacher, backend="triton")
+
+
+@given(
+    count=st.integers(1, 200_000), size=st.sampled_from([301, 49152, 151936, 262144]), width=st.sampled_from([64, 1024, 4096]),
+    memory=st.integers(2**26, 2**34),
+)  # fmt: skip
+def test_plans_keep_to_their_budget(count: int, size: int, width: int, memory: int) -> None:
+    student = Projection(
+        torch.empty(count, width, dtype=torch.bfloat16, device="meta"),
+        torch.empty(size, width, dtype=torch.bfloat16, device="meta").requires_grad_(),
+    )
+    try:
+        plan = triton_plan(student, size, memory)
+    except ValueError:
+        assert memory < 2 * size * width + count * (6 * width + 64) + 8 * 256 * 256 + 4 * 256 * width
+        return
+    head, states = size * width, 2 * count * width
+    if plan.mode == "fast":
+        used = 4 * head + states + 8 * plan.chunk * aligned(size)
+    else:
+        used = 2 * head + states + 4 * count * width + 8 * plan.chunk * plan.slab + 4 * plan.slab * width
+    assert used <= memory * 1.02 + 8 * 64 * plan.chunk
+    assert 1 <= plan.chunk <= count

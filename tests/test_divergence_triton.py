@@ -1,0 +1,157 @@
+"""The CUDA backend against the reference: on a GPU where there is one, else through Triton's interpreter.
+
+`make test-kernels` runs these with TRITON_INTERPRET=1; `make test` skips them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from opd.objectives import Mixture, Projection, divergence
+from opd.objectives.plan import Plan
+from opd.objectives.rows import RowStatistics
+from tests.divergence_cases import CASES, SMOOTH, leaves
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs CUDA or TRITON_INTERPRET=1"),
+]
+ROWS = 4 if INTERPRETED else 16
+DEVICE = "cpu" if INTERPRETED else "cuda"
+N, V, DS, DT = (7 if INTERPRETED else 37), 301, 16, 24  # the interpreter takes its time
+
+
+def heads(seed: int, dtype: torch.dtype, *, bias: bool, softcap: float | None, n: int = N) -> list[Projection]:
+    """A student and two teachers with padded rows of the head; the same values in any type."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for width in (DS, DT, DT):
+        tensors = [torch.randn(*shape, generator=generator) for shape in ((n, width), (V + 5, width), (V + 5,))]
+        tensors[1] = tensors[1] * 3 / width**0.5
+        hidden, weight, shift = (tensor.to(torch.bfloat16).to(DEVICE, dtype) for tensor in tensors)
+        found.append(Projection(hidden, weight, shift if bias else None, 1.2, softcap, V))
+    for tensor in leaves(found[0]):
+        tensor.requires_grad_()
+    return found
+
+
+def run(
+    heads: list[Projection], kind: str, params: dict, mixture: str, backend: str, mode: str, **options: Any
+) -> dict[str, Any]:
+    student, *teachers = heads
+    teacher: Any = teachers[0]
+    if mixture:
+        weights = [0.4, 0.6] if mixture == "arithmetic" else [1.4, -0.4]
+        teacher = Mixture(teachers, weights, mixture)  # type: ignore[arg-type]
+    found = divergence(kind, student, teacher, backend=backend, **options, **params)  # type: ignore[arg-type]
+    assert backend == "reference" or found.plan.mode == mode
+    gradients = torch.autograd.grad(2 * found.loss, leaves(student))
+    return {
+        "loss": found.loss, **{name: value for name, value in vars(found.statistics).items() if value is not None},
+        **{f"gradient {index}": gradient for index, gradient in enumerate(gradients)},
+    }  # fmt: skip
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        target = expected[name].double()
+        error = (value.double() - target).norm() / (target.norm() + 1e-3)
+        assert error <= (tolerance if "gradient" in name else 1e-4), f"{name}: {float(error)}"
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pieces, so that little tensors still make several chunks, slabs and blocks; any budget means `small`."""
+
+    def plan(student: Projection, size: int, memory: int | None) -> Plan:
+        return Plan("triton", "a test", ROWS, 128 if memory else 0)
+
+    monkeypatch.setattr("opd.objectives.triton_backend.NARROW", (128, 4))
+    monkeypatch.setattr("opd.objectives.plan.triton_plan", plan)
+
+
+def budget(mode: str) -> int | None:
+    return None if mode == "fast" else 1
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_every_kind_matches_the_reference(kind: str, params: dict, mode: str) -> None:
+    narrow = heads(1, torch.bfloat16, bias=False, softcap=None)
+    exact = heads(1, torch.float64, bias=False, softcap=None)
+    weight = torch.rand(N, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    found = run(narrow, kind, params, "", "triton", mode, memory=budget(mode), weight=weight)
+    compare(found, run(exact, kind, params, "", "reference", mode, weight=weight), 8e-3 if kind in SMOOTH else 2e-2)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize("mixture", ["", "arithmetic", "geometric"])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("merge", [(), ((3, 300, 7), (250, 1))])
+@pytest.mark.parametrize(("kind", "temperature"), [("reverse_kl", 1.0), ("jsd", 0.7)])
+def test_options_match_the_reference(
+    kind: str, temperature: float, merge: tuple, softcap: float | None, mixture: str, mode: str
+) -> None:
+    """fp32 inputs, so that nothing hides in rounding."""
+
+    def gate(rows: RowStatistics) -> torch.Tensor:
+        return (rows.entropy > 1) * 0.5 + 0.01 * rows.index
+
+    single = heads(4, torch.float32, bias=True, softcap=softcap)
+    exact = heads(4, torch.float64, bias=True, softcap=softcap)
+    tokens = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tokens[:3] = torch.tensor([3, 7, 250], device=DEVICE)
+    options: dict[str, Any] = {"merge": merge, "temperature": temperature, "weight": gate, "tokens": tokens}
+    found = run(single, kind, {}, mixture, "triton", mode, memory=budget(mode), **options)
+    compare(found, run(exact, kind, {}, mixture, "reference", mode, **options), 2e-4)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("mode", ["fast", "small"])
+def test_equality_is_zero(mode: str) -> None:
+    student = heads(5, torch.float32, bias=False, softcap=None)[0]
+    for kind, params in CASES:
+        if kind in SMOOTH:
+            found = run([student, student.detach()], kind, params, "", "triton", mode, memory=budget(mode))
+            assert found["value"].abs().max() < 3e-6, kind
+            assert max(float(found[f"gradient {index}"].abs().max()) for index in range(2)) < 1e-4, kind
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("mode", ["fast", "small"])
+def test_runs_are_identical(mode: str) -> None:
+    first, second = (
+        run(heads(6, torch.bfloat16, bias=True, softcap=None), "jsd", {}, "", "triton", mode, memory=budget(mode))
+        for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_rows_and_one_row(n: int) -> None:
+    found = run(heads(7, torch.bfloat16, bias=False, softcap=None, n=n), "reverse_kl", {}, "", "triton", "fast")
+    assert found["value"].shape == (n,)
+
+
+def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
+    student, teacher, _ = heads(8, torch.bfloat16, bias=False, softcap=None)
+    frozen = Projection(student.hidden, student.weight.detach(), None, 1.2, None, V)
+    found = divergence("reverse_kl", frozen, teacher, backend="triton")
+    exact = divergence("reverse_kl", frozen, teacher, backend="chunked")
+    grads = [torch.autograd.grad(one.loss, student.hidden)[0].double() for one in (found, exact)]
+    assert (grads[0] - grads[1]).norm() < 1e-2 * grads[1].norm()
+
+
+def test_a_budget_too_small_is_refused_and_says_what_it_needs() -> None:
+    student, teacher, _ = heads(9, torch.bfloat16, bias=False, softcap=None)
+    with pytest.raises(ValueError, match="raise memory by"):
+        divergence("reverse_kl", student, teacher, backend="triton", memory=1000)
