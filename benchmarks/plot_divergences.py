@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"
 FITS: list[tuple[str, str, dict[str, float]]] = [
     ("forward KL", "forward_kl", {}),
-    ("JSD 0.5", "jsd", {"beta": 0.5}),
     ("skew KL 0.1", "skew_kl", {"alpha": 0.1}),
+    ("JSD 0.5", "jsd", {"beta": 0.5}),
     ("skew reverse KL 0.1", "skew_reverse_kl", {"alpha": 0.1}),
     ("reverse KL", "reverse_kl", {}),
 ]
@@ -74,8 +74,10 @@ def draw_scaling() -> None:
                     [row[field] for row in mine], [row[quantity] for row in mine], "o-", color=colour, label=mode
                 )
                 axes[line, column].set(
-                    xlabel={"N": "tokens N", "V": "vocabulary V", "teachers": "mixed teachers"}[axis], ylim=(0, None)
+                    xlabel={"N": "tokens N", "V": "vocabulary V", "teachers": "mixed teachers"}[axis]
                 )
+    for axis in axes.flat:
+        axis.set_ylim(0, None)
     axes[0, 0].set_ylabel("ms")
     axes[1, 0].set_ylabel("GiB beyond the gradients")
     axes[0, 0].legend(frameon=False)
