@@ -124,7 +124,10 @@ class Term(BaseModel):
     ] = Field("reverse_kl", description="of a direct term")
     beta: float = Field(0.5, ge=0, le=1, description="jsd: 0 is forward KL, 1 is reverse KL")
     alpha: float | None = Field(
-        None, ge=-2, le=3, description="skew_kl, skew_reverse_kl (share of the first argument, default 0.1) and alpha (default 0.5)"
+        None,
+        ge=-2,
+        le=3,
+        description="skew_kl, skew_reverse_kl (share of the first argument, default 0.1) and alpha (default 0.5)",
     )
     support: Literal["full"] = Field("full", description="of a direct term: the exact full vocabulary")
     temperature: float = Field(1.0, gt=0, description="of the divergence; sampling has its own")

@@ -302,3 +302,15 @@ def test_unknown_names_are_refused() -> None:
 def test_objectives_stand_alone() -> None:
     code = "import sys; from opd.objectives import divergence, Projection; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_autocast_leaves_the_mathematics_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, other = (torch.randn(*shape, generator=generator) for shape in ((8, 16), (50, 16), (8, 16)))
+    plain = divergence("reverse_kl", Projection(hidden, weight), Projection(other, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = divergence("reverse_kl", Projection(hidden, weight), Projection(other, weight))
+        logprobs = token_logprobs(Projection(hidden, weight), torch.arange(8))
+    for left, right in ((plain.value, cast.value), (plain.entropy, cast.entropy)):
+        torch.testing.assert_close(left, right)
+    torch.testing.assert_close(logprobs, token_logprobs(Projection(hidden, weight), torch.arange(8)))

@@ -25,7 +25,7 @@ from opd.objectives.chunked import (
 from opd.objectives.formulas import Form, Kind
 from opd.objectives.mixture import Source
 from opd.objectives.plan import Backend, Plan, chunk_tokens, make_plan
-from opd.objectives.projection import MergeGroups, Projection
+from opd.objectives.projection import MergeGroups, Projection, without_autocast
 from opd.objectives.rows import Job, RowStatistics, reference_rows
 from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
 from opd.types import TopK
@@ -44,6 +44,7 @@ class Divergence:
     plan: Plan  # which backend ran, and why
 
 
+@without_autocast
 def divergence(
     kind: Kind,
     student: Projection,
@@ -159,6 +160,7 @@ def _check(
         raise ValueError(f"support 'topk' of side {truncation.side!r} needs k")
 
 
+@without_autocast
 def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
     """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass."""
     size = projection.vocabulary
@@ -169,6 +171,7 @@ def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = 
     return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, chunk)
 
 
+@without_autocast
 def statistics(
     student: Projection,
     teacher: Source | None = None,

@@ -6,9 +6,10 @@ Axis legend: N = tokens, D = hidden width, V = vocabulary rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -119,3 +120,19 @@ def log_probs(projection: Projection, size: int, merge: MergeGroups = (), temper
     if temperature != 1.0:
         logits = logits / temperature
     return merge_events(logits, merge).log_softmax(-1)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep the mathematics in fp32 when the caller's forward pass runs under bf16 autocast."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Projection))
+        with torch.autocast(given.hidden.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped

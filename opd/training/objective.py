@@ -119,7 +119,8 @@ class Objective:
             chosen = torch.from_numpy(np.flatnonzero(weight_N[owner == name])).to(device)
             found = divergence(
                 term.divergence, projection.rows(torch.from_numpy(rows).to(device)), self._teachers[name].project(hidden.to(device)[chosen]),
-                weight=torch.from_numpy(weight_N[rows]).to(device), temperature=term.temperature, merge=self._merge, **term.parameters,
+                weight=torch.from_numpy(weight_N[rows]).to(device), support=term.support, temperature=term.temperature,
+                merge=self._merge, **term.parameters,
             )  # fmt: skip
             statistics.reverse_kl[rows] = found.reverse_kl.cpu().numpy()
             statistics.entropy[rows] = found.entropy.cpu().numpy()

@@ -216,9 +216,9 @@ def train_specialist(
 ) -> LlamaForCausalLM:
     """One task only, until good at it; nothing holds on to the other tasks.
 
-    A target that is in part the generalist's own opinion keeps the specialist where the generalist can follow: what
-    the generalist samples, right or wrong, never looks impossible to it. Without that it is right just as often, several
-    times as far away in KL, and a worse teacher.
+    A target that is in part the generalist's own opinion keeps the specialist near: what the generalist samples, right
+    or wrong, never looks impossible to it. A larger part halves the KL between them, but leaves the specialist undecided
+    on hard questions, and there a student that minimises reverse KL keeps its old answer.
     """
     model = copy.deepcopy(generalist)
     adam = optimiser(model)
