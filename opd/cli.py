@@ -166,7 +166,7 @@ def export_model(name: str, to: Path) -> None:
 def build_models(
     to: Annotated[Path | None, typer.Option(help="Where to put them; default: into the package.")] = None,
 ) -> None:
-    """Rebuild tiny/* from fixed seeds (about a quarter of an hour on one core)."""
+    """Rebuild tiny/* from fixed seeds (about six minutes on one core)."""
     from opd.models.catalog import TINY_ROOT
     from opd.training.tiny import build
 

@@ -218,7 +218,7 @@ def train_specialist(
 
     A target that is in part the generalist's own opinion keeps the specialist near: what the generalist samples, right
     or wrong, never looks impossible to it. A larger part halves the KL between them, but leaves the specialist undecided
-    on hard questions, and there a student that minimises reverse KL keeps its old answer.
+    on hard questions, and there a student that minimises reverse KL tends to keep its old answer.
     """
     model = copy.deepcopy(generalist)
     adam = optimiser(model)
