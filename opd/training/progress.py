@@ -23,16 +23,16 @@ class Progress:
 
     def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
-        self._live = (
-            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
-            if console.is_terminal and not quiet
-            else None
-        )
         self._stage, self._steps, self._phase = "", 0, ""
         self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._history: list[float] = []
         self._phase_started = time.monotonic()
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
+            if console.is_terminal and not quiet
+            else None
+        )
 
     def __enter__(self) -> Progress:
         if self._live:
