@@ -1,0 +1,58 @@
+"""The recipe: its schema (`stage`, `objective`) and how it is read (`read`). No torch here.
+
+A recipe is YAML. Unknown keys are refused with the nearest known one named.
+"""
+
+from opd.config.objective import Term
+from opd.config.read import (
+    STAGE_PREFIX,
+    find_recipe,
+    load_recipe,
+    parse_yaml,
+    recipe_schema,
+    resolve,
+    shipped_recipes,
+    validate,
+)
+from opd.config.stage import (
+    Checkpoint,
+    EarlyStop,
+    Eval,
+    Hub,
+    Log,
+    Lora,
+    PromptSource,
+    Recipe,
+    Rollouts,
+    SamplerSpec,
+    Stage,
+    Student,
+    TeacherSpec,
+    Train,
+)
+
+__all__ = [
+    "STAGE_PREFIX",
+    "Checkpoint",
+    "EarlyStop",
+    "Eval",
+    "Hub",
+    "Log",
+    "Lora",
+    "PromptSource",
+    "Recipe",
+    "Rollouts",
+    "SamplerSpec",
+    "Stage",
+    "Student",
+    "TeacherSpec",
+    "Term",
+    "Train",
+    "find_recipe",
+    "load_recipe",
+    "parse_yaml",
+    "recipe_schema",
+    "resolve",
+    "shipped_recipes",
+    "validate",
+]

@@ -1,0 +1,223 @@
+"""The keys of a stage, with their defaults. Every key exists once, is read once and does something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from opd.config.base import SETTINGS, Count, Dtype, Fraction, Positive
+from opd.config.objective import Term
+
+
+class Lora(BaseModel):
+    """Low-rank adapters through peft."""
+
+    model_config = SETTINGS
+    rank: Positive = 16
+    alpha: float = Field(32, gt=0)
+    dropout: Fraction = 0.0
+    targets: str | list[str] = Field("all-linear", description="peft target modules; never the output head")
+
+
+class Student(BaseModel):
+    """The model that learns: a directory, a hub id, a .gguf file, `smol`, or `tiny/NAME`."""
+
+    model_config = SETTINGS
+    model: str
+    revision: str | None = None
+    dtype: Dtype = "float32"
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
+
+
+class TeacherSpec(BaseModel):
+    """A model that judges. It judges the domain it is named after, unless `domains` says otherwise."""
+
+    model_config = SETTINGS
+    model: str
+    revision: str | None = None
+    role: str = Field("teacher", description="terms ask for signals by role")
+    domains: list[str] | None = Field(
+        None, description="default: its own name, or every domain if it is alone in its role"
+    )
+    dtype: Dtype = "float32"
+    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
+
+
+class PromptSource(BaseModel):
+    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a .jsonl or .parquet file, or a Hugging Face dataset."""
+
+    model_config = SETTINGS
+    source: str
+    domain: str | None = Field(None, description="default: the row's own `domain` column, else the source's name")
+    share: float = Field(1.0, gt=0, description="relative share of the prompts of a step")
+    split: str = Field("train", description="split of a Hugging Face dataset")
+    eval_source: str | None = Field(
+        None, description="held-out prompts; default: the task's own held-out split, else the last rows"
+    )
+    limit: Positive | None = Field(None, description="use at most this many rows")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Rollouts(BaseModel):
+    """Who writes the tokens of a step, how many, and how they are drawn."""
+
+    model_config = SETTINGS
+    prompts: Positive = 64
+    samples: Positive = Field(1, description="rollouts per prompt (the group)")
+    max_new_tokens: Positive = 128
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Count = Field(0, description="0: no limit")
+    stop: list[str] = Field(default_factory=list, description="stop strings, beside the models' stop ids")
+    data_share: Fraction = Field(
+        0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
+    )
+    teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
+    max_prompt_tokens: Positive | None = Field(
+        None, description="refuse longer prompts; default: what the context leaves"
+    )
+
+    @model_validator(mode="after")
+    def _shares(self) -> Rollouts:
+        if self.data_share + self.teacher_share > 1:
+            raise ValueError("data_share + teacher_share is above 1")
+        return self
+
+
+class SamplerSpec(BaseModel):
+    """The built-in engine. `null` means: chosen from the model and the device, and printed in the plan."""
+
+    model_config = SETTINGS
+    slots: Positive | None = Field(None, description="sequences decoded side by side")
+    prefill_rows: Positive | None = Field(None, description="rows of one prefill call")
+    prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
+    dtype: Dtype | None = Field(None, description="default: the student's")
+    compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
+
+
+class Train(BaseModel):
+    model_config = SETTINGS
+    steps: Positive = 100
+    lr: float = Field(1e-4, gt=0)
+    warmup: Count = Field(0, description="steps")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
+    micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
+    autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
+
+
+class EarlyStop(BaseModel):
+    model_config = SETTINGS
+    patience: Positive = Field(3, description="evaluations without a better metric")
+
+
+class Eval(BaseModel):
+    """pass@1 and pass@k on held-out prompts, before, after and every `every` steps."""
+
+    model_config = SETTINGS
+    every: Count = Field(0, description="steps; 0: only before and after")
+    prompts: Count = Field(200, description="held-out prompts per domain; 0: no evaluation")
+    greedy: bool = True
+    k: Count = Field(0, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
+    temperature: float = Field(1.0, gt=0, description="of the sampled evaluation")
+    max_new_tokens: Positive | None = Field(None, description="default: rollout.max_new_tokens")
+    teachers: bool = Field(True, description="evaluate the teachers too, before training")
+    weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
+    metric: str = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
+    early_stop: EarlyStop | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Eval:
+        if self.prompts and not self.greedy and not self.k:
+            raise ValueError("greedy: false needs k: at least 1")
+        return self
+
+
+class Checkpoint(BaseModel):
+    model_config = SETTINGS
+    every: Count = Field(0, description="steps; the last step is always saved")
+    keep: Positive = Field(2, description="how many step checkpoints stay; the best one stays beside them")
+
+
+class Log(BaseModel):
+    model_config = SETTINGS
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    project: str = "opd"
+    samples: Count = Field(2, description="sample completions per domain written to samples.jsonl")
+    samples_every: Positive = 10
+
+
+class Hub(BaseModel):
+    """Push the trained model to the Hugging Face hub when the run is done."""
+
+    model_config = SETTINGS
+    repo: str
+    private: bool = True
+
+
+class Stage(BaseModel):
+    """One stage with every default filled in: what the trainer reads."""
+
+    model_config = SETTINGS
+    name: str = "main"
+    student: Student
+    teachers: dict[str, TeacherSpec] = Field(default_factory=dict)
+    prompts: list[PromptSource] = Field(min_length=1)
+    rollout: Rollouts = Rollouts()
+    sampler: SamplerSpec = SamplerSpec()
+    objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
+    train: Train = Train()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    hub: Hub | None = None
+    seed: int = 0
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    threads: Positive | None = Field(None, description="CPU threads of torch; default: torch's own choice")
+
+    @field_validator("student", mode="before")
+    @classmethod
+    def _student(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _teachers(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
+        return value
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        rows = value if isinstance(value, list) else [value]
+        return [{"source": row} if isinstance(row, str) else row for row in rows]
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective(cls, value: Any) -> Any:
+        return [value] if isinstance(value, Mapping) else value
+
+    @field_validator("log", mode="before")
+    @classmethod
+    def _log(cls, value: Any) -> Any:
+        return {"to": value if isinstance(value, list) else [value]} if isinstance(value, (str, list)) else value
+
+
+class Recipe(BaseModel):
+    """A whole recipe: stages that run one after the other, each with its defaults filled in."""
+
+    model_config = SETTINGS
+    name: str
+    stages: list[Stage] = Field(min_length=1)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
