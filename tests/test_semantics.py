@@ -15,6 +15,7 @@ from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack, pack
 from opd.objectives import token_logprobs
 from opd.teachers.local import LocalTeacher
+from opd.training.judged import Judged
 from opd.training.objective import Objective
 from opd.types import Author, Rollout, SignalNeed
 from tests.helpers import EOS, tiny_model, tiny_module, tiny_tokenizer
@@ -52,23 +53,25 @@ def some_rollouts(seed: int = 0, count: int = 7) -> list[Rollout]:
 
 
 def gradients(student: LanguageModel, teachers: dict[str, LanguageModel], terms: list[Term], rollouts: list[Rollout], budget: int = 10**6,
-              spec: Rollouts | None = None, stops: tuple[int, ...] = STOPS) -> tuple[float, dict[str, torch.Tensor], list[Any]]:  # fmt: skip
+              spec: Rollouts | None = None, stops: tuple[int, ...] = STOPS, scores: Any = None) -> tuple[float, dict[str, torch.Tensor], list[Any]]:  # fmt: skip
     """Loss and gradients of one step on given rollouts, through the same pieces as `training.step`."""
     judges = {name: LocalTeacher(name, "teacher", model, 64, stops) for name, model in teachers.items()}
     objective = Objective(terms, judges, spec or Rollouts(), stops)
     names = list(teachers)
     signals: Any = {}
-    for role, kind in objective.needs:
+    for role, kind in objective.needs(1):
         signals[role, kind] = {}
         for item in rollouts:
             name = item.domain if item.domain in teachers else names[0]
             signals[role, kind][item.id] = judges[name].score([item], SignalNeed(kind))[0]
-    weights = objective.token_weights(rollouts)
+    judged = Judged(rollouts, signals, scores or {})
+    plan = objective.prepare(student, judged, 1, lambda share: [Pack.of([item]) for item in share])
+    weights = plan.weights(rollouts)
     student.module.requires_grad_(True)
     student.module.zero_grad()
     total, found = 0.0, []
     for batch in pack(rollouts, budget, unit=lambda item: item.group):
-        loss, statistics = objective(student, Pack.of(batch), signals, weights)
+        loss, statistics = objective(student, Pack.of(batch), plan, weights)
         if loss.requires_grad:
             loss.backward()
         total += float(loss.detach())

@@ -83,8 +83,11 @@ def _fields_at(location: Iterable[Any]) -> list[str]:
     schema = Stage.model_json_schema()
     node: Mapping[str, Any] = schema
     for part in location:
+        tagged = node.get("discriminator", {}).get("mapping", {})
         if isinstance(part, int):
             node = node.get("items", {})
+        elif part in tagged:
+            node = {"$ref": tagged[part]}
         elif part in node.get("properties", {}):
             node = node["properties"][part]
         else:

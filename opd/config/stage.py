@@ -78,6 +78,13 @@ class Rollouts(BaseModel):
         0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
     )
     teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
+    teacher_mix: float = Field(
+        0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
+    )
+    contrast: Count = Field(
+        0,
+        description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
+    )
     max_prompt_tokens: Positive | None = Field(
         None, description="refuse longer prompts; default: what the context leaves"
     )
@@ -86,6 +93,10 @@ class Rollouts(BaseModel):
     def _shares(self) -> Rollouts:
         if self.data_share + self.teacher_share > 1:
             raise ValueError("data_share + teacher_share is above 1")
+        if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
+            raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
+        if self.contrast and self.samples == 1:
+            raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
         return self
 
 
@@ -110,6 +121,8 @@ class Train(BaseModel):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
+    epochs: Positive = Field(1, description="passes over each batch")
+    minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
     autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
 
@@ -133,6 +146,9 @@ class Eval(BaseModel):
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
     metric: str = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
     early_stop: EarlyStop | None = None
+    plateau: Positive = Field(
+        3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
+    )
 
     @model_validator(mode="after")
     def _something(self) -> Eval:

@@ -1,165 +1,130 @@
 """A list of terms from the recipe, turned into one loss on packed rollouts.
 
-    direct            exact full-vocabulary divergence to the teacher, at every token of the chosen authors
-    policy_gradient   sampled token, advantage = teacher log-prob - behaviour log-prob, importance sampling
-    cross_entropy     negative log-likelihood of data or teacher tokens
+    direct            divergence to the teacher, at every token of the chosen authors
+    policy_gradient   sampled token: an advantage (teacher log-ratio, outcome, both) times a surrogate's ratio
+    k2                sampled token: half the squared log-ratio to the teacher, differentiated directly
+    cross_entropy     negative log-likelihood of data, teacher, or chosen student tokens
 
-Weights are made for the whole batch before it is cut up; here they are only multiplied and summed.
+`prepare` forms weights and advantages for the whole batch before it is cut up; here they are multiplied and summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config import Rollouts, Term
+from opd.config import Rollouts, Term, Train
+from opd.config.objective import SAMPLED, Perplexity, SelectKD, SoftOrGate, TeacherEntropyGate, TurnWeights
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
-from opd.objectives import Projection, divergence, importance_sampling, teacher_log_ratio, token_logprobs, token_weights
+from opd.objectives import Projection
 from opd.teachers.local import LocalTeacher
-from opd.types import Author, Rollout, Signal, SignalKind
-
-Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
-Weights = Mapping[str, np.ndarray]  # rollout id -> (T,) weights
+from opd.training.judged import Judged
+from opd.training.prepare import TermPlan, plan_term
+from opd.training.survey import survey_need, take_survey
+from opd.training.terms import Micro, Statistics, term_loss
+from opd.types import Rollout, SignalKind
 
 
 @dataclass
-class Statistics:
-    """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed."""
+class Plan:
+    """A batch, made ready: what every active term gives every token."""
 
-    loss: dict[str, float] = field(default_factory=dict)
-    reverse_kl: np.ndarray = field(default_factory=lambda: np.empty(0))
-    entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
-    mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log current - log behaviour| of student tokens
+    judged: Judged
+    terms: list[TermPlan] = field(default_factory=list)
+
+    def weights(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, np.ndarray]]:
+        """One mapping per active term, for the rollouts of one update."""
+        return [term.weights(rollouts) for term in self.terms]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: value for term in self.terms for name, value in term.shares.items()}
 
 
 class Objective:
     def __init__(
-        self, terms: Sequence[Term], teachers: Mapping[str, LocalTeacher], rollout: Rollouts, stop_ids: tuple[int, ...]
-    ) -> None:
-        self.terms, self._teachers, self._merge, self._temperature = terms, teachers, (stop_ids,), rollout.temperature
-        if any(term.form == "policy_gradient" for term in terms):
-            _refuse_truncated_sampling(rollout)
+        self, terms: Sequence[Term], teachers: Mapping[str, LocalTeacher], rollout: Rollouts, stop_ids: tuple[int, ...],
+        train: Train | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.terms, self._teachers, self._rollout, self._merge = terms, teachers, rollout, (stop_ids,)
+        self._train, self._seed = train or Train(), seed
+        self.plateau: int | None = None  # the step after which evaluation stopped improving
+        for term in terms:
+            _refuse(term, rollout)
 
-    @property
-    def needs(self) -> list[tuple[str, SignalKind]]:
-        """Which role has to give which kind of signal."""
-        kinds: dict[str, SignalKind] = {"direct": "hidden", "policy_gradient": "logprobs_at"}
-        return list(dict.fromkeys((term.role, kinds[term.form]) for term in self.terms if term.form in kinds))
+    def active(self, step: int) -> list[tuple[int, Term, float]]:
+        """(number, term, coefficient) of the terms that count at this step."""
+        found = [(index, term, term.coefficient.at(step, self.plateau)) for index, term in enumerate(self.terms)]
+        return [item for item in found if item[2] != 0]
 
-    def token_weights(self, rollouts: Sequence[Rollout]) -> list[Weights]:
-        """One mapping per term. The only place where tokens are masked and denominators formed."""
-        found: list[Weights] = []
-        for term in self.terms:
-            authors = [int(Author[name.upper()]) for name in term.authors]
-            masks = [np.isin(rollout.author, authors) for rollout in rollouts]
-            weights = token_weights(masks, [rollout.group for rollout in rollouts], term.aggregate, term.denominator)
-            found.append(
-                {rollout.id: weight * term.coefficient for rollout, weight in zip(rollouts, weights, strict=True)}
+    def needs(self, step: int) -> list[tuple[str, SignalKind]]:
+        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing."""
+        found: list[tuple[str, SignalKind]] = []
+        for _, term, _ in self.active(step):
+            found += _needs(term)
+        return list(dict.fromkeys(found))
+
+    def prepare(
+        self, student: LanguageModel, judged: Judged, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
+    ) -> Plan:
+        """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
+        active = self.active(step)
+        need = survey_need([term for _, term, _ in active], self._train)
+        if need:
+            batches = cut(judged.rollouts)
+            take_survey(student, batches, judged, need, self._teachers, self._merge, self._rollout.temperature)
+        plan = Plan(judged)
+        for index, term, coefficient in active:
+            deferred = term.advantage.student == "current" or (
+                term.advantage.student == "proximal" and not need.proximal
             )
-        return found
+            plan.terms.append(
+                plan_term(term, f"{index}:{term.form}", coefficient, judged, self._rollout, self._seed, deferred)
+            )
+        return plan
 
     def __call__(
-        self, student: LanguageModel, batch: Pack, signals: Signals, weights: Sequence[Weights]
+        self, student: LanguageModel, batch: Pack, plan: Plan, weights: Sequence[Mapping[str, np.ndarray]]
     ) -> tuple[Tensor, Statistics]:
         hidden_ND = student.hidden(batch.ids_T, batch.layout)[batch.predicting_N]
         projection = _autocast_head(student.project(hidden_ND))
-        count = hidden_ND.shape[0]
-        statistics = Statistics(
-            reverse_kl=np.full(count, np.nan), entropy=np.full(count, np.nan), mismatch=np.full(count, np.nan)
-        )
+        micro = Micro(
+            batch, projection, plan.judged, self._teachers, self._merge, self._rollout.temperature, self._rollout.teacher_mix,
+            Statistics.empty(hidden_ND.shape[0]),
+        )  # fmt: skip
         total = hidden_ND.new_zeros((), dtype=torch.float32)
-        for index, (term, by_rollout) in enumerate(zip(self.terms, weights, strict=True)):
+        for term, by_rollout in zip(plan.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in batch.rollouts])
-            rows = np.flatnonzero(weight_N)  # tokens this term leaves alone cost nothing
-            if rows.size:
-                loss = self._term(term, projection, batch, signals, weight_N, rows, statistics)
-                statistics.loss[f"{index}:{term.form}"] = float(loss.detach())
+            if weight_N.any():  # tokens a term leaves alone cost nothing
+                loss = term_loss(term, micro, weight_N)
+                micro.statistics.loss[term.name] = float(loss.detach())
                 total = total + loss
-        return total, statistics
-
-    def _term(
-        self, term: Term, projection: Projection, batch: Pack, signals: Signals,
-        weight_N: np.ndarray, rows: np.ndarray, statistics: Statistics,
-    ) -> Tensor:  # fmt: skip
-        device = projection.hidden.device
-        if term.form == "direct":
-            return self._direct(term, projection, batch, signals[term.role, "hidden"], weight_N, statistics)
-        index = torch.from_numpy(rows).to(device)
-        ids = torch.from_numpy(_concatenate(batch, "response_ids")[rows].astype(np.int64)).to(device)
-        weight = torch.from_numpy(weight_N[rows]).to(device)
-        if term.form == "cross_entropy":
-            return -(token_logprobs(projection.rows(index), ids, merge=self._merge) * weight).sum()
-        judged = np.concatenate([signals[term.role, "logprobs_at"][rollout.id].values for rollout in batch.rollouts])
-        return self._policy_gradient(projection.rows(index), ids, weight, batch, judged, rows, statistics)
-
-    def _direct(
-        self,
-        term: Term,
-        projection: Projection,
-        batch: Pack,
-        signals: Mapping[str, Signal],
-        weight_N: np.ndarray,
-        statistics: Statistics,
-    ) -> Tensor:
-        """One divergence per teacher in the batch; batches are ordered by teacher, so that is mostly one."""
-        device = projection.hidden.device
-        owner = np.repeat([signals[rollout.id].teacher for rollout in batch.rollouts], batch.response_lengths)
-        total = projection.hidden.new_zeros((), dtype=torch.float32)
-        for name in dict.fromkeys(owner.tolist()):
-            rows = np.flatnonzero((owner == name) & (weight_N != 0))
-            hidden = torch.cat(
-                [signals[rollout.id].values for rollout in batch.rollouts if signals[rollout.id].teacher == name]
-            )
-            chosen = torch.from_numpy(np.flatnonzero(weight_N[owner == name])).to(device)
-            found = divergence(
-                term.divergence, projection.rows(torch.from_numpy(rows).to(device)), self._teachers[name].project(hidden.to(device)[chosen]),
-                weight=torch.from_numpy(weight_N[rows]).to(device), support=term.support, temperature=term.temperature,
-                merge=self._merge, **term.parameters,
-            )  # fmt: skip
-            statistics.reverse_kl[rows] = found.reverse_kl.cpu().numpy()
-            statistics.entropy[rows] = found.entropy.cpu().numpy()
-            total = total + found.loss
-        return total
-
-    def _policy_gradient(
-        self,
-        projection: Projection,
-        ids: Tensor,
-        weight: Tensor,
-        batch: Pack,
-        judged_N: np.ndarray,
-        rows: np.ndarray,
-        statistics: Statistics,
-    ) -> Tensor:
-        """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
-        device = projection.hidden.device
-
-        def column(name: str) -> Tensor:
-            return torch.from_numpy(_concatenate(batch, name)[rows]).to(device)
-
-        plain = column("logprob")
-        teacher = torch.from_numpy(judged_N[rows]).to(device)
-        if self._temperature == 1.0:
-            current, behaviour = token_logprobs(projection, ids, merge=self._merge), plain
-        else:
-            current, behaviour = (
-                token_logprobs(projection, ids, temperature=self._temperature),
-                column("logprob_sampled"),
-            )
-        losses = importance_sampling(current, behaviour, teacher_log_ratio(teacher, plain))
-        statistics.reverse_kl[rows] = (plain - teacher).cpu().numpy()  # k1: one-sample estimate
-        statistics.mismatch[rows] = (current.detach() - behaviour).abs().cpu().numpy()
-        return (losses * weight).sum()
+        return total, micro.statistics
 
 
-def _concatenate(batch: Pack, name: str) -> np.ndarray:
-    return np.concatenate([getattr(rollout, name) for rollout in batch.rollouts])
+def _needs(term: Term) -> list[tuple[str, SignalKind]]:
+    found: list[tuple[str, SignalKind]] = []
+    if term.form == "direct":
+        found.append((term.role, "hidden"))
+    elif term.form == "k2" or (term.form == "policy_gradient" and term.advantage.teacher_weight):
+        found.append((term.role, "logprobs_at"))
+    if term.form == "policy_gradient":
+        found += [(role, "logprobs_at") for role in term.advantage.roles]
+        if term.advantage.kl_baseline:
+            found.append((term.role, "hidden"))
+    for gate in term.gate:
+        greedy = isinstance(gate, SelectKD) and gate.accept == "greedy"
+        if greedy or isinstance(gate, (SoftOrGate, TeacherEntropyGate)):
+            found.append((term.role, "hidden"))
+        elif isinstance(gate, (SelectKD, TurnWeights)) or (isinstance(gate, Perplexity) and gate.of == "teacher"):
+            found.append((term.role, "logprobs_at"))
+    return found
 
 
 def _autocast_head(projection: Projection) -> Projection:
@@ -169,13 +134,23 @@ def _autocast_head(projection: Projection) -> Projection:
     return projection
 
 
-def _refuse_truncated_sampling(rollout: Rollouts) -> None:
+def _refuse(term: Term, rollout: Rollouts) -> None:
+    """Combinations of objective and sampling that mean nothing, found before the first token is drawn."""
+    if term.form not in SAMPLED and term.correction is None:
+        return
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise RecipeError(
-            f"rollout: top_p {rollout.top_p}, top_k {rollout.top_k} with a policy_gradient term. Importance ratios are undefined for "
-            "tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
+            f"rollout: top_p {rollout.top_p}, top_k {rollout.top_k} with a {term.form} term that weighs by ratios. Importance ratios are "
+            "undefined for tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
         )
     if rollout.temperature == 0:
         raise RecipeError(
-            "rollout.temperature 0 with a policy_gradient term: greedy tokens carry no gradient. Sample at temperature 1."
+            f"rollout.temperature 0 with a {term.form} term: greedy tokens carry no gradient. Sample at temperature 1."
+        )
+    advantage = term.advantage
+    alone = rollout.samples == 1 and advantage.baseline in ("group", "leave_one_out")
+    if term.form == "policy_gradient" and advantage.outcome_weight and alone:
+        raise RecipeError(
+            f"objective: outcome_weight {advantage.outcome_weight} with baseline: {advantage.baseline} and rollout.samples 1: a sample alone in its "
+            "group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
         )

@@ -136,6 +136,8 @@ class Pipeline:
         scores = run.evaluate(run.engine)
         metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
         better = result.note_evaluation(step, scores, watched(scores, spec.metric))
+        if run.objective.plateau is None and result.evaluations_since_best >= spec.plateau:
+            run.objective.plateau = step
         return better, spec.early_stop is not None and result.evaluations_since_best >= spec.early_stop.patience
 
     def _finish(self, run: StageRun, result: StageResult, metrics: Mapping[str, Any]) -> None:

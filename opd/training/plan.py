@@ -73,7 +73,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     table = routes(
         stage.teachers,
         [prompt.domain for prompt, _ in prompts],
-        [term.role for term in stage.objective if term.form != "cross_entropy"],
+        [role for term in stage.objective for role in term.roles],
     )
     for teacher in stage.teachers.values():
         require_same(

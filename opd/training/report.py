@@ -12,8 +12,9 @@ import numpy as np
 from opd.types import Author, Rollout
 
 if TYPE_CHECKING:
+    from opd.config import Stage
     from opd.models.packing import Pack
-    from opd.training.objective import Statistics
+    from opd.training.terms import Statistics
 
 
 class Clock:
@@ -34,16 +35,17 @@ class Clock:
 
 
 def step_metrics(
-    stage: str, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, Statistics]],
+    spec: Stage, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, Statistics]],
     scores: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher judged."""
+    updates = min(spec.train.minibatches, len({rollout.group for rollout in rollouts})) * spec.train.epochs
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if rollout.source != "data"]
     metrics: dict[str, Any] = {
         "step": step,
-        "stage": stage,
-        "loss": sum(value for _, found in statistics for value in found.loss.values()),
+        "stage": spec.name,
+        "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates,
     }
     by_domain: dict[str, list[np.ndarray]] = {}
     for batch, found in statistics:
@@ -64,10 +66,20 @@ def step_metrics(
     metrics["mismatch"] = _mean(np.concatenate([found.mismatch for _, found in statistics]))
     judged = [score for score in scores.values() if score is not None]
     metrics["score"] = float(np.mean(judged)) if judged else None
+    if scores:
+        metrics["unjudged"] = 1 - len(judged) / len(scores)
     metrics |= {f"kl/{domain}": _mean(values) for domain, values in joined.items()}
+    metrics |= _shares([found.counts for _, found in statistics])
     metrics |= dict(extra)
     metrics |= {f"time/{phase}": round(value, 4) for phase, value in seconds.items()}
     return metrics
+
+
+def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
+    """Clipped and corrected shares of tokens, over all micro-batches."""
+    names = dict.fromkeys(name for found in counts for name in found)
+    totals = {name: [sum(found.get(name, (0, 0))[side] for found in counts) for side in (0, 1)] for name in names}
+    return {name: changed / max(every, 1) for name, (changed, every) in totals.items()}
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -51,7 +51,7 @@ class StageRun:
             for index in range(min(PROBE, source.size or PROBE))
         ]
         self.domains = list(dict.fromkeys(visit.prompt.domain for visit in probe))
-        roles = [term.role for term in spec.objective if term.form != "cross_entropy"]
+        roles = [role for term in spec.objective for role in term.roles]
         self.routes = routes(spec.teachers, self.domains, roles)
         _check_trajectories(spec)
 
@@ -101,7 +101,7 @@ class StageRun:
         self.engine = Engine(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
-        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids)
+        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
         self.optimiser = Optimiser(self.student.trainable(), spec.train)
         self.version = 0
         rollout = spec.rollout

@@ -8,59 +8,84 @@ The sampler writes into the rollout store and everything below reads from there;
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opd.errors import TrainingError
 from opd.models.packing import Pack, pack
+from opd.rollout.draws import request_key
 from opd.teachers.router import by_teacher
+from opd.training.judged import Judged, Signals
 from opd.training.report import Clock, step_metrics
 from opd.types import Rollout, Signal, SignalKind, SignalNeed
 
 if TYPE_CHECKING:
-    from opd.training.objective import Signals, Statistics
     from opd.training.stage import StageRun
+    from opd.training.terms import Statistics
 
 
 def train_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
 
-    with clock("sample"):
-        visits = run.stream.take(run.spec.rollout.prompts)
-        ids = run.trajectories.collect(visits, run.version)
-        rollouts = run.store.load(ids)
-
-    with clock("judge"):
-        scores = run.judge(rollouts, visits)
+    rollouts, scores = sample_and_judge(run, clock)
 
     with clock("score"):
-        signals = score(run, rollouts)
+        signals = score(run, rollouts, step)
 
     with clock("update"):
-        weights = run.objective.token_weights(rollouts)
+        judged = Judged(rollouts, signals, scores)
+        plan = run.objective.prepare(run.student, judged, step, lambda share: micro_batches(run, share))
         statistics: list[tuple[Pack, Statistics]] = []
-        for batch in micro_batches(run, rollouts):
-            with torch.autocast(run.device.type, torch.bfloat16, enabled=run.spec.train.autocast):
-                loss, found = run.objective(run.student, batch, signals, weights)
-            if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
-                loss.backward()
-            statistics.append((batch, found))
-            run.check_stop()
-        norm = run.optimiser.clip()
-        refuse_non_finite(run, step, statistics, norm)
-        rate = run.optimiser.step(step)
+        for share in updates(run, rollouts, step):
+            weights = plan.weights(share)
+            found: list[tuple[Pack, Statistics]] = []
+            for batch in micro_batches(run, share):
+                with torch.autocast(run.device.type, torch.bfloat16, enabled=run.spec.train.autocast):
+                    loss, seen = run.objective(run.student, batch, plan, weights)
+                if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
+                    loss.backward()
+                found.append((batch, seen))
+                run.check_stop()
+            norm = run.optimiser.clip()
+            refuse_non_finite(run, step, found, norm)
+            rate = run.optimiser.step(step)
+            statistics += found
         run.publish()
 
-    return step_metrics(
-        run.spec.name, step, rollouts, statistics, scores, clock.seconds, {"lr": rate, "grad_norm": norm}
-    )
+    extra = {"lr": rate, "grad_norm": norm, **plan.shares}
+    return step_metrics(run.spec, step, rollouts, statistics, scores, clock.seconds, extra)
 
 
-def score(run: StageRun, rollouts: list[Rollout]) -> Signals:
+def sample_and_judge(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[str, float | None]]:
+    """The batch and its verdicts. With `rollout.contrast`, groups whose rewards are all equal make room for others."""
+    spec = run.spec.rollout
+    scores: dict[str, float | None] = {}
+    kept: dict[str, list[Rollout]] = {}
+    for _ in range(max(spec.contrast, 1)):
+        with clock("sample"):
+            visits = run.stream.take(spec.prompts - len(kept))
+            rollouts = run.store.load(run.trajectories.collect(visits, run.version))
+        with clock("judge"):
+            scores |= run.judge(rollouts, visits)
+        groups: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group, []).append(rollout)
+        kept |= {name: members for name, members in groups.items() if not spec.contrast or contrasts(members, scores)}
+        if len(kept) >= spec.prompts:
+            break
+    return [rollout for members in (kept or groups).values() for rollout in members], scores
+
+
+def contrasts(members: Sequence[Rollout], scores: dict[str, float | None]) -> bool:
+    return len({scores[rollout.id] for rollout in members if scores.get(rollout.id) is not None}) > 1
+
+
+def score(run: StageRun, rollouts: list[Rollout], step: int) -> Signals:
     """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time."""
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
-    for role, kind in run.objective.needs:
+    for role, kind in run.objective.needs(step):
         found: dict[str, Signal] = {}
         signals[role, kind] = found
         for name, share in by_teacher(rollouts, run.routes[role]).items():
@@ -70,7 +95,23 @@ def score(run: StageRun, rollouts: list[Rollout]) -> Signals:
     return signals
 
 
-def micro_batches(run: StageRun, rollouts: list[Rollout]) -> list[Pack]:
+def updates(run: StageRun, rollouts: list[Rollout], step: int) -> Iterator[list[Rollout]]:
+    """The rollouts of each optimiser step: `epochs` passes over the batch, each cut into `minibatches` of whole groups."""
+    train = run.spec.train
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.pair or rollout.group, []).append(rollout)
+    for epoch in range(train.epochs):
+        names = list(groups)
+        if train.minibatches > 1:
+            names.sort(
+                key=lambda name: request_key(run.spec.seed, name, step, epoch)
+            )  # keyed: the same after a restart
+        for first in range(min(train.minibatches, len(names))):
+            yield [rollout for name in names[first :: train.minibatches] for rollout in groups[name]]
+
+
+def micro_batches(run: StageRun, rollouts: Sequence[Rollout]) -> list[Pack]:
     """Packs ordered by teacher, then length; a group is never split."""
     order = run.routes.get("teacher", {})
     longest: dict[str, int] = {}
