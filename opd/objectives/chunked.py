@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opd.objectives.mixture import Mixture, Source
 from opd.objectives.projection import MergeGroups, Projection, canonical_ids, matmul
-from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, transform_, untransform_
+from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, softmax_, transform_, untransform_
 from opd.objectives.supports import TopRows
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
@@ -89,23 +89,25 @@ def chunked_divergence(
         raw_t = matmul(part.hidden, part.weight[: job.size].T) if isinstance(part, Projection) else None
         for block in slices(raw.shape[0], block_rows(raw)):
             log_t = None if part_log_t is None else part_log_t[block]
+            t = None if log_t is None else log_t.exp()
             if isinstance(part, Projection) and raw_t is not None:
-                log_t = log_softmax_(raw_t[block], part, job)
+                log_t, t = log_softmax_(raw_t[block], part, job)
             index = torch.arange(rows.start + block.start, rows.start + block.stop, device=device)
             loss, found = gradient_rows(
-                job.rows(index), student, raw[block], log_t, part.rows(block), index, any(needs)
+                job.rows(index), student, raw[block], log_t, t, part.rows(block), index, any(needs)
             )
             total += loss
             sink.append(found)
         grads.add(rows, raw, student.hidden[rows])
+        del raw, raw_t, part_log_t, log_t, t  # before the next chunk's are made
     return total, grads.finish()
 
 
-def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> Tensor:
-    """Log-probs of a block from the head's products, which are overwritten."""
+def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> tuple[Tensor, Tensor]:
+    """Log-probs of a block over the head's products, and probabilities."""
     logits = transform_(raw, projection, job.temperature)
     Events.merge_(logits, job.merge)
-    return logits.log_softmax(-1)
+    return softmax_(logits)[:2]
 
 
 class HeadGradients:
@@ -159,6 +161,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 chosen = logits.gather(-1, targets[where, None]).squeeze(-1)
                 normaliser[where] = logits.logsumexp(-1)
                 found[where] = chosen - normaliser[where]
+            del raw, logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.static = projection, merge, temperature, chunk
         return found
@@ -184,6 +187,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                     slope[:, events.member] = untransform_(members, events.logit, live, temperature)
                 raw[block] = slope
             grads.add(rows, raw, hidden[rows])
+            del raw, logits
         return *grads.finish(), None, None, None, None, None
 
 
@@ -191,12 +195,13 @@ class ChunkedLogprobs(torch.autograd.Function):
 def chunked_statistics(job: Job, student: Projection, teacher: Source | None, chunk: int) -> Iterator[RowStatistics]:
     """Values only: what gates that must see the whole batch first are made from."""
     for rows in slices(student.count, chunk):
-        log_s = log_softmax_(matmul(student.hidden[rows], student.weight[: job.size].T), student, job)
-        log_t = None
+        log_s, s = log_softmax_(matmul(student.hidden[rows], student.weight[: job.size].T), student, job)
+        log_t, t = None, None
         if isinstance(teacher, Mixture):
             log_t = teacher.rows(rows).log_probs(job.size, job.merge, job.temperature)
+            t = log_t.exp()
         elif teacher is not None:
-            log_t = log_softmax_(matmul(teacher.hidden[rows], teacher.weight[: job.size].T), teacher, job)
+            log_t, t = log_softmax_(matmul(teacher.hidden[rows], teacher.weight[: job.size].T), teacher, job)
         index = torch.arange(rows.start, rows.stop, device=student.hidden.device)
         value = None if log_t is None or job.form is None else job.form(log_s, log_t)
-        yield job.rows(index).observe(index, log_s, log_t, value, log_s.exp(), None if log_t is None else log_t.exp())
+        yield job.rows(index).observe(index, log_s, log_t, value, s, t)

@@ -30,7 +30,7 @@ from opd.objectives.rows import Job, RowStatistics, reference_rows
 from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
 from opd.types import TopK
 
-CHUNK_BYTES = 32 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
+CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,7 +126,8 @@ def reference_rows(
         ids = support_ids(job, log_s.detach(), log_t, teacher)
     value = _value(job, log_s if ids is None else gather(log_s, ids), log_t, ids, teacher)
     with torch.no_grad():
-        statistics = _observe(job, index, log_s.detach(), log_t, value.detach(), ids, teacher)
+        s, t = log_s.detach().exp(), None if log_t is None else log_t.exp()
+        statistics = _observe(job, index, log_s.detach(), log_t, s, t, value.detach(), ids, teacher)
         weight = job.row_weight(statistics)
     return (value * weight).sum(), statistics
 
@@ -156,11 +157,13 @@ def _observe(
     index: Tensor,
     log_s: Tensor,
     log_t: Tensor | None,
+    s: Tensor,
+    t: Tensor | None,
     value: Tensor,
     ids: Tensor | None,
     teacher: Source | TopRows,
 ) -> RowStatistics:
-    statistics = job.observe(index, log_s, log_t, value, log_s.exp(), None if log_t is None else log_t.exp())
+    statistics = job.observe(index, log_s, log_t, value, s, t)
     if not isinstance(teacher, TopRows) or ids is None:
         return statistics
     # A top-k teacher is known only as events and a tail: its entropy and the yardstick are those of that coarser alphabet.
@@ -206,6 +209,15 @@ def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tenso
     return raw.mul_(projection.scale / projection.softcap).tanh_().mul_(projection.softcap / temperature)
 
 
+def softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs over the logits' memory, probabilities, and (n, 1) normalisers: one exponential, the dearest step on a CPU."""
+    top = logits.amax(-1, keepdim=True)
+    probs = logits.sub_(top).exp()
+    total = probs.sum(-1, keepdim=True)
+    rest = total.log()
+    return logits.sub_(rest), probs.div_(total), rest.add_(top)
+
+
 def untransform_(grad: Tensor, logits: Tensor, projection: Projection, temperature: float) -> Tensor:
     """Chain rule back through `transform_`, in place; `logits` are its output."""
     if projection.softcap is not None:
@@ -218,6 +230,7 @@ def gradient_rows(
     student: Projection,
     raw: Tensor,
     log_t: Tensor | None,
+    t: Tensor | None,
     teacher: Source | TopRows,
     index: Tensor,
     grads: bool,
@@ -226,26 +239,28 @@ def gradient_rows(
     assert job.form is not None
     logits = transform_(raw, student, job.temperature)
     events = Events.merge_(logits, job.merge)
-    log_s = logits.log_softmax(-1)
+    log_s, s, normaliser = softmax_(logits)
     ids = support_ids(job, log_s, log_t, teacher)
     if ids is None:
         assert log_t is not None
-        loss, statistics, grad = _full_gradient(job, log_s, log_t, index)
+        assert t is not None
+        loss, statistics, grad = _full_gradient(job, log_s, log_t, s, t, index)
     else:
-        loss, statistics, grad = _sparse_gradient(job, log_s, log_t, ids, teacher, index)
+        loss, statistics, grad = _sparse_gradient(job, log_s, log_t, s, t, ids, teacher, index)
     if not grads:
         return loss, statistics
     at_members = None if events is None else grad[:, events.event] * events.share
-    untransform_(grad, logits, student, job.temperature)
+    untransform_(grad, log_s if student.softcap is None else log_s.add_(normaliser), student, job.temperature)
     if events is not None and at_members is not None:
         grad[:, events.member] = untransform_(at_members, events.logit, student, job.temperature)
     raw.copy_(grad)
     return loss, statistics
 
 
-def _full_gradient(job: Job, log_s: Tensor, log_t: Tensor, index: Tensor) -> tuple[Tensor, RowStatistics, Tensor]:
+def _full_gradient(
+    job: Job, log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, index: Tensor
+) -> tuple[Tensor, RowStatistics, Tensor]:
     assert job.form is not None
-    s, t = log_s.exp(), log_t.exp()
     phi, slope = job.form.terms(log_s, log_t, s, t)
     value, factor = job.form.outer(phi.sum(-1))
     mean = value if phi is slope else slope.sum(-1)
@@ -256,16 +271,23 @@ def _full_gradient(job: Job, log_s: Tensor, log_t: Tensor, index: Tensor) -> tup
 
 
 def _sparse_gradient(
-    job: Job, log_s: Tensor, log_t: Tensor | None, ids: Tensor, teacher: Source | TopRows, index: Tensor
+    job: Job,
+    log_s: Tensor,
+    log_t: Tensor | None,
+    s: Tensor,
+    t: Tensor | None,
+    ids: Tensor,
+    teacher: Source | TopRows,
+    index: Tensor,
 ) -> tuple[Tensor, RowStatistics, Tensor]:
     """Autograd on the few chosen log-probs, then the softmax's own derivative by hand."""
     chosen = gather(log_s, ids).requires_grad_()
     with torch.enable_grad():
         value = _value(job, chosen, log_t, ids, teacher)
-    statistics = _observe(job, index, log_s, log_t, value.detach(), ids, teacher)
+    statistics = _observe(job, index, log_s, log_t, s, t, value.detach(), ids, teacher)
     with torch.enable_grad():
         loss = (value * job.row_weight(statistics)).sum()
     (slope,) = torch.autograd.grad(loss, chosen)
     slope = slope.masked_fill(ids < 0, 0)
-    grad = log_s.exp().mul_(-slope.sum(-1, keepdim=True))
+    grad = s.mul_(-slope.sum(-1, keepdim=True))
     return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), slope)
