@@ -24,7 +24,7 @@ import torch
 from opd.config import SamplerSpec
 from opd.errors import DataError, ModelError, TrainingError
 from opd.models.language_model import LanguageModel
-from opd.rollout.graphs import PrefillRow, Results, Settings, Steps, filters
+from opd.rollout.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
@@ -72,16 +72,21 @@ class Engine:
     """Implements `types.Sampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
-        self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...]
-    ) -> None:
+        self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],
+        partner: Partner | None = None,
+    ) -> None:  # fmt: skip
         if max_length > model.context:
             raise DataError(
                 f"sampler: {max_length} tokens per sequence, but the context of {model.name} is {model.context}. "
                 "Lower rollout.max_new_tokens or rollout.max_prompt_tokens."
             )
+        if partner is not None and partner.model.size < model.size:
+            raise ModelError(
+                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot draw for it."
+            )
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec)
-        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile)
+        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile, partner)
         self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
         self.decode_steps = self.prefill_calls = 0
         self._busy = False

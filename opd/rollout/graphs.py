@@ -55,6 +55,14 @@ class PrefillRow:
     sampling: Sampling
 
 
+@dataclass(frozen=True, eq=False)
+class Partner:
+    """A second model that reads along: tokens are drawn from (1 - share) * the first + share * this one."""
+
+    model: LanguageModel
+    share: float
+
+
 class Results:
     """What a call drew, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Waits only when read."""
 
@@ -78,12 +86,17 @@ class Steps:
     """Cache, slot state and the two calls. Slot number `slots` is scratch: dummy rows write there and nobody reads."""
 
     def __init__(
-        self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool
-    ) -> None:
-        self.model, self.settings, self.max_length = model, settings, max_length
+        self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
+        partner: Partner | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.settings, self.max_length, self.partner = model, settings, max_length, partner
         self.device = model.device
         self.width = -(-max_length // CPU_SPAN) * CPU_SPAN
         self.cache = SlotCache(model.module.config.num_hidden_layers, settings.slots + 1, self.width)
+        self.partner_cache: SlotCache | None = None
+        if partner is not None:
+            layers = partner.model.module.config.num_hidden_layers
+            self.partner_cache = SlotCache(layers, settings.slots + 1, self.width)
         self.stop = torch.tensor([index for index in stop if index < model.size], dtype=torch.int64, device=self.device)
         # Slot state, one entry per slot and one for scratch. `token` is the next input, `column` where it belongs.
         entries = settings.slots + 1
@@ -144,6 +157,8 @@ class Steps:
     @torch.inference_mode()
     def clear(self) -> None:
         self.cache.reset()
+        if self.partner_cache is not None:
+            self.partner_cache.reset()
 
     # The two calls
 
@@ -160,7 +175,8 @@ class Steps:
         last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
         temperature, top_p = self._prefill_floats.unbind(1)
         settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
-        drawn = draw(self.model.project(last).logits(), settings, self.stop, filtered)
+        other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
+        drawn = draw(self.model.project(last).logits(), settings, self.stop, filtered, other, self._share)
         target = fields["target"]
         self.token[target] = drawn.token
         self.column[target] = fields["first"] + fields["count"]
@@ -179,7 +195,11 @@ class Steps:
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        drawn = self._decode_draw(self.model.project(hidden[:, 0]).logits(), settings, self.stop, filtered)
+        other = self._other(
+            token[:, None], SlotLayout(self._all_slots, column[:, None], span, in_order=True), self._all_slots * 0
+        )
+        logits = self.model.project(hidden[:, 0]).logits()
+        drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
         token.copy_(drawn.token)
         column.copy_(self._in_bounds(column + 1))
         settings.position.add_(1)
@@ -192,6 +212,25 @@ class Steps:
             input_ids=ids, position_ids=layout.columns, past_key_values=self.cache, use_cache=True, layout=layout
         )
         return out.last_hidden_state
+
+    def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
+        """The partner's logits behind the last token of each row; it reads the same tokens into a cache of its own."""
+        if self.partner is None or self.partner_cache is None:
+            return None
+        self.partner_cache.layout = layout
+        out = self.partner.model.backbone(
+            input_ids=ids,
+            position_ids=layout.columns,
+            past_key_values=self.partner_cache,
+            use_cache=True,
+            layout=layout,
+        )
+        rows = torch.arange(ids.shape[0], device=self.device)
+        return self.partner.model.project(out.last_hidden_state[rows, last]).logits(self.model.size)
+
+    @property
+    def _share(self) -> float:
+        return 0.0 if self.partner is None else self.partner.share
 
     def _in_bounds(self, columns: Tensor) -> Tensor:
         """Idle slots run on and padding reaches over the end. The last column holds a token that is never fed back."""

@@ -5,6 +5,7 @@ Axis legend: N = rows, V = real ids of the vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,13 @@ class Drawn:
     logprob_stop: Tensor  # (N,) float32
 
 
-def draw(logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool) -> Drawn:
+def draw(
+    logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool, other: Tensor | None = None, share: float = 0.0
+) -> Drawn:
     """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
+
+    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, as both are:
+    no temperature, no filter; `logprob_sampled` is then that of the merged event, as `logprob` always is.
 
     `filtered` says whether any row uses top-p or top-k: without it nothing is sorted. A row that uses neither comes
     out the same, bit for bit, either way. Nothing here waits for the device or copies to it (`where` with a Python
@@ -49,14 +55,21 @@ def draw(logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool) ->
     centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
     log_total = centred.exp().sum(-1, dtype=torch.float64).log().float()  # (N,) of the policy itself
     tempered = centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
-    if filtered:
+    if other is not None:
+        tempered = torch.logaddexp(
+            centred - log_total[:, None] + math.log1p(-share), other.log_softmax(-1) + math.log(share)
+        )
+    elif filtered:
         tempered = _filter(tempered, settings.top_p, settings.top_k)
     drawn, log_drawn = _inverse_cdf(tempered, uniforms_at(settings.key, settings.position))
     token = torch.where(greedy, best[:, 0], drawn)
     logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
     if stop.numel():
         logprob_stop = centred[:, stop].logsumexp(-1) - log_total
-        logprob = torch.where((token[:, None] == stop).any(-1), logprob_stop, logprob)
+        stopped = (token[:, None] == stop).any(-1)
+        logprob = torch.where(stopped, logprob_stop, logprob)
+        if other is not None:
+            log_drawn = torch.where(stopped, tempered[:, stop].logsumexp(-1), log_drawn)
     else:
         logprob_stop = torch.full_like(logprob, float("nan"))
     return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)

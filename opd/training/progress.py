@@ -27,6 +27,7 @@ class Progress:
         self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._history: list[float] = []
+        self._scores: list[float] = []
         self._phase_started = time.monotonic()
         self._live = (
             Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
@@ -57,7 +58,7 @@ class Progress:
             self._console.print(renderable)
 
     def start_stage(self, name: str, steps: int) -> None:
-        self._stage, self._steps, self._metrics, self._history = name, steps, {}, []
+        self._stage, self._steps, self._metrics, self._history, self._scores = name, steps, {}, [], list[float]()
         self._started = time.monotonic()
 
     def phase(self, name: str) -> None:
@@ -70,6 +71,8 @@ class Progress:
         self._metrics = dict(metrics)
         if metrics["reverse_kl"] is not None:
             self._history.append(metrics["reverse_kl"])
+        if metrics.get("score") is not None:
+            self._scores.append(metrics["score"])
         self._write(self._line())
         now = time.monotonic()
         if not self._live and not self._quiet and (now - self._last_line > 5 or metrics["step"] in (1, self._steps)):
@@ -83,8 +86,10 @@ class Progress:
     def _line(self) -> str:
         metrics = self._metrics
         domains = "  ".join(f"{name} {_number(value)}" for name, value in metrics.items() if name.startswith("kl/"))
+        kl = "" if metrics["reverse_kl"] is None else f"kl {_number(metrics['reverse_kl'])}  {domains}  "
+        score = "" if metrics.get("score") is None else f"score {metrics['score']:.1%}  "
         return (
-            f"{self._stage} {metrics['step']}/{self._steps}  loss {_number(metrics['loss'])}  kl {_number(metrics['reverse_kl'])}  {domains}  "
+            f"{self._stage} {metrics['step']}/{self._steps}  loss {_number(metrics['loss'])}  {kl}{score}"
             f"length {metrics['response_length']:.1f}  truncated {metrics['truncated']:.0%}  {_speed(metrics)}  left {_clock(self._left())}"
         )
 
@@ -109,9 +114,12 @@ class Progress:
                 "response",
                 f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated",
             )
-            table.add_row("reverse KL", _number(metrics["reverse_kl"]), "", sparkline(self._history))
+            if metrics["reverse_kl"] is not None:
+                table.add_row("reverse KL", _number(metrics["reverse_kl"]), "", sparkline(self._history))
+            if metrics.get("score") is not None:
+                table.add_row("score", f"{metrics['score']:.1%}", "", sparkline(self._scores))
             for name, value in metrics.items():
-                if name.startswith("kl/"):
+                if name.startswith("kl/") and value is not None:
                     table.add_row(f"  {name.removeprefix('kl/')}", _number(value), "", "")
             rows += [table, Text(_speed(metrics), style="dim")]
         return Panel(
@@ -143,9 +151,9 @@ def sparkline(values: list[float], width: int = 40) -> str:
 def _speed(metrics: Mapping[str, Any]) -> str:
     tokens = metrics["tokens"]
     parts = [
-        f"{phase} {tokens / max(metrics[f'time/{phase}'], 1e-9):,.0f}"
+        f"{phase} {tokens / metrics[f'time/{phase}']:,.0f}"
         for phase in ("sample", "score", "update")
-        if f"time/{phase}" in metrics
+        if metrics.get(f"time/{phase}", 0) > 1e-3  # else nobody was asked
     ]
     return "tokens/s: " + ", ".join(parts)
 

@@ -19,6 +19,7 @@ from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
 from opd.rewards import verify
 from opd.rollout.engine import Engine
+from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
@@ -114,9 +115,10 @@ class StageRun:
             tuple(rollout.stop),
         )
         self._teacher_engines: dict[str, Engine] = {}
+        self._mixed_engines: dict[str, Engine] = {}
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
-            store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine,
+            store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
             max_prompt_tokens=self.max_length - response, check_stop=self.check_stop, on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)
@@ -126,13 +128,25 @@ class StageRun:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def _engine(self, model: LanguageModel) -> Engine:
-        return Engine(model.inference_copy(), self.spec.sampler, self.max_length, merge_stop=self.stop_ids)
+    def mixed_engine(self, name: str) -> Engine:
+        """The student with a teacher reading along, for `rollout.teacher_mix`."""
+        if name not in self._mixed_engines:
+            engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
+            engine.load(self.student.weights(self.version))
+            self._mixed_engines[name] = engine
+        return self._mixed_engines[name]
+
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Engine:
+        return Engine(
+            model.inference_copy(), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
+        )
 
     def publish(self, version: int | None = None) -> None:
         """The sampler gets the weights as they are now."""
         self.version = self.version + 1 if version is None else version
-        self.engine.load(self.student.weights(self.version))
+        weights = self.student.weights(self.version)
+        for engine in (self.engine, *self._mixed_engines.values()):
+            engine.load(weights)
 
     def judge(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
@@ -210,8 +224,10 @@ def _check_trajectories(spec: Stage) -> None:
                 f"objective term {number} ({term.form}) trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
                 "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
             )
-    if rollout.teacher_share and not any(teacher.role == "teacher" for teacher in spec.teachers.values()):
-        raise RecipeError("rollout.teacher_share is set, but there is no teacher to sample from.")
+    teachers = any(teacher.role == "teacher" for teacher in spec.teachers.values())
+    for key in ("teacher_share", "teacher_mix"):
+        if getattr(rollout, key) and not teachers:
+            raise RecipeError(f"rollout.{key} is set, but there is no teacher to sample from.")
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ class Trajectories:
     sampler: Sampler
     teacher_for: Mapping[str, str]
     teacher_sampler: Callable[[str], Sampler]
+    mixed_sampler: Callable[[str], Sampler]
     max_prompt_tokens: int
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
@@ -59,6 +60,8 @@ class Trajectories:
         for author, wanted in requests.items():
             if author == "student":
                 self._sample(self.sampler, wanted, Author.STUDENT)
+            elif author.startswith("mixed:"):
+                self._sample(self.mixed_sampler(author.removeprefix("mixed:")), wanted, Author.STUDENT)
             else:
                 self._sample(self.teacher_sampler(author.removeprefix("teacher:")), wanted, Author.TEACHER)
         self.store.commit(sync=True)
@@ -74,15 +77,16 @@ class Trajectories:
         return ids
 
     def _author(self, visit: Visit) -> str:
-        """student | data | teacher:NAME, by a keyed draw."""
+        """student | data | teacher:NAME, by a keyed draw; mixed:NAME in the student's place with a teacher mixed in."""
+        student = f"mixed:{self.teacher_for[visit.prompt.domain]}" if self.spec.teacher_mix else "student"
         if not self.spec.data_share and not self.spec.teacher_share:
-            return "student"
+            return student
         draw = uniforms(request_key(self.seed, visit.prompt.id, visit.visit, TRAJECTORY_DRAW), 0, 1)[0]
         if draw < self.spec.data_share:
             return "data"
         if draw < self.spec.data_share + self.spec.teacher_share:
             return f"teacher:{self.teacher_for[visit.prompt.domain]}"
-        return "student"
+        return student
 
     def _begin(self, rollout_id: str, visit: Visit, sample: int, source: str, prompt_ids: np.ndarray) -> None:
         prompt = visit.prompt
