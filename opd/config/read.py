@@ -99,9 +99,19 @@ def _fields_at(location: Iterable[Any]) -> list[str]:
     return list(node.get("properties", {}))
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads the keys `on`, `off`, `yes`, `no`, `y` and `n` as booleans; here they are words."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [rule for rule in rules if rule[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):

@@ -58,7 +58,7 @@ class Progress:
             self._console.print(renderable)
 
     def start_stage(self, name: str, steps: int) -> None:
-        self._stage, self._steps, self._metrics, self._history, self._scores = name, steps, {}, [], list[float]()
+        self._stage, self._steps, self._metrics, self._history, self._scores = name, steps, {}, [], []
         self._started = time.monotonic()
 
     def phase(self, name: str) -> None:
