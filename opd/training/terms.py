@@ -126,7 +126,9 @@ def _prefix_corrected(plan: TermPlan, micro: Micro, weight_N: np.ndarray) -> np.
     assert correction is not None
     rows = np.arange(weight_N.size)
     with torch.no_grad():
-        log_ratio = (micro.current(rows) - micro.behaviour(rows)).nan_to_num(0.0)  # data has no behaviour: ratio 1
+        log_ratio = micro.current(rows) - micro.behaviour(rows)
+    micro.statistics.mismatch[rows] = log_ratio.abs().cpu().numpy()  # of what is masked too
+    log_ratio = log_ratio.nan_to_num(0.0)  # data has no behaviour: ratio 1
     segment = micro.tensor(segments(micro.batch))
     factor = torch.ones_like(log_ratio)
     if correction.kind == "prefix":

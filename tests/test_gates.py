@@ -1,0 +1,253 @@
+"""Gates, verdicts and denominators: what each lets through, what it weighs, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opd.config import Rollouts, Term
+from opd.objectives import Projection
+from opd.objectives.gates import random_share, speculative, top_share
+from opd.training.judged import Judged, Survey
+from opd.training.prepare import TermPlan, plan_term, token_advantages
+from opd.training.survey import proposal_accepted
+from opd.types import Author, Rollout, Signal
+from tests.test_teachers import rollout
+
+LENGTH = 4
+
+
+def answers(count: int = 6, per_group: int = 2) -> list[Rollout]:
+    generator = np.random.default_rng(0)
+    return [
+        replace(
+            rollout(f"r{index}", [1], [5] * LENGTH, group=f"g{index // per_group}"),
+            logprob=-generator.exponential(size=LENGTH).astype(np.float32),
+        )
+        for index in range(count)
+    ]
+
+
+def judged(rollouts: list[Rollout], scores: dict[str, float | None] | None = None, **survey: Any) -> Judged:
+    generator = np.random.default_rng(1)
+    signals = {
+        (role, "logprobs_at"): {
+            item.id: Signal("t", 0, role, "same", (), -generator.exponential(size=LENGTH), np.ones(LENGTH, bool))
+            for item in rollouts
+        }
+        for role in ("teacher", "reference")
+    }
+    return Judged(rollouts, signals, scores or {}, Survey(**survey))  # type: ignore[arg-type]
+
+
+def plan(term: dict[str, Any], batch: Judged, seed: int = 0, deferred: bool = True) -> TermPlan:
+    return plan_term(Term(**term), "0", 1.0, batch, Rollouts(samples=2, max_new_tokens=8), seed, deferred)
+
+
+def opened(found: TermPlan) -> list[str]:
+    return [name for name, factor in found.factor.items() if factor.any()]
+
+
+VERDICTS: dict[str, float | None] = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0, "r4": 1.0, "r5": None}
+
+
+@pytest.mark.parametrize(
+    ("gate", "wanted"),
+    [
+        ("correct", ["r0", "r4"]),
+        ("wrong", ["r1", "r2", "r3"]),
+        ("all_wrong", ["r2", "r3"]),
+        ("all_correct", ["r4"]),
+        ("contrast", ["r0", "r1"]),
+    ],
+)
+def test_correctness_gates_of_either_polarity(gate: str, wanted: list[str]) -> None:
+    found = plan({"gate": gate}, judged(answers(), VERDICTS))
+    assert opened(found) == wanted
+    assert found.shares[f"gate/0/{gate}"] == pytest.approx(1 - len(wanted) / 5)  # r5 was out before: not judged
+    assert found.shares["unjudged/0"] == pytest.approx(1 / 6)
+
+
+def test_a_failed_verdict_is_masked_and_never_a_zero() -> None:
+    rollouts = answers()
+    advantage = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group"}
+    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS), deferred=False)
+    assert "r5" not in opened(found)
+    assert not found.counted["r5"].any()  # and it is in no denominator
+    assert found.outcome["r4"] == 0  # alone in its group: nothing to be compared with, as if r5 did not exist
+    zero = plan(
+        {"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS | {"r5": 0.0}), deferred=False
+    )
+    assert zero.outcome["r4"] == 0.5
+
+
+def test_a_prompt_nobody_can_judge_keeps_its_teacher() -> None:
+    rollouts, known = answers(), {"r0": 1.0, "r1": 0.0}
+    term = {"form": "policy_gradient", "advantage": {"outcome_weight": 2.0, "baseline": "group"}}
+    found = plan(term, judged(rollouts, known), deferred=False)  # type: ignore[arg-type]
+    assert len(opened(found)) == 6
+    batch = judged(rollouts)
+    gaps = batch.logprobs("teacher", rollouts)[3] - rollouts[3].logprob
+    assert found.advantage is not None
+    np.testing.assert_allclose(found.advantage["r3"], gaps)
+    np.testing.assert_allclose(
+        found.advantage["r0"], batch.logprobs("teacher", rollouts)[0] - rollouts[0].logprob + 2.0 * 0.5
+    )
+
+
+def test_top_shares_are_of_the_whole_batch_and_of_what_is_open() -> None:
+    rollouts = answers()
+    entropy = {item.id: np.arange(LENGTH) + 10.0 * index for index, item in enumerate(rollouts)}
+    found = plan({"gate": {"kind": "entropy", "share": 0.5}}, judged(rollouts, entropy=entropy))
+    assert opened(found) == ["r3", "r4", "r5"]
+    assert found.shares["gate/0/entropy"] == 0.5
+    both = plan({"gate": ["correct", {"kind": "entropy", "share": 0.5}]}, judged(rollouts, VERDICTS, entropy=entropy))
+    assert opened(both) == ["r4"]  # half of what `correct` left: four of eight tokens
+
+
+def test_soft_or_keeps_the_unsure_and_the_disagreeing() -> None:
+    rollouts = answers(2)
+    entropy = {"r0": np.array([1.0, 0, 0, 0]), "r1": np.zeros(4)}
+    divergence = {"r0": np.array([0.0, 0, 0, 2.0]), "r1": np.zeros(4)}
+    survey = {"entropy": entropy, "reverse_kl": {"teacher": divergence}}
+    found = plan({"gate": {"kind": "soft_or", "share": 0.25}}, judged(rollouts, **survey))
+    assert found.factor["r0"].tolist() == [1, 0, 0, 1]
+    assert not found.factor["r1"].any()
+
+
+@given(share=st.floats(0, 1), seed=st.integers(0, 9), lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_top_share_keeps_exactly_its_budget(share: float, seed: int, lengths: list[int]) -> None:
+    generator = np.random.default_rng(seed)
+    values, masks = [generator.normal(size=n) for n in lengths], [generator.random(n) < 0.7 for n in lengths]
+    kept = top_share(values, masks, share)
+    assert sum(gate.sum() for gate in kept) == round(share * sum(mask.sum() for mask in masks))
+    assert all(not gate[~mask].any() for gate, mask in zip(kept, masks, strict=True))
+
+
+def test_the_random_gate_has_the_same_budget_and_is_the_same_again() -> None:
+    names, lengths = [f"n{index}" for index in range(200)], [50] * 200
+    once, again = random_share(names, lengths, 0.3, 7), random_share(names, lengths, 0.3, 7)
+    assert all((a == b).all() for a, b in zip(once, again, strict=True))
+    assert np.mean(once) == pytest.approx(0.3, abs=0.02)
+    assert not np.array_equal(once, random_share(names, lengths, 0.3, 8))
+
+
+def test_teacher_confidence() -> None:
+    rollouts = answers(1)
+    survey = {"teacher_entropy": {"teacher": {"r0": np.array([0.1, 0.5, 0.9, 2.0])}}}
+    sure = plan({"gate": {"kind": "teacher_entropy", "below": 0.8}}, judged(rollouts, **survey))
+    unsure = plan({"gate": {"kind": "teacher_entropy", "above": 0.8}}, judged(rollouts, **survey))
+    assert sure.factor["r0"].tolist() == [1, 1, 0, 0]
+    assert unsure.factor["r0"].tolist() == [0, 0, 1, 1]
+
+
+def test_selectkd_weighs_what_the_teacher_rejects() -> None:
+    rollouts = answers(1)
+    survey = {"accepted": {("teacher", 5): {"r0": np.array([1.0, 0, 1, 0])}}}
+    found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, judged(rollouts, **survey))
+    assert found.factor["r0"].tolist() == [1, 0.01, 1, 0.01]
+    assert found.shares["gate/0/selectkd"] == 0.5
+
+
+def test_proposals_are_accepted_by_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(40, 12, generator=generator), torch.randn(40, 12, generator=generator)
+    identity = torch.eye(12)
+    for k in (1, 3, 12):
+        found = proposal_accepted(Projection(student, identity), Projection(teacher, identity), k)
+        wanted = [int(student[row].argmax()) in teacher[row].topk(k).indices.tolist() for row in range(40)]
+        assert found.tolist() == wanted
+
+
+def test_speculative_acceptance_has_the_right_rate() -> None:
+    names = [f"n{index}" for index in range(4000)]
+    students, teachers = [np.log([0.5])] * 4000, [np.log([0.2])] * 4000
+    found = speculative(names, students, teachers, 0.0, 3)
+    assert np.mean(found) == pytest.approx(0.4, abs=0.03)
+    assert np.mean(speculative(names, teachers, students, 0.0, 3)) == 1  # the teacher finds it likelier: always
+
+
+def test_paced_weighs_the_frontier() -> None:
+    found = plan({"gate": "paced", "aggregate": "sequence_mean"}, judged(answers(), VERDICTS))
+    assert found.factor["r0"].tolist() == [0.25] * LENGTH
+    assert not found.factor["r2"].any()
+    assert found.counted["r2"].all()  # a weight of 0 is a weight: it stays in the mean
+    weights = found.weights(answers())
+    assert sum(value.sum() for value in weights.values()) == pytest.approx(2 / 5 * 0.25)
+
+
+@pytest.mark.parametrize(("of", "power", "sign"), [("student", 1.0, 1), ("teacher", -1.0, -1)])
+def test_scope_weighs_by_perplexity_in_the_direction_of_the_formula(of: str, power: float, sign: int) -> None:
+    rollouts = answers(6, per_group=6)
+    batch = judged(rollouts)
+    found = plan({"gate": {"kind": "perplexity", "of": of, "power": power}}, batch)
+    source = [item.logprob for item in rollouts] if of == "student" else batch.logprobs("teacher", rollouts)
+    perplexity = np.array([np.exp(-values.mean()) for values in source])
+    weights = np.array([found.factor[item.id][0] for item in rollouts])
+    np.testing.assert_allclose(weights, perplexity**power / np.mean(perplexity**power), rtol=1e-5)
+    assert np.sign(np.corrcoef(weights, perplexity)[0, 1]) == sign
+
+
+def test_turn_weights_fall_where_the_student_left_the_teacher() -> None:
+    item = replace(answers(1)[0], author=np.array([0, 3, 0, 0], dtype=np.uint8))  # two turns, the environment between
+    batch = judged([item])
+    found = plan({"form": "policy_gradient", "gate": "turns"}, batch)
+    gap = np.abs(item.logprob - batch.logprobs("teacher", [item])[0])
+    first, second = gap[0], gap[2:].mean()
+    np.testing.assert_allclose(found.factor["r0"], [1, 0, *([min((first + 1e-6) / (second + 1e-6), 1.2)] * 2)])
+
+
+def test_finished_drops_what_the_limit_cut_off() -> None:
+    rollouts = answers(2)
+    rollouts[1] = replace(rollouts[1], stop="length")
+    assert opened(plan({"gate": "finished"}, judged(rollouts))) == ["r0"]
+
+
+def test_closed_tokens_leave_the_denominator_or_stay() -> None:
+    entropy = {item.id: np.arange(LENGTH, dtype=float) for item in answers()}
+    for gated, mass in (("drop", 1.0), ("zero", 0.25)):
+        gate = {"kind": "entropy", "share": 0.25}
+        found = plan({"gate": gate, "gated": gated}, judged(answers(), entropy=entropy))
+        assert sum(value.sum() for value in found.weights(answers()).values()) == pytest.approx(mass)
+
+
+def test_overlong_answers_are_masked_or_penalised() -> None:
+    rollouts = [replace(answers()[0], stop="length"), answers()[1]]
+    scores: dict[str, float | None] = {"r0": 1.0, "r1": 0.0}
+    base = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "none"}
+    masked = plan({"form": "policy_gradient", "advantage": base | {"overlong": "mask"}}, judged(rollouts, scores))
+    assert opened(masked) == ["r1"]
+    advantage = base | {"overlong": "penalise", "overlong_buffer": 8}
+    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, scores))
+    assert found.outcome["r0"] == pytest.approx(1.0 - 0.5)  # four of eight tokens, and the buffer is all eight
+
+
+def test_advantages_add_up() -> None:
+    """Extrapolation, clipping, reference penalty and outcome, against the formula written out."""
+    rollouts = answers(2)
+    scores: dict[str, float | None] = {"r0": 1.0, "r1": 0.0}
+    advantage = {
+        "extrapolation": 1.25, "clip": 0.7, "reference_weight": 0.1, "outcome_weight": 0.5, "baseline": "leave_one_out",
+    }  # fmt: skip
+    batch = judged(rollouts, scores)
+    found = plan({"form": "policy_gradient", "advantage": advantage}, batch, deferred=False)
+    students = [item.logprob.astype(np.float64) for item in rollouts]
+    teachers, references = batch.logprobs("teacher", rollouts), batch.logprobs("reference", rollouts)
+    for index, outcome in enumerate((1.0, -1.0)):
+        s, t, r = students[index], teachers[index], references[index]
+        wanted = np.clip((t - s) + 0.25 * (t - r), -0.7, 0.7) + 0.5 * outcome - 0.1 * (s - r)
+        assert found.advantage is not None
+        np.testing.assert_allclose(found.advantage[f"r{index}"], wanted)
+        np.testing.assert_allclose(token_advantages(found, batch, rollouts, students)[index], wanted)
+
+
+def test_data_tokens_are_left_alone() -> None:
+    item = replace(answers(1)[0], author=np.full(LENGTH, Author.DATA, dtype=np.uint8))
+    assert not opened(plan({"form": "policy_gradient"}, judged([item])))

@@ -1,0 +1,304 @@
+"""Terms at work on real (tiny) models: corrections bite, schedules switch, several updates clip, mixtures are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+import opd
+from opd.config import Rollouts, SamplerSpec, Term
+from opd.config.objective import Schedule
+from opd.errors import RecipeError
+from opd.models.packing import Pack
+from opd.objectives.projection import log_probs
+from opd.rollout.collect import collect
+from opd.rollout.engine import Engine
+from opd.rollout.graphs import Partner
+from opd.rollout.store import RolloutStore
+from opd.training.objective import Objective
+from opd.types import Author, Rollout, SampleRequest, Sampling
+from tests.helpers import EOS, save_tiny, tiny_model
+from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, seed=seed) for seed, name in enumerate(("student", "one"))}
+
+
+def recipe(models: dict[str, str], **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "student": models["student"],
+        "teachers": {"a": models["one"]},
+        "prompts": [{"source": "task:addition", "domain": "a"}],
+        "rollout": {"prompts": 4, "samples": 2, "max_new_tokens": 6},
+        "sampler": {"slots": 8},
+        "train": {"steps": 2, "lr": 1e-3},
+        "eval": {"prompts": 0},
+        "device": "cpu",
+    }
+    return base | changes
+
+
+def stale(rollouts: list[Rollout], seed: int = 3, size: float = 0.6) -> list[Rollout]:
+    """As if sampled by a policy that has since moved."""
+    generator = np.random.default_rng(seed)
+    return [
+        replace(item, logprob=(item.logprob + size * generator.normal(size=item.logprob.size)).astype(np.float32))
+        for item in rollouts
+    ]
+
+
+def without(rollouts: list[Rollout], closed: list[np.ndarray]) -> list[Rollout]:
+    """The same rollouts with some tokens given to the environment, so that nothing trains on them."""
+    return [
+        replace(item, author=np.where(shut, Author.ENV, item.author).astype(np.uint8))
+        for item, shut in zip(rollouts, closed, strict=True)
+    ]
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    scale = max(float(value.abs().max()) for value in one.values())
+    return all(torch.allclose(one[name], two[name], atol=1e-4 * scale) for name in one)
+
+
+def log_ratios(rollouts: list[Rollout], current: list[Rollout]) -> list[np.ndarray]:
+    return [now.logprob - then.logprob for now, then in zip(current, rollouts, strict=True)]
+
+
+def test_icepop_masks_exactly_the_tokens_outside_the_band() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    fresh = sampled_by(student, some_rollouts())
+    old = stale(fresh)
+    closed = [(np.exp(ratio) < 0.7) | (np.exp(ratio) > 1.4) for ratio in log_ratios(old, fresh)]
+    assert 0 < np.concatenate(closed).mean() < 1
+    band: Any = {"kind": "icepop", "low": 0.7, "high": 1.4}
+    plain = Term(form="policy_gradient", aggregate="constant")
+    _, found, statistics = gradients(student, {"t": teacher}, [plain.model_copy(update={"correction": Term(form="policy_gradient", correction=band).correction})], old)  # fmt: skip
+    _, wanted, _ = gradients(student, {"t": teacher}, [plain], without(old, closed))
+    assert same(found, wanted)
+    changed, count = statistics[0].counts["corrected/0:policy_gradient"]
+    assert (changed, count) == (np.concatenate(closed).sum(), sum(item.response_ids.size for item in old))
+
+
+CORRECTIONS: list[Any] = [
+    {"kind": "icepop", "low": 0.9, "high": 1.1}, {"kind": "tis", "high": 1.05}, {"kind": "mis", "low": 0.9, "high": 1.1},
+    {"kind": "tis", "level": "sequence", "high": 1.05}, {"kind": "mis", "level": "sequence", "low": 0.9, "high": 1.1},
+    {"kind": "mis", "level": "geometric", "low": 0.97, "high": 1.03}, {"kind": "none", "veto": 0.6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("against", ["behaviour", "proximal"])
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+def test_every_correction_bites_on_stale_weights_and_not_on_fresh_ones(correction: Any, against: Any) -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    fresh = sampled_by(student, some_rollouts())
+    surrogate = {"kind": "importance_sampling", "against": against}
+    plain = Term(form="policy_gradient", surrogate=surrogate)
+    term = Term(form="policy_gradient", surrogate=surrogate, correction=correction)
+    for rollouts, bites in ((fresh, False), (stale(fresh), True)):
+        _, found, statistics = gradients(student, {"t": teacher}, [term], rollouts)
+        _, wanted, _ = gradients(student, {"t": teacher}, [plain], rollouts)
+        assert same(found, wanted) != bites
+        assert (statistics[0].counts["corrected/0:policy_gradient"][0] > 0) == bites
+
+
+@pytest.mark.parametrize("correction", [{"kind": "prefix", "high": 1.05}, {"kind": "none", "veto": 0.6}], ids=str)
+def test_direct_losses_are_corrected_by_prefix_or_veto(correction: Any) -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    fresh = sampled_by(student, some_rollouts())
+    for rollouts, bites in ((fresh, False), (stale(fresh), True)):
+        _, found, statistics = gradients(student, {"t": teacher}, [Term(correction=correction)], rollouts)
+        _, wanted, _ = gradients(student, {"t": teacher}, [Term()], rollouts)
+        assert same(found, wanted) != bites
+        if bites:
+            assert statistics[0].counts["corrected/0:direct"][0] > 0
+        assert np.nanmean(statistics[0].mismatch) == pytest.approx(0.48 if bites else 0, abs=0.15)
+
+
+def test_the_veto_drops_whole_rollouts() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    fresh = sampled_by(student, some_rollouts())
+    old = stale(fresh)
+    ratios = log_ratios(old, fresh)
+    vetoed = [np.full(ratio.size, bool((np.exp(ratio) < 0.5).any())) for ratio in ratios]
+    assert 0 < sum(shut.any() for shut in vetoed) < len(old)
+    for form in ("direct", "policy_gradient"):
+        term = Term(form=form, aggregate="constant", correction={"kind": "none", "veto": 0.5})  # type: ignore[arg-type]
+        plain = Term(form=form, aggregate="constant")  # type: ignore[arg-type]
+        _, found, _ = gradients(student, {"t": teacher}, [term], old)
+        _, wanted, _ = gradients(student, {"t": teacher}, [plain], without(old, vetoed))
+        assert same(found, wanted)
+
+
+def test_a_bf16_sampler_is_caught_by_a_narrow_band(models: dict[str, str], tmp_path: Path) -> None:
+    objective = {"form": "policy_gradient", "correction": {"kind": "icepop", "low": 0.9999, "high": 1.0001}}
+    shares = []
+    for dtype in ("float32", "bfloat16"):
+        run = opd.run(
+            recipe(models, sampler={"slots": 8, "dtype": dtype}, objective=objective, train={"steps": 1}),
+            out=tmp_path / dtype,
+        )
+        shares.append(run.metrics[0]["corrected/0:policy_gradient"])
+    assert shares[0] == 0
+    assert shares[1] > 0.3
+
+
+def test_several_updates_per_batch_move_away_from_the_proximal_policy(models: dict[str, str], tmp_path: Path) -> None:
+    surrogate = {"kind": "ppo", "against": "proximal", "low": 0.02, "high": 0.02}
+    objective = {"form": "policy_gradient", "advantage": {"student": "proximal"}, "surrogate": surrogate}
+    clipped = []
+    for index, train in enumerate(({}, {"epochs": 2, "minibatches": 2})):
+        run = opd.run(
+            recipe(models, objective=objective, train={"steps": 2, "lr": 1e-2} | train), out=tmp_path / str(index)
+        )
+        clipped.append(run.metrics[-1]["clipped/0:policy_gradient"])
+        assert run.metrics[-1]["mismatch"] < 1e-5  # of the proximal policy, which is the sampler's
+    assert clipped[0] == 0
+    assert clipped[1] > 0.05
+
+
+def test_minibatches_use_every_group_once_and_whole(models: dict[str, str], tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from opd.config import Train
+    from opd.training.step import updates
+
+    rollouts = [replace(item, group=f"g{index // 2}") for index, item in enumerate(some_rollouts(count=10))]
+    run: Any = SimpleNamespace(spec=SimpleNamespace(train=Train(epochs=2, minibatches=3), seed=0))
+    parts = list(updates(run, rollouts, 1))
+    assert len(parts) == 6
+    for epoch in (parts[:3], parts[3:]):
+        assert sorted(item.id for part in epoch for item in part) == sorted(item.id for item in rollouts)
+        for part in epoch:
+            groups = {item.group for item in part}
+            assert len(part) == sum(item.group in groups for item in rollouts)
+
+
+def test_schedules() -> None:
+    line = Schedule(value=5e-3, to=1e-3, over=5)
+    assert [round(line.at(step, None), 4) for step in (1, 3, 5, 9)] == [0.005, 0.003, 0.001, 0.001]
+    assert [Schedule(until=3).at(step, None) for step in (3, 4)] == [1, 0]
+    assert [Schedule(value=2, after=3).at(step, None) for step in (3, 4)] == [0, 2]
+    until, after = Schedule(until="plateau"), Schedule(after="plateau")
+    assert [until.at(9, plateau) for plateau in (None, 9, 8)] == [1, 1, 0]
+    assert [after.at(9, plateau) for plateau in (None, 9, 8)] == [0, 0, 1]
+
+
+def test_the_hard_switch_stops_asking_the_teacher(models: dict[str, str], tmp_path: Path) -> None:
+    outcome = {"teacher_weight": 0, "outcome_weight": 1}
+    objective = [
+        {"form": "policy_gradient", "coefficient": {"until": 1}},
+        {"form": "policy_gradient", "coefficient": {"after": 1}, "advantage": outcome},
+    ]
+    run = opd.run(recipe(models, objective=objective), out=tmp_path / "run")
+    assert run.metrics[0]["reverse_kl"] is not None
+    assert run.metrics[1]["reverse_kl"] is None
+
+
+def test_until_plateau_follows_the_evaluation(models: dict[str, str], tmp_path: Path) -> None:
+    objective = [
+        {"form": "policy_gradient", "coefficient": {"until": "plateau"}},
+        {"form": "policy_gradient", "coefficient": {"after": "plateau"}, "advantage": {"teacher_weight": 0, "outcome_weight": 1}},
+    ]  # fmt: skip
+    evaluation = {
+        "prompts": 4,
+        "every": 1,
+        "plateau": 2,
+        "teachers": False,
+    }  # an untrained model: 0 %, and never better
+    run = opd.run(recipe(models, objective=objective, eval=evaluation, train={"steps": 6}), out=tmp_path / "run")
+    asked = [line["reverse_kl"] is not None for line in run.metrics]
+    assert asked == [True, True, True, False, False, False]
+
+
+def test_dynamic_sampling_keeps_only_groups_with_contrast(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opd.training.stage import StageRun
+
+    def judge(self: StageRun, rollouts: list[Rollout], visits: Any) -> dict[str, float | None]:
+        """Every other prompt is always right; the rest differ by sample."""
+        return {item.id: float(int(item.prompt_id.split("/")[-1]) % 2 == 0 or item.sample == 0) for item in rollouts}
+
+    monkeypatch.setattr(StageRun, "judge", judge)
+    objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
+    rollout = {"prompts": 4, "samples": 2, "max_new_tokens": 4, "contrast": 4}
+    run = opd.run(recipe(models, objective=objective, rollout=rollout, train={"steps": 1}), out=tmp_path / "run")
+    sampled = RolloutStore(run.directory / "rollouts", read_only=True)
+    assert len(sampled) > 8  # more than one round
+    assert run.metrics[0]["tokens"] < sum(item.response_ids.size for item in sampled.load(list(sampled.entries)))
+
+
+def test_mixed_sampling_draws_from_both_and_says_so() -> None:
+    student, teacher, share = tiny_model("llama"), tiny_model("llama", 1), 0.3
+    engine = Engine(
+        student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=STOPS, partner=Partner(teacher.inference_copy(), share)
+    )  # fmt: skip
+    sampling = Sampling(12, stop_ids=STOPS)
+    prompts = [np.arange(3 + index, 9 + 2 * index, dtype=np.int32) for index in range(6)]
+    requests = [SampleRequest(f"r{index}", prompt, 77 + index, sampling) for index, prompt in enumerate(prompts)]
+    for item in collect(engine, requests):
+        batch = Pack.of([item])
+        with torch.no_grad():
+            s, t = (
+                log_probs(model.project(model.hidden(batch.ids_T, batch.layout)[batch.predicting_N]), student.size, (STOPS,))
+                for model in (student, teacher)
+            )  # fmt: skip
+        ids = torch.from_numpy(item.response_ids.astype(np.int64))[:, None]
+        mixed = torch.logaddexp(s + np.log(1 - share), t + np.log(share)).gather(-1, ids)[:, 0]
+        np.testing.assert_allclose(item.logprob, s.gather(-1, ids)[:, 0], atol=1e-4)
+        np.testing.assert_allclose(item.logprob_sampled, mixed, atol=1e-4)
+    alone = collect(Engine(student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=STOPS), requests)
+    both = collect(engine, requests)
+    assert any(not np.array_equal(one.response_ids, two.response_ids) for one, two in zip(alone, both, strict=True))
+    assert all(item.response_ids[-1] == EOS or item.response_ids.size == 12 for item in both)
+
+
+def test_ratios_of_mixed_rollouts_are_against_the_mixture(models: dict[str, str], tmp_path: Path) -> None:
+    rollout = {"prompts": 8, "max_new_tokens": 8, "teacher_mix": 0.5}
+    run = opd.run(
+        recipe(models, rollout=rollout, objective={"form": "policy_gradient"}, train={"steps": 1}), out=tmp_path / "run"
+    )
+    assert run.metrics[0]["mismatch"] > 0.05  # the student is not the mixture
+    stored = RolloutStore(run.directory / "rollouts", read_only=True)
+    assert {entry.source for entry in stored.entries.values()} == {"mixed:a"}
+
+
+@pytest.mark.parametrize("support", ["teacher", "student", "union"])
+def test_recipes_reach_truncated_supports(models: dict[str, str], tmp_path: Path, support: str) -> None:
+    objective = {"form": "direct", "support": "topk", "k": 8, "side": support, "closure": "tail"}
+    run = opd.run(recipe(models, objective=objective, train={"steps": 1}), out=tmp_path / "run")
+    assert run.metrics[0]["loss"] > 0
+
+
+def test_what_means_nothing_is_refused() -> None:
+    grpo = Term(form="policy_gradient", advantage={"teacher_weight": 0, "outcome_weight": 1})  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="baseline: batch"):
+        Objective([grpo], {}, Rollouts(samples=1), STOPS)
+    with pytest.raises(RecipeError, match="ratios"):
+        Objective([Term(correction={"kind": "prefix"})], {}, Rollouts(top_p=0.9), STOPS)  # type: ignore[arg-type]
+    for wrong in (
+        {"correction": "icepop"}, {"form": "cross_entropy", "correction": "tis"}, {"form": "k2", "surrogate": "ppo"},
+        {"form": "policy_gradient", "correction": "prefix"}, {"form": "policy_gradient", "on": ["data"]},
+        {"form": "policy_gradient", "divergence": "acceptance"}, {"k": 5}, {"coefficient": {"to": 1.0}},
+        {"form": "policy_gradient", "advantage": {"length_normalised": True}},
+        {"form": "policy_gradient", "advantage": {"teacher_weight": 0}},
+        {"form": "policy_gradient", "surrogate": {"kind": "cispo", "dual": 3}}, {"gate": {"kind": "teacher_entropy"}},
+    ):  # fmt: skip
+        with pytest.raises(ValidationError):
+            Term(**wrong)  # type: ignore[arg-type]
+
+
+def test_outcome_alone_needs_no_teacher(models: dict[str, str], tmp_path: Path) -> None:
+    objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
+    run = opd.run(recipe(models, teachers={}, objective=objective), out=tmp_path / "run")
+    assert run.metrics[-1]["score"] == 0
+    assert run.metrics[-1]["loss"] == 0  # nothing was right, so there is nothing to compare
