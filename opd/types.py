@@ -95,7 +95,7 @@ class Rollout:
     visit: int  # which pass over this prompt
     sample: int
     domain: str
-    source: str  # student | data | teacher:NAME | mixed | replay
+    source: str  # student | data | teacher:NAME | mixed:NAME | replay
     prompt_ids: np.ndarray  # (P,) int32
     response_ids: np.ndarray  # (T,) int32
     author: np.ndarray  # (T,) uint8, see Author

@@ -1,0 +1,135 @@
+"""OPD against RL from the same start: score against sampled tokens, at equal tokens per step.
+
+    python benchmarks/opd_vs_rl.py --workers 2 [--quick]
+
+Five ways to spend 256 rollouts per step: OPD with one sample per prompt and with eight, GRPO, the hard switch and the
+sum of both advantages. The same learning rates and seeds for all; each method is judged by its own best learning rate.
+GRPO runs until it gets there. Writes benchmarks/results/opd-vs-rl.json and docs/figures/opd-vs-rl.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from runs import FIGURES, run_all, save, tokens_to
+
+TASK, DOMAIN, TEACHER = "task:reverse", "spelling", "tiny/spelling"
+ROLLOUTS = 256
+OUTCOME = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group", "std": True}
+PPO = {"kind": "ppo", "low": 0.2, "high": 0.28}
+SWITCH = 30  # steps of OPD before the hard switch
+
+METHODS: dict[str, tuple[int, Any]] = {  # samples per prompt, objective
+    "OPD, 1 sample": (1, {"form": "policy_gradient"}),
+    "OPD, 8 samples": (8, {"form": "policy_gradient"}),
+    "OPD, exact": (1, {"form": "direct", "divergence": "reverse_kl"}),
+    "GRPO": (8, {"form": "policy_gradient", "advantage": OUTCOME, "surrogate": PPO}),
+    "hard switch": (
+        8,
+        [
+            {"form": "policy_gradient", "coefficient": {"until": SWITCH}},
+            {"form": "policy_gradient", "coefficient": {"after": SWITCH}, "advantage": OUTCOME, "surrogate": PPO},
+        ],
+    ),
+    "sum": (8, {"form": "policy_gradient", "advantage": {"outcome_weight": 1, "baseline": "group", "std": True}}),
+}
+
+
+def recipe(method: str, rate: float, seed: int, steps: int, every: int, prompts: int) -> dict[str, Any]:
+    samples, objective = METHODS[method]
+    teachers = {} if method == "GRPO" else {DOMAIN: TEACHER}
+    return {
+        "student": "tiny/generalist", "teachers": teachers, "prompts": [{"source": TASK, "domain": DOMAIN}],
+        "rollout": {"prompts": ROLLOUTS // samples, "samples": samples, "max_new_tokens": 16}, "objective": objective,
+        "train": {"steps": steps, "lr": rate, "warmup": 5, "micro_tokens": 8192},
+        "eval": {"prompts": prompts, "every": every}, "device": "cpu", "threads": 1, "seed": seed,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--grpo-steps", type=int, default=400)
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 6e-4, 1.2e-3])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts of an evaluation")
+    parser.add_argument("--below", type=float, default=0.02, help="this far below the teacher's score is its level")
+    parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    args = parser.parse_args()
+    directory = args.directory or Path(tempfile.mkdtemp())
+    jobs = {
+        f"{method}, lr {rate:g}, seed {seed}": recipe(
+            method, rate, seed, args.grpo_steps if method == "GRPO" else args.steps, args.every, args.prompts
+        )
+        for method in sorted(METHODS, key=lambda method: method != "GRPO")  # the longest first
+        for rate in args.rates
+        for seed in range(args.seeds)
+    }
+    found = run_all(jobs, directory, args.workers)
+    teacher = next(run["teacher"] for run in found.values() if run["teacher"] is not None)
+    level = teacher - args.below
+    methods = {method: summarise(method, args, found, level) for method in METHODS}
+    grpo = methods["GRPO"]["tokens"]
+    for method, entry in methods.items():
+        entry["factor"] = round(grpo / entry["tokens"], 2) if grpo and entry["tokens"] else None
+        print(f"{method:16} lr {entry['lr']:g}: {entry['tokens'] or float('nan'):10,.0f} tokens to {level:.1%}; "
+              f"GRPO needs {entry['factor']}x; final {entry['final']:.1%}")  # fmt: skip
+    save("opd-vs-rl.json", {
+        "task": TASK, "student": "tiny/generalist", "teacher": TEACHER, "teacher_score": teacher, "level": level,
+        "rollouts_per_step": ROLLOUTS, "rates": args.rates, "seeds": args.seeds, "switch": SWITCH, "held_out": args.prompts,
+        "methods": methods, "runs": found,
+    })  # fmt: skip
+    draw(methods, found, args.seeds, teacher, level)
+
+
+def summarise(method: str, args: argparse.Namespace, found: dict[str, Any], level: float) -> dict[str, Any]:
+    """The best learning rate: fewest tokens to the level, averaged over seeds; a rate that misses it once is out."""
+    by_rate = {}
+    for rate in args.rates:
+        curves = [found[f"{method}, lr {rate:g}, seed {seed}"]["curve"] for seed in range(args.seeds)]
+        by_rate[rate] = ([tokens_to(curve, level) for curve in curves], mean(curve[-1][1] for curve in curves))
+    arrived = {rate: mean(tokens) for rate, (tokens, _) in by_rate.items() if None not in tokens}  # type: ignore[type-var]
+    best = min(arrived, key=lambda rate: arrived[rate]) if arrived else max(by_rate, key=lambda rate: by_rate[rate][1])
+    return {
+        "lr": best, "tokens": arrived.get(best), "tokens_by_seed": by_rate[best][0], "final": by_rate[best][1],
+        "tokens_by_rate": {f"{rate:g}": tokens for rate, (tokens, _) in by_rate.items()},
+    }  # fmt: skip
+
+
+def draw(methods: dict[str, Any], found: dict[str, Any], seeds: int, teacher: float, level: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4.6))
+    for number, (method, entry) in enumerate(methods.items()):
+        for seed in range(seeds):
+            curve = found[f"{method}, lr {entry['lr']:g}, seed {seed}"]["curve"]
+            label = f"{method} (lr {entry['lr']:g})" if seed == 0 else None
+            axis.plot(
+                [max(x, 1000) for x, _ in curve], [y for _, y in curve], color=f"C{number}", label=label, alpha=0.8
+            )
+    axis.axhline(teacher, color="0.4", linestyle=":", label="teacher")
+    axis.axhline(level, color="0.7", linestyle=":")
+    axis.set(
+        xscale="log",
+        xlabel="sampled tokens",
+        ylabel="held-out score (greedy)",
+        title="Same start, same tokens per step, three seeds",
+    )
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(FIGURES / "opd-vs-rl.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Many small training runs side by side, each a process with one thread, and the facts that go with a result."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RESULTS = Path(__file__).parent / "results"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+
+
+def run_all(recipes: dict[str, dict[str, Any]], directory: Path, workers: int) -> dict[str, dict[str, Any]]:
+    """Carry out every recipe; name -> its curve and summary. A run that is there already is read, not repeated."""
+    directory.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {name: pool.submit(_run, name, recipe, directory) for name, recipe in recipes.items()}
+        found = {}
+        for number, (name, future) in enumerate(futures.items(), 1):
+            found[name] = future.result()
+            print(
+                f"{number}/{len(futures)} {name}: {found[name]['curve'][-1]} ({time.monotonic() - started:.0f} s)",
+                flush=True,
+            )
+    return found
+
+
+def _run(name: str, recipe: dict[str, Any], directory: Path) -> dict[str, Any]:
+    out, path = directory / name, directory / f"{name}.yaml"
+    if not (out / "summary.json").is_file():
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        command = [sys.executable, "-m", "opd.cli", "run", str(path), "--out", str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return read_run(out)
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The score after so many sampled tokens: [tokens, score] at every evaluation, the first and the last included."""
+    stage = json.loads((directory / "summary.json").read_text(encoding="utf-8"))["stages"][-1]
+    ((domain, scores),) = stage["evals"].items()
+    curve, tokens = [[0, scores["before"]]], 0
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line["stage"] == stage["name"]):
+        tokens += line["tokens"]
+        if f"eval/{domain}" in line:
+            curve.append([tokens, line[f"eval/{domain}"]])
+    curve.append([tokens, scores["after"]])
+    return {"curve": curve, "teacher": scores["teacher"], "n": scores["n"], "seconds": round(stage["seconds"], 1)}
+
+
+def tokens_to(curve: list[list[float]], level: float) -> float | None:
+    """Sampled tokens until the score is first at the level, on the straight line between two evaluations."""
+    for (tokens, score), (next_tokens, next_score) in pairwise(curve):
+        if next_score >= level:
+            share = (level - score) / (next_score - score) if next_score > score else 0.0
+            return tokens + max(share, 0.0) * (next_tokens - tokens)
+    return None
+
+
+def save(name: str, values: dict[str, Any]) -> None:
+    facts = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": {"processor": _processor(), "architecture": platform.machine(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version()}
+        | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "numpy")},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text(json.dumps(facts | values, indent=1) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
