@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.objectives import Mixture, Projection, divergence
+from opd.objectives import Mixture, Projection, divergence, token_logprobs
+from opd.objectives import statistics as row_statistics
 
 RESULTS = Path(__file__).parent / "results"
 KINDS: dict[str, dict[str, float]] = {"reverse_kl": {}, "forward_kl": {}, "jsd": {"beta": 0.5}}
@@ -128,10 +131,11 @@ def timed(call: Call, leaves: list[Tensor], repeats: int = 10, warm: int = 3, re
     def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        grads = torch.autograd.grad(call(), leaves)
+        found = call()
+        grads = torch.autograd.grad(found, leaves) if leaves else ()
         end.record()
         torch.cuda.synchronize()
-        del grads
+        del grads, found
         return start.elapsed_time(end)
 
     for _ in range(warm):
@@ -177,6 +181,25 @@ def product_rate(n: int = 8192, v: int = 16384, d: int = 4096) -> float:
     return 2 * n * v * d * 20 / start.elapsed_time(end) / 1e9
 
 
+def products_call(heads: list[tuple[Tensor, Tensor]], chunk: int = 1536) -> Call:
+    """The four products of `fast` alone, on the same pieces: the floor under the same load as the calls themselves."""
+    (hidden, weight), (hidden_t, weight_t) = ([tensor.detach() for tensor in head] for head in heads[:2])
+    own, other = torch.empty(2, chunk, weight.shape[0], device="cuda")
+    total = torch.zeros_like(weight, dtype=torch.float32)
+
+    def call() -> Tensor:
+        for start in range(0, hidden.shape[0], chunk):
+            h, t = hidden[start : start + chunk], hidden_t[start : start + chunk]
+            torch.mm(t, weight_t.T, out_dtype=torch.float32, out=other[: len(t)])
+            torch.mm(h, weight.T, out_dtype=torch.float32, out=own[: len(h)])
+            grad = own[: len(h)].view(torch.bfloat16)[:, : weight.shape[0]]
+            torch.mm(grad, weight, out_dtype=torch.float32)
+            torch.addmm(total, grad.T, h, out_dtype=torch.float32, out=total)
+        return total
+
+    return call
+
+
 def implementations(ds: int, peers: bool) -> dict[str, Callable[..., Call]]:
     found: dict[str, Callable[..., Call]] = {
         "opd fast": opd_call,
@@ -191,11 +214,13 @@ def implementations(ds: int, peers: bool) -> dict[str, Callable[..., Call]]:
 
 
 def table_cuda(kinds: list[str], widths: list[int], peers: bool) -> dict[str, Any]:
-    rate = product_rate()
+    first, rate = first_call(), product_rate()
     rows: list[dict[str, Any]] = []
     for ds in widths:
         floor = 2 * N * V * (3 * ds + DT) / rate / 1e9
         heads, few = inputs(N, V, ds, DT, "cuda", torch.bfloat16), inputs(512, V, ds, DT, "cuda", torch.bfloat16)
+        rows.append({"implementation": "products alone", "ds": ds, **timed(products_call(heads), [], rest=0.15)})
+        print(json.dumps(rows[-1]), flush=True)
         for kind in kinds:
             for name, make in implementations(ds, peers).items():
                 row = {"implementation": name, "kind": kind, "ds": ds, "floor_ms": round(floor, 2)}
@@ -206,7 +231,44 @@ def table_cuda(kinds: list[str], widths: list[int], peers: bool) -> dict[str, An
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 torch.cuda.empty_cache()
-    return {"n": N, "v": V, "dt": DT, "tflops": round(rate, 1), "rows": rows}
+    return {"n": N, "v": V, "dt": DT, "tflops": round(rate, 1), "first_call_s": first, "rows": rows, "values": values()}
+
+
+def values(ds: int = 1024) -> list[dict[str, Any]]:
+    """What shares the machinery: log-probs of tokens, passes without a gradient, part of the vocabulary."""
+    heads = inputs(N, V, ds, DT, "cuda", torch.bfloat16)
+    student, teacher = (Projection(*head) for head in heads)
+    ids = torch.randint(0, V, (N,), generator=torch.Generator(device="cuda").manual_seed(0), device="cuda")
+    cases: dict[str, tuple[Call, list[Tensor]]] = {
+        "token_logprobs, value": (lambda: token_logprobs(student.detach(), ids), []),
+        "token_logprobs, value and gradients": (lambda: token_logprobs(student, ids).sum(), list(heads[0])),
+        "statistics of the student": (lambda: row_statistics(student).entropy, []),
+        "statistics of both": (lambda: row_statistics(student, teacher).entropy, []),
+    }
+    for side in ("teacher", "student", "union"):
+        cases[f"reverse_kl on the top 100 of {side}"] = (
+            lambda side=side: divergence("reverse_kl", student, teacher, support="topk", k=100, side=side).loss,  # type: ignore[misc]
+            list(heads[0]),
+        )
+    rows = []
+    for name, (call, leaves) in cases.items():
+        rows.append({"what": name, "ds": ds, **timed(call, leaves, repeats=5, warm=2)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def first_call() -> float:
+    """Seconds of the first call of a fresh process with nothing compiled yet, minus those of the second."""
+    heads, times = inputs(512, V, 1024, DT, "cuda", torch.bfloat16), []
+    (heads[0][0] @ heads[0][1].T).sum().item()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for _ in range(2):
+            start = time.perf_counter()
+            torch.autograd.grad(opd_call(heads, "jsd")(), heads[0])
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    return round(times[0] - times[1], 2)
 
 
 def scaling() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from opd.objectives import Mixture, Projection, divergence
+from opd.objectives import Mixture, Projection, divergence, statistics, token_logprobs
 from opd.objectives.plan import Plan
 from opd.objectives.rows import RowStatistics
 from tests.divergence_cases import CASES, SMOOTH, leaves
@@ -93,15 +93,16 @@ def test_every_kind_matches_the_reference(kind: str, params: dict, mode: str) ->
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize(("mode", "gated"), [("fast", False), ("fast", True), ("small", True)])
 @pytest.mark.parametrize("mixture", ["", "arithmetic", "geometric"])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("merge", [(), ((3, 300, 7), (250, 1))])
 @pytest.mark.parametrize(("kind", "temperature"), [("reverse_kl", 1.0), ("jsd", 0.7)])
 def test_options_match_the_reference(
-    kind: str, temperature: float, merge: tuple, softcap: float | None, mixture: str, mode: str
+    kind: str, temperature: float, merge: tuple, softcap: float | None, mixture: str, mode: str, gated: bool
 ) -> None:
-    """fp32 inputs, so that nothing hides in rounding."""
+    """fp32 inputs, so that nothing hides in rounding. Weights that are a function of the statistics close those chunk by
+    chunk, others at the end."""
 
     def gate(rows: RowStatistics) -> torch.Tensor:
         return (rows.entropy > 1) * 0.5 + 0.01 * rows.index
@@ -110,9 +111,24 @@ def test_options_match_the_reference(
     exact = heads(4, torch.float64, bias=True, softcap=softcap)
     tokens = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     tokens[:3] = torch.tensor([3, 7, 250], device=DEVICE)
-    options: dict[str, Any] = {"merge": merge, "temperature": temperature, "weight": gate, "tokens": tokens}
+    weight = gate if gated else torch.rand(N, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    options: dict[str, Any] = {"merge": merge, "temperature": temperature, "weight": weight, "tokens": tokens}
     found = run(single, kind, {}, mixture, "triton", mode, memory=budget(mode), **options)
     compare(found, run(exact, kind, {}, mixture, "reference", mode, **options), 2e-4)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("mode", ["fast", "small"])
+def test_logits_that_rise_steeply_do_not_overflow(mode: str) -> None:
+    """The last columns lie hundreds of nats above the first, by which sums are scaled until that is noticed."""
+    results = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
+        sides = heads(11, dtype, bias=True, softcap=None)
+        for side in sides:
+            assert side.bias is not None
+            side.bias.data[100:300] += torch.linspace(0, 400, 200, dtype=dtype, device=DEVICE)
+        results.append(run(sides, "jsd", {}, "", backend, mode, memory=budget(mode)))
+    compare(*results, 1e-3)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -124,6 +140,56 @@ def test_equality_is_zero(mode: str) -> None:
             found = run([student, student.detach()], kind, params, "", "triton", mode, memory=budget(mode))
             assert found["value"].abs().max() < 3e-6, kind
             assert max(float(found[f"gradient {index}"].abs().max()) for index in range(2)) < 1e-4, kind
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of the passes without a divergence's gradient."""
+    monkeypatch.setattr("opd.objectives.plan.VALUES_TILE_BYTES", ROWS * 4 * V)
+    monkeypatch.setattr("opd.objectives.divergences.CHUNK_BYTES", ROWS * 4 * V)
+    monkeypatch.setattr("opd.objectives.triton_backend.NARROW", (128, 4))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"merge": ((3, 300, 7), (250, 1)), "temperature": 0.7},
+    {"merge": ((3, 7),), "softcap": 4.0},
+]
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 8e-3)])
+def test_logprobs_match_the_torch_backend(dtype: torch.dtype, tolerance: float, options: dict[str, Any]) -> None:
+    options, softcap = {**options}, options.get("softcap")
+    options.pop("softcap", None)
+    tokens = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tokens[:3] = torch.tensor([3, 7, 250], device=DEVICE)
+    upstream = torch.randn(N, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    results = []
+    for own in (dtype, torch.float64):
+        student = heads(12, own, bias=True, softcap=softcap)[0]
+        found = token_logprobs(student, tokens, **options)
+        assert ("Triton" in type(found.grad_fn).__name__) == (own == dtype)
+        gradients = torch.autograd.grad((found * upstream.to(found)).sum(), leaves(student))
+        results.append({"logprob": found, **{f"gradient {number}": grad for number, grad in enumerate(gradients)}})
+    compare(*results, tolerance)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("teachers", [0, 1, 2])
+def test_statistics_match_the_torch_backend(teachers: int, options: dict[str, Any]) -> None:
+    options, softcap = {**options}, options.get("softcap")
+    options.pop("softcap", None)
+    tokens = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        student, *others = heads(13, dtype, bias=True, softcap=softcap)
+        teacher: Any = [None, others[0], Mixture(others, [0.4, 0.6])][teachers]
+        found = statistics(student, teacher, kind="jsd", tokens=tokens, **options)
+        results.append({name: value for name, value in vars(found).items() if value is not None})
+    compare(*results, 0.0)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -24,7 +24,7 @@ from opd.objectives.chunked import (
 )
 from opd.objectives.formulas import Form, Kind
 from opd.objectives.mixture import Source
-from opd.objectives.plan import Backend, Plan, chunk_tokens, make_plan
+from opd.objectives.plan import Backend, Plan, make_plan, values_plan
 from opd.objectives.projection import MergeGroups, Projection, without_autocast
 from opd.objectives.rows import Job, RowStatistics, reference_rows
 from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
@@ -166,9 +166,14 @@ def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = 
     size = projection.vocabulary
     if ids.numel() and int(ids.max()) >= size:
         raise ValueError(f"id {int(ids.max())} is outside the vocabulary of {size} ids")
-    chunk = chunk_tokens(projection.count, size, CHUNK_BYTES)
+    job = Job(None, size, merge, temperature, tokens=ids)
+    plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
-    return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, chunk)
+    if plan.backend == "triton" and projection.count:
+        from opd.objectives.triton_modes import TritonLogprobs
+
+        return TritonLogprobs.apply(*tensors, projection, job, plan)
+    return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, plan.chunk)
 
 
 @without_autocast
@@ -188,9 +193,12 @@ def statistics(
     form = None if teacher is None else Form.of(kind, params)
     job = Job(form, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
     _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
-    chunk = chunk_tokens(student.count, job.size, CHUNK_BYTES)
+    plan = values_plan(job, student, teacher, CHUNK_BYTES)
+    if not student.count:
+        return _empty(student, plan).statistics
     source = None if teacher is None else teacher.detach()
-    parts = list(chunked_statistics(job, student.detach(), source, chunk))
-    if parts:
-        return RowStatistics.join(parts)
-    return _empty(student, Plan("chunked", "no rows")).statistics
+    if plan.backend == "triton":
+        from opd.objectives.triton_modes import triton_statistics
+
+        return triton_statistics(job, student.detach(), source, plan)
+    return RowStatistics.join(list(chunked_statistics(job, student.detach(), source, plan.chunk)))

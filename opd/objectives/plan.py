@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,6 +17,7 @@ from opd.objectives.supports import TopRows
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 FAST_TILE_BYTES = 1792 << 20  # both fp32 tiles of `fast` when no budget is given
+VALUES_TILE_BYTES = 512 << 20  # one fp32 tile of a pass that needs no gradient of a divergence
 FEWEST_FAST_ROWS = 256  # below this the head's gradient is read and written more often than it is worth
 SMALL_ROWS, SMALL_SLAB = 8192, 8192  # tile of `small`: as efficient as larger ones, half a GiB
 FEWEST_SMALL = 256  # rows and columns of the smallest tile worth launching
@@ -65,16 +67,20 @@ def make_plan(
     return triton_plan(student, job.size, memory)
 
 
-def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) -> str:  # noqa: PLR0911
+def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) -> str:
     """Why the CUDA backend cannot run this; empty if it can."""
     if job.truncation.support != "full" or isinstance(teacher, TopRows):
         return f"support {job.truncation.support!r} runs in torch"
     if job.overlap:
         return "top-k overlap needs whole sorted rows, which run in torch"
-    heads = [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
+    return heads_obstacle([student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])])
+
+
+def heads_obstacle(heads: Sequence[Projection]) -> str:
+    """Why the CUDA backend cannot run on these heads; empty if it can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not interpreted and not all(head.hidden.is_cuda for head in heads):
-        return f"tensors are on {student.hidden.device.type}"
+        return f"tensors are on {heads[0].hidden.device.type}"
     if any(head.hidden.dtype == torch.float64 for head in heads):
         return "fp64 tensors"
     if any(head.hidden.dtype != head.weight.dtype for head in heads):
@@ -82,6 +88,16 @@ def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) ->
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return ""
+
+
+def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> Plan:
+    """For passes without a divergence's gradient, and log-probs: pieces of half a GiB on a GPU."""
+    heads = [student] if teacher is None else [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
+    obstacle = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else heads_obstacle(heads)
+    if student.hidden.is_cuda:
+        chunk_bytes = VALUES_TILE_BYTES // (4 if obstacle else 1)
+    chunk = chunk_tokens(student.count, job.size, chunk_bytes)
+    return Plan("chunked", obstacle, chunk) if obstacle else Plan("triton", "CUDA tensors", _rounded(chunk))
 
 
 def triton_plan(student: Projection, size: int, memory: int | None) -> Plan:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from opd.objectives import triton_kernels as kernels
 from opd.objectives.chunked import slices
-from opd.objectives.formulas import KINDS
+from opd.objectives.formulas import KINDS, Form
 from opd.objectives.mixture import Mixture, Source
 from opd.objectives.plan import Plan, aligned
 from opd.objectives.projection import LOG_ZERO, Projection, canonical_ids, matmul
 from opd.objectives.rows import Events, Job, RowStatistics, transform_, untransform_
 
 # Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
-WIDE, WIDE_GRADIENT, NARROW = (2048, 8), (1024, 8), (1024, 4)
+WIDE, WIDE_SUMS, NARROW = (2048, 16), (2048, 8), (512, 4)
 NARROW_COLUMNS = 16384
 LOG2_E = math.log2(math.e)
 
@@ -70,7 +70,7 @@ class Tile:
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         n, width = self.student.shape
-        wide = WIDE_GRADIENT if kernel is kernels.gradient_kernel or constants.get("FORWARD") else WIDE
+        wide = WIDE_SUMS if kernel is kernels.sums_kernel or constants.get("FORWARD") else WIDE
         block, warps = NARROW if width <= NARROW_COLUMNS else wide
         s, t = self.s, self.t
         kernel[(n,)](
@@ -81,10 +81,10 @@ class Tile:
             **constants, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
-    def fold_into(self, state: Tensor, forward: bool) -> None:
-        """Add this tile to the running sums (8, N) of its rows."""
+    def fold_into(self, state: Tensor, forward: bool, both: bool = True) -> None:
+        """Add this tile to the running sums (8, N) of its rows; with `both` unset, the student's alone."""
         tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
-        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward)
+        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward, BOTH=both)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +101,22 @@ class Merged:
 
 
 class Engine:
-    """One call: the buffers, the tiles, and the running statistics of every row."""
+    """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
 
-    def __init__(self, job: Job, student: Projection, teacher: Source, plan: Plan) -> None:
-        assert job.form is not None
-        self.job, self.form, self.student, self.teacher, self.plan = job, job.form, student, teacher, plan
-        self.kind = KINDS.index(job.form.kind)
+    def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: Plan) -> None:
+        self.form = job.form or Form("reverse_kl")  # without a teacher there is no divergence to speak of
+        self.job, self.student, self.teacher, self.plan = job, student, teacher, plan
+        self.kind = KINDS.index(self.form.kind)
         self.count, self.device = student.count, student.hidden.device
         self.slab = plan.slab or job.size
-        self._buffers = self.empty(2, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
+        sides = 1 if teacher is None else 2
+        self._buffers = self.empty(sides, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
+        self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
         self.groups = [list(dict.fromkeys(index for index in group if index < job.size)) for group in job.merge]
         self.groups = [group for group in self.groups if len(group) > 1]
         self.part_lse = self._part_normalisers()
         self.merged = self._merge() if self.groups else None
-        self.state = self.empty(8, self.count)
+        self.state = self._start(self.empty(8, self.count))
         self.token_logits = None if job.tokens is None else self.empty(2, self.count)
         self.phi, self.slope = self.empty(2, self.count).zero_()
 
@@ -134,20 +136,27 @@ class Engine:
         return slices(self.count, self.plan.chunk)
 
     def tile(self, rows: slice, columns: slice) -> Tile:
+        """Products of some rows and columns; those still in the buffers are not computed again."""
         n, width = rows.stop - rows.start, columns.stop - columns.start
-        own, other = self._buffers[0, :n, :width], self._buffers[1, :n, :width]
+        own, other = self._buffers[0, :n, :width], self._buffers[-1, :n, :width]
+        if self._held != (rows, columns):
+            self._fill(rows, columns, own, other)
+            self._held = (rows, columns)
+        temperature = self.job.temperature
+        s = Reading.of(self.student, columns, temperature)
+        t = s if self.teacher is None else Reading.of(self.teacher, columns, temperature)
+        return Tile(rows, columns, own, other, s, t)
+
+    def _fill(self, rows: slice, columns: slice, own: Tensor, other: Tensor) -> None:
         if isinstance(self.teacher, Mixture):
             self._mix(self.teacher, rows, columns, other, scratch=own)
-        else:
+        elif self.teacher is not None:
             project(self.teacher, rows, columns, other)
         project(self.student, rows, columns, own)
         if self.merged is not None:
             hidden = self._members_in(columns)[1] - columns.start
             own.index_fill_(1, hidden, LOG_ZERO)
             other.index_fill_(1, hidden, LOG_ZERO)
-        temperature = self.job.temperature
-        s, t = Reading.of(self.student, columns, temperature), Reading.of(self.teacher, columns, temperature)
-        return Tile(rows, columns, own, other, s, t)
 
     def _mix(self, mixture: Mixture, rows: slice, columns: slice, out: Tensor, scratch: Tensor) -> None:
         """Logits of a mixture into `out`; the student's buffer, not yet filled, is the scratch space."""
@@ -179,7 +188,7 @@ class Engine:
                     raw = self._buffers[0, : rows.stop - rows.start, : columns.stop - columns.start]
                     project(part, rows, columns, raw)
                     reading = Reading.of(part, columns, self.job.temperature)
-                    Tile(rows, columns, raw, raw, reading, reading).fold_into(state, forward=False)
+                    Tile(rows, columns, raw, raw, reading, reading).fold_into(state, forward=False, both=False)
             found[number] = (state[0] + state[1].log2()) / LOG2_E
         return found
 
@@ -189,7 +198,9 @@ class Engine:
         member = torch.tensor([index for group in self.groups for index in group], device=self.device)
         event = torch.tensor([number for number, group in enumerate(self.groups) for _ in group], device=self.device)
         own, events = self._event_logits(self.student, member)
-        if isinstance(self.teacher, Mixture):
+        if self.teacher is None:
+            teacher = own
+        elif isinstance(self.teacher, Mixture):
             teacher = self._mixture_events(self.teacher, member)
         else:
             teacher = self._event_logits(self.teacher, member)[0]
@@ -228,21 +239,22 @@ class Engine:
 
     # Passes over tiles
 
-    def start(self, rows: slice) -> None:
+    def _start(self, state: Tensor) -> Tensor:
         """The events are the first columns every row has seen."""
-        _initial_state(self.state[:, rows])
+        _initial_state(state)
         if self.merged is None:
-            return
-        s, t = self.merged.student[rows] * LOG2_E, self.merged.teacher[rows] * LOG2_E
+            return state
+        s, t = self.merged.student * LOG2_E, self.merged.teacher * LOG2_E
         for offset, own, other in ((0, s, t), (4, t, s)):
             top = own.amax(-1)
             e = (own - top[:, None]).exp2()
             parts = (top, e.sum(-1), (e * own).sum(-1), (e * (own - other)).sum(-1))
             for number, part in enumerate(parts):
-                self.state[offset + number, rows] = part
+                state[offset + number] = part
+        return state
 
     def fold(self, tile: Tile) -> None:
-        tile.fold_into(self.state, forward=self.form.kind == "forward_kl")
+        tile.fold_into(self.state, self.form.kind == "forward_kl", both=self.teacher is not None)
         if self.token_logits is not None:
             self._find_tokens(tile)
 
@@ -254,6 +266,8 @@ class Engine:
         here = (tokens >= start) & (tokens < stop)
         column = (tokens - start).clamp(0, stop - start - 1)
         for number, (raw, source) in enumerate(((tile.student, self.student), (tile.teacher, self.teacher))):
+            if source is None:
+                continue
             value = raw.gather(1, column[:, None]).squeeze(1)
             if isinstance(source, Projection):
                 bias = 0 if source.bias is None else source.bias[tile.columns][column]
@@ -263,7 +277,7 @@ class Engine:
 
     def add_sums(self, tile: Tile) -> None:
         tile.launch(
-            kernels.sums_kernel, *(lse[tile.rows] for lse in self.normalisers()), self.phi[tile.rows], self.slope[tile.rows],
+            kernels.sums_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows], self.slope[tile.rows],
             a=self.form.parameter, KIND=self.kind,
         )  # fmt: skip
 
@@ -288,6 +302,14 @@ class Engine:
     def needs_sums(self) -> bool:
         """The KLs follow from the first pass; other kinds need the normalisers before they can be summed."""
         return self.form.kind not in ("reverse_kl", "forward_kl")
+
+    def observe_one(self, rows: slice) -> RowStatistics:
+        """Statistics of finished rows without a teacher."""
+        s_lse, t_lse = (lse[rows] for lse in self.normalisers())
+        index = torch.arange(rows.start, rows.stop, device=self.device)
+        logit = self.state[2, rows] / LOG2_E / self.state[1, rows]
+        found = self._add_extras(RowStatistics(index, s_lse - logit), rows, s_lse, t_lse)
+        return replace(found, teacher_logprob=None, teacher_stop=None)
 
     def observe(self, rows: slice) -> tuple[RowStatistics, Tensor, Tensor]:
         """Statistics of finished rows, the mean slope G, and the outer derivative."""
@@ -327,24 +349,44 @@ class Engine:
                 pair[number] = torch.where(match.any(-1), event, pair[number])
         return replace(found, logprob=pair[0] - s_lse, teacher_logprob=pair[1] - t_lse)
 
-    def gradient_(self, tile: Tile, mean: Tensor, factor: Tensor) -> Tensor:
-        """(n, C) gradient in the student's raw logits, in the head's type and the student's own memory.
-
-        `mean` and `factor` (weight times outer derivative) are those of the tile's rows."""
-        grad = tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
-        lse = (side[tile.rows] for side in self.normalisers())
-        chain = factor * (self.student.scale / self.job.temperature)
+    def gradient_(self, tile: Tile, weight: Tensor) -> Tensor:
+        """(n, C) gradient in the student's raw logits, in the head's type and the student's own memory."""
+        grad = self._over(tile)
         tile.launch(
-            kernels.gradient_kernel, *lse, mean, chain, grad, grad.stride(0), a=self.form.parameter, KIND=self.kind
-        )
+            kernels.gradient_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows],
+            self.slope[tile.rows], weight * (self.student.scale / self.job.temperature), grad, grad.stride(0),
+            a=self.form.parameter, KIND=self.kind,
+        )  # fmt: skip
         if self.merged is not None:
-            where, ids = self._members_in(tile.columns)
+            _, mean, outer = self.observe(tile.rows)
             _, slope, s = self._event_terms(tile.rows)
-            events = (slope - s * mean[:, None]) * factor[:, None]
-            own = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
-            own = untransform_(own, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
-            grad[:, ids - tile.columns.start] = own.to(grad.dtype)
+            self._event_gradient_(grad, tile, (slope - s * mean[:, None]) * (outer * weight)[:, None])
         return grad
+
+    def logprob_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
+        """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
+        grad = self._over(tile)
+        tile.launch(
+            kernels.logprob_kernel, self.state[:, tile.rows], self.state.stride(0), target - tile.columns.start,
+            upstream * (self.student.scale / self.job.temperature), grad, grad.stride(0),
+        )  # fmt: skip
+        if self.merged is not None:
+            s = (self.merged.student[tile.rows] - self.normalisers()[0][tile.rows, None]).exp()
+            hit = (target[:, None] == self.merged.first).to(s.dtype)
+            self._event_gradient_(grad, tile, (hit - s) * upstream[:, None])
+        return grad
+
+    def _over(self, tile: Tile) -> Tensor:
+        self._held = None
+        return tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
+
+    def _event_gradient_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
+        """From the gradient in the events' logits (n, E) to that of their members among these columns."""
+        assert self.merged is not None
+        where, ids = self._members_in(tile.columns)
+        own = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
+        own = untransform_(own, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
+        grad[:, ids - tile.columns.start] = own.to(grad.dtype)
 
 
 def _initial_state(state: Tensor) -> Tensor:

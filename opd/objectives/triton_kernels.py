@@ -9,6 +9,7 @@ to a merged event, which the caller adds itself.
     statistics_kernel   online softmax of both sides: enough for both KLs and both entropies
     sums_kernel         sums of a divergence's `phi` and `S g`, given the normalisers
     gradient_kernel     gradient in the raw logits, written over the student's tile in the head's own type
+    logprob_kernel      the same of one id's log-prob
     mix_kernel          adds one teacher to a mixture
     scale_kernel        a gradient times a factor that only the GPU knows
 """
@@ -19,6 +20,7 @@ import triton.language as tl
 LOG_ZERO = tl.constexpr(-1e30)
 GONE = tl.constexpr(-5e29)  # raw values at or below: not a column
 FAR = tl.constexpr(-1e20)  # log-probs below: those of missing columns, whatever their scale
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -49,6 +51,18 @@ def _online(z, gap, old_max, total, logit, apart, GAP: tl.constexpr):
 
 
 @triton.jit
+def _log(x):
+    """A power of two's logarithm is one instruction on the GPU; a natural one is a polynomial."""
+    return tl.log2(x) * LN_2
+
+
+@triton.jit
+def _normaliser(state_ptr, stride):
+    """Log of a side's sum of exponentials, from its running values in base 2."""
+    return (tl.load(state_ptr) + tl.log2(tl.load(state_ptr + stride))) * LN_2
+
+
+@triton.jit
 def _terms(ls, lt, a, KIND: tl.constexpr):
     """`Form.terms` of the reference, column by column: phi, S times the slope, and S.
 
@@ -71,18 +85,18 @@ def _terms(ls, lt, a, KIND: tl.constexpr):
         slope = s - t
     elif KIND == 2:  # jsd
         heavy = tl.where(up, a, 1 - a)
-        lm = top + tl.log(heavy + (1 - heavy) * near)
+        lm = top + _log(heavy + (1 - heavy) * near)
         slope = (1 - a) * s * (ls - lm)
         phi = a * t * (lt - lm) + slope
     elif KIND == 3:  # skew_kl
         heavy = tl.where(up, a, 1 - a)
         blend = heavy + (1 - heavy) * near
-        phi = t * (lt - top - tl.log(blend))
+        phi = t * (lt - top - _log(blend))
         slope = (1 - a) * (s - low / blend)
     elif KIND == 4:  # skew_reverse_kl
         heavy = tl.where(up, 1 - a, a)
         blend = heavy + (1 - heavy) * near
-        phi = s * (ls - top - tl.log(blend))
+        phi = s * (ls - top - _log(blend))
         slope = phi + a * (s - s * tl.where(up, near, 1.0) / blend)
     elif KIND == 5:  # alpha
         power = tl.where(top < FAR, 0.0, tl.exp(a * lt + (1 - a) * ls))
@@ -123,11 +137,12 @@ def statistics_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, columns_total,
     s_scale, s_cap, t_scale, t_cap,
     S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr,
-    FORWARD: tl.constexpr, BLOCK: tl.constexpr,
+    FORWARD: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold a tile into each row's running sums; logits come in base 2, through `scale` or `cap`.
 
     Every lane keeps its own maximum, so nothing is reduced inside the loop. FORWARD: the teacher's sum for forward KL too.
+    Not BOTH: there is no teacher.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride
@@ -143,18 +158,22 @@ def statistics_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < columns_total
         zs = _logits(s_row, columns, inside, s_bias, s_scale, s_cap, S_BIAS, S_SOFTCAP)
-        zt = _logits(t_row, columns, inside, t_bias, t_scale, t_cap, T_BIAS, T_SOFTCAP)
-        gap = zs - zt
-        s_max, s_sum, s_logit, s_gap = _online(zs, gap, s_max, s_sum, s_logit, s_gap, True)
-        t_max, t_sum, t_logit, t_gap = _online(zt, -gap, t_max, t_sum, t_logit, t_gap, FORWARD)
+        if BOTH:
+            zt = _logits(t_row, columns, inside, t_bias, t_scale, t_cap, T_BIAS, T_SOFTCAP)
+            gap = zs - zt
+            s_max, s_sum, s_logit, s_gap = _online(zs, gap, s_max, s_sum, s_logit, s_gap, True)
+            t_max, t_sum, t_logit, t_gap = _online(zt, -gap, t_max, t_sum, t_logit, t_gap, FORWARD)
+        else:
+            s_max, s_sum, s_logit, s_gap = _online(zs, zs, s_max, s_sum, s_logit, s_gap, False)
     state = state_ptr + row
-    _fold(state, state_stride, s_max, s_sum, s_logit, s_gap, True)
-    _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
+    _fold(state, state_stride, s_max, s_sum, s_logit, s_gap, BOTH)
+    if BOTH:
+        _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
 
 
 @triton.jit
 def sums_kernel(
-    s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, s_lse_ptr, t_lse_ptr, phi_ptr, slope_ptr, columns_total, a,
+    s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, columns_total, a,
     s_scale, s_cap, t_scale, t_cap,
     S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -162,7 +181,8 @@ def sums_kernel(
     """Add a tile's sums of phi and S g to each row's."""
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride
-    s_lse, t_lse = tl.load(s_lse_ptr + row), tl.load(t_lse_ptr + row)
+    s_lse = _normaliser(state_ptr + row, state_stride)
+    t_lse = _normaliser(state_ptr + 4 * state_stride + row, state_stride)
     phis = tl.zeros((BLOCK,), tl.float32)
     slopes = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns_total, BLOCK):
@@ -179,20 +199,30 @@ def sums_kernel(
 
 @triton.jit
 def gradient_kernel(
-    s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, s_lse_ptr, t_lse_ptr, mean_ptr, factor_ptr, grad_ptr, grad_stride,
-    columns_total, a, s_scale, s_cap, t_scale, t_cap,
+    s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, factor_ptr,
+    grad_ptr, grad_stride, columns_total, a, s_scale, s_cap, t_scale, t_cap,
     S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """factor (S g - S G), back through the softcap, over the student's tile.
+    """factor outer'(P) (S g - S G), back through the softcap, over the student's tile.
 
     `grad` may be the student's own memory in a narrower type: block j of a row is then written to bytes that blocks up
     to j have been read from. Only within one block could a write overtake a read; the barrier forbids that.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row, grad_row = s_ptr + row * s_stride, t_ptr + row * t_stride, grad_ptr + row * grad_stride
-    s_lse, t_lse = tl.load(s_lse_ptr + row), tl.load(t_lse_ptr + row)
-    mean, factor = tl.load(mean_ptr + row), tl.load(factor_ptr + row)
+    s_state, t_state = state_ptr + row, state_ptr + 4 * state_stride + row
+    s_lse, t_lse = _normaliser(s_state, state_stride), _normaliser(t_state, state_stride)
+    factor = tl.load(factor_ptr + row)
+    if KIND == 0:  # reverse_kl: G is its value
+        gap = tl.load(s_state + 3 * state_stride) / tl.load(s_state + state_stride)
+        mean = gap * LN_2 - s_lse + t_lse
+    elif KIND == 1:  # forward_kl
+        mean = 0.0
+    else:
+        mean = tl.load(slope_ptr + row)
+    if KIND == 8:  # acceptance
+        factor = factor / tl.load(phi_ptr + row)
     for start in range(0, columns_total, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < columns_total
@@ -200,6 +230,32 @@ def gradient_kernel(
         zt = _logits(t_row, columns, inside, t_bias, t_scale, t_cap, T_BIAS, T_SOFTCAP)
         _, slope, s = _terms(zs - s_lse, zt - t_lse, a, KIND)
         grad = (slope - s * mean) * factor
+        if S_SOFTCAP:
+            tanh = zs / s_cap
+            grad = tl.where(zs < FAR, 0.0, grad * (1 - tanh * tanh))
+        tl.debug_barrier()
+        tl.store(grad_row + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def logprob_kernel(
+    s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, target_ptr, factor_ptr,
+    grad_ptr, grad_stride, columns_total, s_scale, s_cap, t_scale, t_cap,
+    S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """factor (1[column is the target] - S), over the tile as in `gradient_kernel`; there is no teacher."""
+    row = tl.program_id(0).to(tl.int64)
+    s_row, grad_row = s_ptr + row * s_stride, grad_ptr + row * grad_stride
+    s_lse, target, factor = (
+        _normaliser(state_ptr + row, state_stride),
+        tl.load(target_ptr + row),
+        tl.load(factor_ptr + row),
+    )
+    for start in range(0, columns_total, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < columns_total
+        zs = _logits(s_row, columns, inside, s_bias, s_scale, s_cap, S_BIAS, S_SOFTCAP)
+        grad = (tl.where(columns == target, 1.0, 0.0) - tl.exp(zs - s_lse)) * factor
         if S_SOFTCAP:
             tanh = zs / s_cap
             grad = tl.where(zs < FAR, 0.0, grad * (1 - tanh * tanh))
