@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -48,9 +49,9 @@ class Limits:
     output: int = MEGABYTE
 
     def resources(self) -> dict[str, int]:
-        cpu = int(self.seconds) + 1
+        cpu = {"RLIMIT_CPU": int(self.seconds) + 1} if math.isfinite(self.seconds) else {}
         return {
-            "RLIMIT_AS": self.memory, "RLIMIT_CPU": cpu, "RLIMIT_NPROC": self.processes + 2, "RLIMIT_FSIZE": self.disk,
+            **cpu, "RLIMIT_AS": self.memory, "RLIMIT_NPROC": self.processes + 2, "RLIMIT_FSIZE": self.disk,
             "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0,
         }  # fmt: skip
 
@@ -134,7 +135,7 @@ def start(
 
 def python() -> str:
     """The interpreter itself, not the link in a virtual environment: inside, only its own installation exists."""
-    return os.path.realpath(sys.executable)
+    return os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
 
 
 def _system(cell: Cell) -> tuple[dict[str, str], dict[str, str]]:
