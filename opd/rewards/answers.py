@@ -93,13 +93,9 @@ def _number(match: re.Match[str]) -> Number | None:
 
 def close(answer: Number, reference: Number, relative: float, absolute: float) -> bool:
     """Equal within the larger tolerance. A percentage is read both ways: 50% is 50 and 0.5."""
-    scales = (Fraction(1), Fraction(1, 100), Fraction(100))
-    if answer.percent == reference.percent:
-        scales = scales[:1]
-    elif answer.percent:
-        scales = scales[:2]
-    else:
-        scales = (scales[0], scales[2])
+    scales = [Fraction(1)]
+    if answer.percent != reference.percent:
+        scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
     room = max(Fraction(absolute), Fraction(relative) * abs(reference.value))
     return any(abs(answer.value * scale - reference.value) <= room for scale in scales)
 

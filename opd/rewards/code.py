@@ -121,7 +121,7 @@ class _Run:
     def _harness(self, checks: list[dict[str, Any]]) -> Judgement:
         """All expressions and asserts in one go. Score: the share that passed."""
         token = secrets.token_hex(16)
-        work = [{"call": check["call"]} if "call" in check else {"run": check["run"], "token": token} for check in checks]
+        work = [{"call": check["call"]} if "call" in check else {**check, "token": token} for check in checks]
         task = json.dumps({"setup": self.setup, "program": self.program, "work": work})
         outcome = self._start(["harness.py"], {"harness.py": HARNESS.read_text(encoding="utf-8")}, task.encode())
         if outcome.error:
@@ -134,7 +134,9 @@ class _Run:
                 passed += 1
             elif not feedback:
                 feedback = f"{(check.get('call') or 'tests')[:100]}: {line[:100]}"
-        return Judgement(passed / len(checks), feedback=feedback or _story(outcome) or ("" if passed == len(checks) else "it stopped early"))  # fmt: skip
+        if not feedback and passed < len(checks):
+            feedback = _story(outcome) or "it ended before its tests did"
+        return Judgement(passed / len(checks), feedback=feedback)
 
     def _start(self, arguments: list[str], files: Mapping[str, str], stdin: bytes) -> sandbox.Outcome:
         command = [sandbox.python(), "-I", "-B", *arguments]
@@ -152,7 +154,8 @@ def _story(outcome: sandbox.Outcome) -> str:
 
 def _same_text(said: str, wanted: str) -> bool:
     """Line by line, white space at the ends of lines and of the whole aside."""
-    return [line.rstrip() for line in said.strip().splitlines()] == [line.rstrip() for line in wanted.strip().splitlines()]
+    ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
+    return ours == theirs
 
 
 def _same_value(line: str, wanted: Any) -> bool:

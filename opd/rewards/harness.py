@@ -17,18 +17,17 @@ def plain(value: Any, depth: int = 0) -> Any:
     """Built from literals alone, so that what it equals is not its own choice."""
     if depth > 50:
         raise ValueError("nested too deeply")
-    for kind in (bool, int, float, complex, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)
     if value is None:
         return None
+    leaf: Any
+    for leaf in (bool, int, float, complex, str, bytes):
+        if isinstance(value, leaf):
+            return leaf(value)
     if isinstance(value, dict):
         return {plain(key, depth + 1): plain(entry, depth + 1) for key, entry in value.items()}
-    for kind in (list, tuple, set):
-        if isinstance(value, kind):
-            return kind(plain(entry, depth + 1) for entry in value)
-    if isinstance(value, frozenset):
-        return {plain(entry, depth + 1) for entry in value}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        entries = [plain(entry, depth + 1) for entry in value]
+        return tuple(entries) if isinstance(value, tuple) else entries if isinstance(value, list) else set(entries)
     if hasattr(value, "tolist"):  # numpy
         return plain(value.tolist(), depth + 1)
     raise ValueError(f"{type(value).__name__} is not a plain value")

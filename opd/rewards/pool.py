@@ -7,6 +7,7 @@ sandbox works they run as they are, and the log says so. Workers start when firs
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -99,10 +100,8 @@ class Worker:
             said = self.process.stderr.read() or b""
         if self.status is not None:
             os.set_blocking(self.status, False)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 said = os.read(self.status, 500) + said
-            except BlockingIOError:
-                pass
             os.close(self.status)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:

@@ -80,13 +80,10 @@ def run(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> Outcome:
     """Run a program in its sandbox, to its end or its limits. `files` are written into its working folder."""
-    scratch = tempfile.TemporaryDirectory(prefix="opd-unsandboxed-") if kind == "none" else None
-    try:
-        process, status = start(argv, kind=kind, limits=limits, files=files, directory=scratch and scratch.name)
-        return _Watch(process, status, limits, stdin).outcome()
-    finally:
-        if scratch is not None:
-            scratch.cleanup()
+    if kind != "none":
+        return _Watch(*start(argv, kind=kind, limits=limits, files=files), limits, stdin).outcome()
+    with tempfile.TemporaryDirectory(prefix="opd-unsandboxed-") as folder:
+        return _Watch(*start(argv, kind=kind, limits=limits, files=files, directory=folder), limits, stdin).outcome()
 
 
 def start(
@@ -156,8 +153,9 @@ def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limi
         command += ["--symlink", target, path]
     for source, target in binds.items():
         command += ["--ro-bind", source, target]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(limits.disk), "--perms", "1777"]
-    return [*command, "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    room = ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]
+    return [*command, *room, "--chdir", "/tmp", "--remount-ro", "/", "--"]
 
 
 class _Watch:

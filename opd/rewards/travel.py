@@ -9,7 +9,6 @@ from typing import Any
 from opd.config import RewardSpec
 from opd.types import Judgement, Prompt, Sample
 
-
 READY = b"ready\n"  # a worker has started, or has loaded what the sample at hand needs
 
 
@@ -23,16 +22,20 @@ def pack(value: Any) -> Any:
         return {"$dict": [[pack(key), pack(entry)] for key, entry in value.items()]}
     if isinstance(value, list):
         return [pack(entry) for entry in value]
-    if isinstance(value, (tuple, set, frozenset)):
-        tag = "$tuple" if isinstance(value, tuple) else "$set"
-        return {tag: [pack(entry) for entry in (value if tag == "$tuple" else sorted(value, key=repr))]}
+    if isinstance(value, tuple):
+        return {"$tuple": [pack(entry) for entry in value]}
+    return _pack_rare(value)
+
+
+def _pack_rare(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return {"$set": [pack(entry) for entry in sorted(value, key=repr)]}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
-    if isinstance(value, (str, int, float)):  # np.str_, np.float64, enums
-        return next(kind(value) for kind in (str, bool, int, float) if isinstance(value, kind))
-    if hasattr(value, "tolist"):  # arrays and scalars of numpy
-        return pack(value.tolist())
-    return str(value)  # dates and the like
+    for kind in (str, bool, int, float):  # np.str_, np.float64, enums
+        if isinstance(value, kind):
+            return kind(value)
+    return pack(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy; dates and the like
 
 
 def unpack(value: Any) -> Any:
@@ -75,6 +78,7 @@ def read_reply(line: bytes) -> Judgement | None:
     try:
         body = json.loads(line)
         score = None if body["score"] is None else float(body["score"])
-        return Judgement(score, tuple(float(turn) for turn in body["per_turn"]), str(body["feedback"]), str(body["error"]))
+        turns = tuple(float(turn) for turn in body["per_turn"])
+        return Judgement(score, turns, str(body["feedback"]), str(body["error"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -18,7 +18,7 @@ from opd.rewards.travel import READY, read_request, reply
 from opd.types import Judgement
 
 MEMORY = 4 << 30
-MODULES = {"maths": "math_verify", "json": "jsonschema", "gym": "reasoning_gym"}  # slow to import: not the sample's time
+MODULES = {"maths": "math_verify", "json": "jsonschema", "gym": "reasoning_gym"}  # loading is not the sample's time
 
 
 def main() -> None:
