@@ -42,13 +42,13 @@ def main() -> None:
     sys.stdin, sys.stdout = io.StringIO(), open(nowhere, "w")  # noqa: SIM115
     space: dict[str, Any] = {"__name__": "solution"}
     for source in (task["setup"], task["program"]):
-        exec(compile(source, "program", "exec"), space)
+        exec(compile(source, "program", "exec", dont_inherit=True), space)
     for piece in task["work"]:
         try:
             if "call" in piece:
-                line = repr(plain(eval(compile(piece["call"], "test", "eval"), space)))
+                line = repr(plain(eval(compile(piece["call"], "test", "eval", dont_inherit=True), space)))
             else:
-                exec(compile(piece["run"], "test", "exec"), space)
+                exec(compile(piece["run"], "test", "exec", dont_inherit=True), space)
                 line = repr(piece["token"])
         except Exception as error:  # whatever the program raises is its answer
             line = f"{type(error).__name__}: {error}"

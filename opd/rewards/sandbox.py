@@ -153,7 +153,7 @@ def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limi
         command += ["--symlink", target, path]
     for source, target in binds.items():
         command += ["--ro-bind", source, target]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     room = ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]
     return [*command, *room, "--chdir", "/tmp", "--remount-ro", "/", "--"]
 
