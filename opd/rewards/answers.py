@@ -62,17 +62,23 @@ def extract(text: str, how: str) -> str | None:
     return last_line(text) if how == "last_line" else text.strip()
 
 
-def numbers(text: str) -> list[Number | None]:
-    r"""Every number in a text: 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: one out of all bounds.
+def last_number(text: str, *, alone: bool = False) -> Number | None:
+    r"""Reads 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: no number, or out of all bounds.
 
-    >>> numbers("from 1,200 to 50%")
-    [Number(value=Fraction(1200, 1), percent=False), Number(value=Fraction(50, 1), percent=True)]
+    `alone`: nothing may stand beside it.
+
+    >>> last_number("from 1,200 to 50%")
+    Number(value=Fraction(50, 1), percent=True)
     """
     text = text[-LONGEST:]
     for old, new in PLAIN.items():
         text = text.replace(old, new)
     text = FRACTION.sub(r"\1/\2", text)
-    return [_number(match) for match in NUMBER.finditer(text)]
+    match = NUMBER.fullmatch(text.strip()) if alone else None
+    if not alone:
+        for match in NUMBER.finditer(text):  # noqa: B007
+            pass
+    return None if match is None else _number(match)
 
 
 def _number(match: re.Match[str]) -> Number | None:

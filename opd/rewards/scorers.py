@@ -46,8 +46,8 @@ def exact(spec: RewardSpec, sample: Sample) -> Judgement:
 
 
 def numeric(spec: RewardSpec, sample: Sample) -> Judgement:
-    last = [(answers.numbers(str(reference)) or [None])[-1] for reference in references(spec, sample)]
-    wanted = [reference for reference in last if reference is not None]
+    known = [answers.last_number(str(reference)) for reference in references(spec, sample)]
+    wanted = [reference for reference in known if reference is not None]
     if not wanted:
         return Judgement(None, error=f"the prompt's {spec.field!r} holds no number")
     text = answers.boxed(sample.text) if spec.extract == "auto" else answers.extract(sample.text, spec.extract)
@@ -55,8 +55,8 @@ def numeric(spec: RewardSpec, sample: Sample) -> Judgement:
         if spec.extract != "auto":
             return right(False, "no boxed answer")
         text = sample.text
-    found = (answers.numbers(text) or [None])[-1]
-    if found is None or (spec.extract == "all" and len(answers.numbers(text)) + len(text.split()) > 2):
+    found = answers.last_number(text, alone=spec.extract == "all")
+    if found is None:
         return right(False, "no number")
     return right(any(answers.close(found, reference, spec.tolerance, spec.absolute) for reference in wanted))
 
