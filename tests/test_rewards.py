@@ -201,7 +201,7 @@ def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
     assert not loot.exists()
 
 
-CUSTOM = '''
+CUSTOM = """
 import os, sys, time
 from opd.types import Judgement
 
@@ -233,7 +233,7 @@ def misbehave(sample):
 
 def misbehave_deeply(n):
     return misbehave_deeply(n + 1)
-'''
+"""
 
 
 @pytest.fixture
@@ -491,7 +491,16 @@ def everything() -> dict[str, Any]:
     }
 
 
-COUNTS = {"exact": 10_000, "numeric": 10_000, "sum": 1_000, "format": 1_000, "json": 1_000, "code": 300, "maths": 100, "gym": 100}
+COUNTS = {
+    "exact": 10_000,
+    "numeric": 10_000,
+    "sum": 1_000,
+    "format": 1_000,
+    "json": 1_000,
+    "code": 300,
+    "maths": 100,
+    "gym": 100,
+}
 
 
 @pytest.mark.parametrize("name", list(COUNTS))
@@ -536,6 +545,9 @@ def test_no_text_takes_long_in_process() -> None:
     texts = [*(piece * (size // len(piece)) for piece in pieces), "\\boxed{" + "{" * size, "1" + " " * size + "/"]
     for text in texts:
         begun = time.perf_counter()
-        assert score([{"kind": "exact", "ignore": ["case", "space", "punctuation"]}, "numeric"], text, answer="3.25") == 0.0
+        assert (
+            score([{"kind": "exact", "ignore": ["case", "space", "punctuation"]}, "numeric"], text, answer="3.25")
+            == 0.0
+        )
         answers.blocks(text)
         assert time.perf_counter() - begun < 2, text[:20]
