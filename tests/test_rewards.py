@@ -18,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import opd
 from opd.config import RewardSpec, load_recipe
 from opd.errors import RecipeError
 from opd.rewards import Judge, answers, sandbox, verify
 from opd.rewards.pool import Pool, Task, pool
 from opd.rewards.travel import pack, read_request, request, unpack
 from opd.types import Judgement, Prompt, Sample
+from tests.helpers import save_tiny
 from tests.malformed import malformed
 
 needs_sandbox = pytest.mark.skipif(
@@ -403,6 +405,26 @@ def test_the_prompts_own_verifier_is_the_default() -> None:
 def test_mistakes_are_named(rewards: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         judge(rewards, domains=["sums"])
+
+
+def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:
+    """In training and in evaluation: the length of an answer of random weights is known to be above 0, its sum is not right."""
+    student = save_tiny(tmp_path / "student")
+    recipe = {
+        "student": student,
+        "teachers": {"t": student},
+        "prompts": [{"source": "task:addition", "domain": "sums"}, {"source": "task:reverse", "domain": "words"}],
+        "rewards": {"words": {"kind": "format", "pattern": ".", "weight": 0.25}},
+        "rollout": {"prompts": 4, "max_new_tokens": 6},
+        "train": {"steps": 1},
+        "eval": {"prompts": 4},
+        "device": "cpu",
+    }
+    run = opd.run(recipe, out=tmp_path / "run")
+    evals = run.summary["stages"][0]["evals"]
+    assert evals["sums"]["after"] == 0.0
+    assert evals["words"]["after"] == pytest.approx(0.25, abs=0.13)
+    assert 0.0 < run.metrics[0]["score"] <= 0.125
 
 
 # Code
