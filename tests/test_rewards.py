@@ -444,6 +444,19 @@ def test_code_against_tests_and_cases() -> None:
     check = "def check(candidate):\n    assert candidate(1) == 2\n"
     assert score("code", right, tests=check, entry_point="f") == 1.0
     assert score("code", wrong.replace("2", "3"), tests=check, entry_point="f") == 0.0
+    loop = "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == n + 1\n"
+    assert score("code", right, tests=loop, entry_point="f") == 1.0
+    assert score("code", wrong, tests=loop, entry_point="f") == 0.0
+    assert "entry_point" in only("code", right, tests=check).error
+    helper = [
+        "import math\nMETADATA = {}\ndef check(c):\n    assert c(math.floor(1.5)) == 2\n    assert abs(c(1) - 2) < 1e-6\n"
+    ]
+    assert score("code", right, tests=helper, entry_point="f") == 1.0
+    assert (
+        score("code", block("class Solution:\n    def g(self, x): return x"), tests=["assert Solution().g(3) == 3"])
+        == 1.0
+    )
+    assert score("code", right, setup="import math", tests=["x = f(1)\nassert math.isclose(x, 2)"]) == 1.0
     assert score("code", right, cases=[{"call": "[f(n) for n in range(3)]", "output": [1, 2, 3]}]) == 1.0
     cases = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "8"}]
     assert score("code", block("print(int(input()) * 2)"), cases=cases) == 1.0
@@ -486,8 +499,11 @@ def test_values_are_compared_by_what_they_are() -> None:
 )  # fmt: skip
 def test_forged_verdicts(code: str) -> None:
     """Neither an early exit nor a marker nor a value that equals everything passes: the comparison happens outside."""
-    fields = {"tests": ["assert f(1) == 2", "assert f(2) == 3"]}
-    assert score({"kind": "code", "time_limit": 2}, block(code), **fields) == 0.0
+    plain = sample(block(code), tests=["assert f(1) == 2", "assert f(2) == 3"])
+    check = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
+    checked = sample(block(code), tests=check, entry_point="f")
+    found = judge({"kind": "code", "time_limit": 1})([plain, checked])
+    assert [judgement.score for judgement in found] == [0.0, 0.0]
 
 
 @needs_sandbox

@@ -27,15 +27,15 @@ PYTHON = ("python", "py", "python3", "")
 
 def code(spec: RewardSpec, sample: Sample) -> Judgement:
     try:
-        checks = _checks(sample.prompt.fields)
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        checks, prepare = _checks(sample.prompt.fields)
+    except (ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
         return Judgement(None, error=f"the prompt's tests cannot be read: {type(error).__name__}: {error}")
     if not checks:
         return Judgement(None, error="the prompt has neither `cases` nor `tests`")
     program = last_program(sample.text)
     if program is None:
         return Judgement(0.0, feedback="no Python block")
-    return _Run(spec, program, sample.prompt.fields).judge(checks)
+    return _Run(spec, program, str(sample.prompt.fields.get("setup") or ""), prepare).judge(checks)
 
 
 def last_program(text: str) -> str | None:
@@ -49,47 +49,56 @@ def test_count(fields: Mapping[str, Any]) -> int:
     return 1 + (len(cases) if isinstance(cases, (list, tuple)) else str(cases).count("input"))
 
 
-def _checks(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every check as {input, output}, {call, output} or {run}: the last one only for asserts nothing can be compared in."""
+def _checks(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Every check as {input, output}, {call, output} or {run}, the last only where nothing can be compared out here.
+
+    And what has to run between the program and its checks.
+    """
     found: list[dict[str, Any]] = []
+    prepare: list[str] = []
     cases = fields.get("cases") or []
     for case in json.loads(cases) if isinstance(cases, str) else cases:
         kind = "input" if "input" in case else "call"
         found.append({kind: str(case[kind]), "output": case["output"]})
     tests = fields.get("tests") or []
     for test in [tests] if isinstance(tests, str) else tests:
-        found += _statements(str(test))
-    if found and fields.get("entry_point") and any("def check(" in check.get("run", "") for check in found):
-        found.append({"run": f"check({fields['entry_point']})"})
-    runs = [check["run"] for check in found if "run" in check]
-    others = [check for check in found if "run" not in check]
-    return [*others, {"run": "\n".join(runs)}] if runs else others
-
-
-def _statements(test: str) -> list[dict[str, Any]]:
-    """The asserts of a test that compare with a literal, and the rest as it is. A test that defines things stays whole."""
-    tree = ast.parse(test)
-    if not all(isinstance(statement, ast.Assert) for statement in tree.body):
-        return [{"run": test}]
-    found: list[dict[str, Any]] = []
-    for statement in tree.body:
-        assert isinstance(statement, ast.Assert)
-        condition = statement.test
-        if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
-            try:
-                value = ast.literal_eval(condition.comparators[0])
-            except ValueError:
-                pass
+        body = ast.parse(str(test)).body
+        checker = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
+        if checker is not None:
+            entry = str(fields["entry_point"])
+            around = [node for node in body if node is not checker]
+            if all(isinstance(node, ast.Assert) for node in checker.body) and not any(map(_defines, around)):
+                prepare += [*map(ast.unparse, around), f"{checker.args.args[0].arg} = {entry}"]
+                body = checker.body
             else:
-                found.append({"call": ast.unparse(condition.left), "output": value})
+                found.append({"run": f"{test}\ncheck({entry})"})
                 continue
-        found.append({"run": ast.unparse(statement)})
-    return found
+        if all(isinstance(node, ast.Assert) for node in body):
+            found += [_assertion(node) for node in body if isinstance(node, ast.Assert)]
+        else:
+            found.append({"run": str(test)})
+    return found, "\n".join(prepare)
+
+
+def _defines(node: ast.stmt) -> bool:
+    return not isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr))
+
+
+def _assertion(statement: ast.Assert) -> dict[str, Any]:
+    """`assert CALL == LITERAL` is a call whose value is compared out here; any other is run as it is."""
+    condition = statement.test
+    if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
+        try:
+            value = ast.literal_eval(condition.comparators[0])
+        except ValueError:
+            return {"run": ast.unparse(statement)}
+        return {"call": ast.unparse(condition.left), "output": value}
+    return {"run": ast.unparse(statement)}
 
 
 class _Run:
-    def __init__(self, spec: RewardSpec, program: str, fields: Mapping[str, Any]) -> None:
-        self.spec, self.program, self.setup = spec, program, str(fields.get("setup") or "")
+    def __init__(self, spec: RewardSpec, program: str, setup: str, prepare: str) -> None:
+        self.spec, self.program, self.sources = spec, program, [setup, program, prepare]
         size = sandbox.MEGABYTE
         self.kind = sandbox.choose(spec.sandbox)
         self.limits = sandbox.Limits(spec.time_limit, spec.memory * size, spec.processes, spec.disk * size)
@@ -122,7 +131,7 @@ class _Run:
         """All expressions and asserts in one go. Score: the share that passed."""
         token = secrets.token_hex(16)
         work = [{"call": check["call"]} if "call" in check else {**check, "token": token} for check in checks]
-        task = json.dumps({"setup": self.setup, "program": self.program, "work": work})
+        task = json.dumps({"sources": self.sources, "work": work})
         outcome = self._start(["harness.py"], {"harness.py": HARNESS.read_text(encoding="utf-8")}, task.encode())
         if outcome.error:
             return Judgement(None, error=f"sandbox: {outcome.error}")

@@ -1,6 +1,6 @@
 """Inside the sandbox: runs a program, then evaluates expressions on it. One line of output per piece of work.
 
-stdin: {"setup", "program", "work": [{"call"} | {"run", "token"}]}. An expression's value is written as a plain literal and
+stdin: {"sources", "work": [{"call"} | {"run", "token"}]}. An expression's value is written as a plain literal and
 judged outside; a run of asserts writes its token if none failed. The program's own output goes nowhere.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
     os.dup2(nowhere, 1)
     sys.stdin, sys.stdout = io.StringIO(), open(nowhere, "w")  # noqa: SIM115
     space: dict[str, Any] = {"__name__": "solution"}
-    for source in (task["setup"], task["program"]):
+    for source in task["sources"]:
         exec(compile(source, "program", "exec", dont_inherit=True), space)
     for piece in task["work"]:
         try:
