@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -252,7 +253,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def choose(wanted: str) -> str:
     """`auto`, `bubblewrap`, `namespaces` or `none` -> what will be used. Refuses what does not work here, with the reason."""
-    if wanted == "none":
+    if wanted == "none" and sys.platform == "linux":
         log.warning("sandbox: none. Code written by the model runs WITHOUT A SANDBOX, with all rights of this user.")
         return "none"
     reasons = []
@@ -272,7 +273,8 @@ def trouble(kind: str) -> str:
     """Why this kind of sandbox cannot be used here; empty if it can. Tried for real, once."""
     if sys.platform != "linux" or seccomp.machine() is None:
         return "needs Linux on x86_64 or aarch64"
-    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) < OLDEST_KERNEL:
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
         return f"needs Linux 5.14 or newer, this is {os.uname().release}"
     if kind == "bubblewrap":
         if shutil.which("bwrap") is None:
