@@ -520,11 +520,11 @@ def everything() -> dict[str, Any]:
     return {
         "exact": "exact",
         "numeric": "numeric",
-        "format": {"kind": "format", "pattern": r"<answer>\d+</answer>", "time_limit": 3},
-        "json": {"kind": "json", "time_limit": 3},
-        "code": {"kind": "code", "time_limit": 3},
-        "maths": {"kind": "maths", "time_limit": 3},
-        "gym": {"kind": "verifier", "time_limit": 3},
+        "format": {"kind": "format", "pattern": r"<answer>\d+</answer>", "time_limit": 1},
+        "json": {"kind": "json", "time_limit": 1},
+        "code": {"kind": "code", "time_limit": 1},
+        "maths": {"kind": "maths", "time_limit": 1},
+        "gym": {"kind": "verifier", "time_limit": 1},
         "sum": [{"kind": "exact"}, {"kind": "numeric", "weight": 0.5}],
     }
 
@@ -571,7 +571,7 @@ def shower(name: str, texts: list[str]) -> None:
     assert all(judgement.score is None or 0.0 <= judgement.score < 0.1 for judgement in found)
     if name not in ("maths", "gym"):  # libraries that hang or trip over some texts: masked, a few in a hundred
         assert not failed
-    assert len(failed) <= max(4, 0.05 * count)
+    assert len(failed) <= max(4, 0.1 * count)
     counts = rewards.drain()
     assert counts["judged"] + len(failed) == count
 
