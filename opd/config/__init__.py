@@ -14,6 +14,7 @@ from opd.config.read import (
     shipped_recipes,
     validate,
 )
+from opd.config.rewards import RewardSpec
 from opd.config.stage import (
     Checkpoint,
     EarlyStop,
@@ -41,6 +42,7 @@ __all__ = [
     "Lora",
     "PromptSource",
     "Recipe",
+    "RewardSpec",
     "Rollouts",
     "SamplerSpec",
     "Stage",

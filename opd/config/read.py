@@ -160,6 +160,10 @@ def recipe_schema() -> dict[str, Any]:
     properties["prompts"]["items"] = {"anyOf": [short, properties["prompts"]["items"]]}
     term = properties["objective"]["items"]
     properties["objective"] = {"anyOf": [term, {"type": "array", "items": term}]}
+    reward = {"anyOf": [short, properties["rewards"]["additionalProperties"]["items"]]}
+    rewards = {"anyOf": [*reward["anyOf"], {"type": "array", "items": reward}]}
+    by_domain = {"type": "object", "additionalProperties": rewards}
+    properties["rewards"] = {"anyOf": [*rewards["anyOf"], by_domain]}
     properties["log"] = {"anyOf": [short, {"type": "array", "items": short}, properties["log"]]}
     stage = {"type": "object", "additionalProperties": False, "properties": dict(properties), "required": ["name"]}
     schema["properties"] = {**properties, "name": {"type": "string"}, "stages": {"type": "array", "items": stage}}

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.base import SETTINGS, Count, Dtype, Fraction, Positive
 from opd.config.objective import Term
+from opd.config.rewards import RewardSpec, read_rewards
 
 
 class Lora(BaseModel):
@@ -190,6 +191,9 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
+    rewards: dict[str, list[RewardSpec]] = Field(
+        default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
+    )
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -221,6 +225,11 @@ class Stage(BaseModel):
     @classmethod
     def _objective(cls, value: Any) -> Any:
         return [value] if isinstance(value, Mapping) else value
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards(cls, value: Any) -> Any:
+        return read_rewards(value)
 
     @field_validator("log", mode="before")
     @classmethod

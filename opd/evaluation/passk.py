@@ -13,7 +13,7 @@ from opd.data.render import decode
 from opd.rewards import verify
 from opd.rollout.collect import collect
 from opd.rollout.draws import request_key
-from opd.types import Prompt, Sample, Sampler, SampleRequest, Sampling
+from opd.types import Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
 
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
@@ -58,6 +58,7 @@ class Score:
 def evaluate(
     sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
+    reward: Reward = verify,
 ) -> dict[str, Score]:  # fmt: skip
     """Score a model on every domain: greedily, and with k samples per prompt where k > 0."""
     runs: dict[str, Sampling] = {}
@@ -72,9 +73,7 @@ def evaluate(
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
         for domain, asked in questions.items():
-            results[domain][name] = [
-                _judge(question, answers[question.prompt.id], tokenizer, how.stop_ids) for question in asked
-            ]
+            results[domain][name] = _judge(asked, answers, tokenizer, how.stop_ids, reward)
             lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
     return {
         domain: _score(results[domain], lengths[domain], k, sampling.max_new_tokens)
@@ -108,10 +107,17 @@ def _answers(
     return found
 
 
-def _judge(question: Question, answers: Sequence[np.ndarray], tokenizer: Any, stop_ids: tuple[int, ...]) -> np.ndarray:
+def _judge(
+    asked: Sequence[Question], answers: Mapping[str, Sequence[np.ndarray]], tokenizer: Any, stop_ids: tuple[int, ...], reward: Reward,
+) -> list[np.ndarray]:  # fmt: skip
     """1 right, 0 wrong, NaN could not be judged; one per sample. Partial scores count by their value."""
-    samples = [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers]
-    return np.array([np.nan if judgement.score is None else judgement.score for judgement in verify(samples)])
+    samples = [
+        [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
+        for question in asked
+    ]
+    judged = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
+    scores = [[next(judged).score for _ in group] for group in samples]
+    return [np.array([np.nan if score is None else score for score in group]) for group in scores]
 
 
 def _score(results: Mapping[str, list[np.ndarray]], lengths: Sequence[int], k: int, limit: int) -> Score:

@@ -1,5 +1,5 @@
-"""Verdicts on finished answers."""
+"""Verdicts on finished answers: rewards, the workers they run in, and a sandbox for code the model wrote."""
 
-from opd.rewards.verify import verify
+from opd.rewards.judge import Judge, verify
 
-__all__ = ["verify"]
+__all__ = ["Judge", "verify"]

@@ -17,7 +17,7 @@ from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
-from opd.rewards import verify
+from opd.rewards import Judge
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
@@ -54,6 +54,7 @@ class StageRun:
         self.domains = list(dict.fromkeys(visit.prompt.domain for visit in probe))
         roles = [role for term in spec.objective for role in term.roles]
         self.routes = routes(spec.teachers, self.domains, roles)
+        self.rewards = Judge(spec.rewards, self.domains)
         _check_trajectories(spec)
 
         device, student = str(self.device), spec.student
@@ -151,10 +152,10 @@ class StageRun:
     def judge(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
         prompts = {visit.prompt.id: visit.prompt for visit in visits}
-        asked = [rollout for rollout in rollouts if "verifier" in prompts[rollout.prompt_id].fields]
+        asked = [rollout for rollout in rollouts if self.rewards.judges(prompts[rollout.prompt_id])]
         samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
         scores: dict[str, float | None] = {}
-        for rollout, judgement in zip(asked, verify(samples), strict=True):
+        for rollout, judgement in zip(asked, self.rewards(samples), strict=True):
             scores[rollout.id] = judgement.score
             self.store.note(rollout.id, score=judgement.score)
         return scores
@@ -165,14 +166,14 @@ class StageRun:
     # Evaluation
 
     def _held_out(self) -> dict[str, list[Question]]:
-        """Held-out questions with a verifier, by domain."""
+        """Held-out questions that can be judged, by domain."""
         found: dict[str, list[Question]] = {}
         if not self.spec.eval.prompts:
             return found
         for spec, source in zip(self.spec.prompts, self.sources, strict=True):
             for prompt in source.held_out(self.spec.eval.prompts):
                 asked = found.setdefault(prompt.domain, [])
-                if "verifier" in prompt.fields and len(asked) < self.spec.eval.prompts:
+                if self.rewards.judges(prompt) and len(asked) < self.spec.eval.prompts:
                     asked.append(
                         Question(prompt, render_prompt(prompt, self.student.tokenizer, spec.chat_template_kwargs))
                     )
@@ -186,7 +187,7 @@ class StageRun:
         limit = spec.max_new_tokens or self.spec.rollout.max_new_tokens
         sampling = Sampling(limit, stop_ids=self.stop_ids, stop_strings=tuple(self.spec.rollout.stop))
         return evaluate(engine, questions, sampling, self.student.tokenizer, greedy=spec.greedy, k=spec.k,
-                        temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop)  # fmt: skip
+                        temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewards)  # fmt: skip
 
     def evaluate_teachers(self) -> dict[str, dict[str, Score]]:
         """Every teacher of the role `teacher` on every domain: its own, and what it has forgotten."""

@@ -1,0 +1,121 @@
+"""Finding the answer in a text, and reading numbers. Pure Python, linear in the text, raises nothing on garbage."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+LONGEST = 20_000  # characters from the end in which a number is looked for
+DIGITS = 400  # a longer number, or a larger exponent, is no answer
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+FRACTION = re.compile(r"\\[dt]?frac\{([-+]?[\d.,]+)\}\{([\d.,]+)\}")
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])[-+])?\$?"
+    r"(?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<part>\.\d+)?(?(whole)|(?(part)|(?!)))"
+    r"(?:[eE](?P<exponent>[-+]?\d+)| ?(?:\\times|\\cdot|×|·|\*) ?10(?:\^|\*\*)\{?(?P<power>[-+]?\d+)\}?)?"
+    r"(?: ?/ ?(?P<divisor>\d+(?:\.\d+)?))?"
+    r"(?P<percent> ?\\?%)?",
+    re.ASCII,
+)
+ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
+PLAIN = {"\u2212": "-", "{,}": ",", "\\,": ",", "\\!": "", "\\$": "$"}
+
+
+class Number(NamedTuple):
+    value: Fraction
+    percent: bool = False
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{…} whose braces close.
+
+    >>> boxed(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for brace in re.finditer(r"[{}]", text[begin:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[begin : begin + brace.start()]
+    return None
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of every fenced block."""
+    return [(match.group(1).lower(), match.group(2)) for match in FENCE.finditer(text)]
+
+
+def extract(text: str, how: str) -> str | None:
+    """Where the answer stands: `all`, `last_line` or `boxed`. None: it is not there."""
+    if how == "boxed":
+        return boxed(text)
+    return last_line(text) if how == "last_line" else text.strip()
+
+
+def last_number(text: str, *, alone: bool = False) -> Number | None:
+    r"""Reads 1,234.5 · −3 · 2/3 · \frac{2}{3} · 1.5e3 · 1.5 \times 10^{3} · 50% · $20. None: no number, or out of all bounds.
+
+    `alone`: nothing may stand beside it.
+
+    >>> last_number("from 1,200 to 50%")
+    Number(value=Fraction(50, 1), percent=True)
+    """
+    text = text[-LONGEST:]
+    for old, new in PLAIN.items():
+        text = text.replace(old, new)
+    text = FRACTION.sub(r"\1/\2", text)
+    match = NUMBER.fullmatch(text.strip()) if alone else None
+    if not alone:
+        for match in NUMBER.finditer(text):  # noqa: B007
+            pass
+    return None if match is None else _number(match)
+
+
+def _number(match: re.Match[str]) -> Number | None:
+    whole, part = (match["whole"] or "").replace(",", ""), match["part"] or ""
+    exponent = match["exponent"] or match["power"] or "0"
+    if max(len(whole) + len(part), len(match["divisor"] or "")) > DIGITS:
+        return None
+    if len(exponent) > 5 or abs(int(exponent)) > DIGITS:
+        return None
+    value = Fraction((match["sign"] or "") + (whole or "0") + part) * Fraction(10) ** int(exponent)
+    if match["divisor"]:
+        divisor = Fraction(match["divisor"])
+        if not divisor:
+            return None
+        value /= divisor
+    return Number(value, match["percent"] is not None)
+
+
+def close(answer: Number, reference: Number, relative: float, absolute: float) -> bool:
+    """Equal within the larger tolerance. A percentage is read both ways: 50% is 50 and 0.5."""
+    scales = [Fraction(1)]
+    if answer.percent != reference.percent:
+        scales.append(Fraction(1, 100) if answer.percent else Fraction(100))
+    room = max(Fraction(absolute), Fraction(relative) * abs(reference.value))
+    return any(abs(answer.value * scale - reference.value) <= room for scale in scales)
+
+
+def normalise(text: str, ignore: Sequence[str]) -> str:
+    """What is left when some differences do not count.
+
+    >>> normalise(" The Cat. ", ["case", "punctuation", "articles", "space"])
+    'cat'
+    """
+    if "case" in ignore:
+        text = text.casefold()
+    if "punctuation" in ignore:
+        text = "".join(letter for letter in text if not unicodedata.category(letter).startswith("P"))
+    if "articles" in ignore:
+        text = ARTICLES.sub("", text)
+    return "".join(text.split()) if "space" in ignore else text.strip()

@@ -1,0 +1,177 @@
+"""Unit-tested code: the last Python block of an answer, run in the sandbox against the prompt's tests.
+
+`cases` in the prompt's fields are dicts: {input, output} feeds stdin and compares stdout; {call, output} evaluates an
+expression. `tests` is Python: assert statements, or a `check(candidate)` with `entry_point`. What is compared is compared
+out here: a program never sees the output it should have. That holds for cases and for `assert CALL == LITERAL`; other
+asserts run beside the program (`harness`) and end in a token it was not told, which stops accidents, not a determined forger.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opd.config import RewardSpec
+from opd.rewards import sandbox
+from opd.rewards.answers import blocks
+from opd.types import Judgement, Sample
+
+HARNESS = Path(__file__).with_name("harness.py")
+PYTHON = ("python", "py", "python3", "")
+
+
+def code(spec: RewardSpec, sample: Sample) -> Judgement:
+    try:
+        checks, prepare = _checks(sample.prompt.fields)
+    except (ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
+        return Judgement(None, error=f"the prompt's tests cannot be read: {type(error).__name__}: {error}")
+    if not checks:
+        return Judgement(None, error="the prompt has neither `cases` nor `tests`")
+    program = last_program(sample.text)
+    if program is None:
+        return Judgement(0.0, feedback="no Python block")
+    return _Run(spec, program, str(sample.prompt.fields.get("setup") or ""), prepare).judge(checks)
+
+
+def last_program(text: str) -> str | None:
+    """The last fenced Python block."""
+    return next((content for language, content in reversed(blocks(text)) if language in PYTHON), None)
+
+
+def test_count(fields: Mapping[str, Any]) -> int:
+    """How many runs a program may need at most: what its time limit is multiplied by."""
+    cases = fields.get("cases")
+    return 1 + (len(cases) if isinstance(cases, (list, tuple)) else str(cases).count("input"))
+
+
+def _checks(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Every check as {input, output}, {call, output} or {run}, the last only where nothing can be compared out here.
+
+    And what has to run between the program and its checks.
+    """
+    found: list[dict[str, Any]] = []
+    prepare: list[str] = []
+    cases = fields.get("cases") or []
+    for case in json.loads(cases) if isinstance(cases, str) else cases:
+        kind = "input" if "input" in case else "call"
+        found.append({kind: str(case[kind]), "output": case["output"]})
+    tests = fields.get("tests") or []
+    for test in [tests] if isinstance(tests, str) else tests:
+        body = ast.parse(str(test)).body
+        checker = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
+        if checker is not None:
+            entry = str(fields["entry_point"])
+            around = [node for node in body if node is not checker]
+            if all(isinstance(node, ast.Assert) for node in checker.body) and not any(map(_defines, around)):
+                prepare += [*map(ast.unparse, around), f"{checker.args.args[0].arg} = {entry}"]
+                body = checker.body
+            else:
+                found.append({"run": f"{test}\ncheck({entry})"})
+                continue
+        if all(isinstance(node, ast.Assert) for node in body):
+            found += [_assertion(node) for node in body if isinstance(node, ast.Assert)]
+        else:
+            found.append({"run": str(test)})
+    return found, "\n".join(prepare)
+
+
+def _defines(node: ast.stmt) -> bool:
+    return not isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr))
+
+
+def _assertion(statement: ast.Assert) -> dict[str, Any]:
+    """`assert CALL == LITERAL` is a call whose value is compared out here; any other is run as it is."""
+    condition = statement.test
+    if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
+        try:
+            value = ast.literal_eval(condition.comparators[0])
+        except ValueError:
+            return {"run": ast.unparse(statement)}
+        return {"call": ast.unparse(condition.left), "output": value}
+    return {"run": ast.unparse(statement)}
+
+
+class _Run:
+    def __init__(self, spec: RewardSpec, program: str, setup: str, prepare: str) -> None:
+        self.spec, self.program, self.sources = spec, program, [setup, program, prepare]
+        size = sandbox.MEGABYTE
+        self.kind = sandbox.choose(spec.sandbox)
+        self.limits = sandbox.Limits(spec.time_limit, spec.memory * size, spec.processes, spec.disk * size)
+
+    def judge(self, checks: list[dict[str, Any]]) -> Judgement:
+        passed, feedback = 0, ""
+        inputs = [check for check in checks if "input" in check]
+        for check in inputs:
+            outcome = self._start(["main.py"], {"main.py": self.program}, check["input"].encode(errors="replace"))
+            if outcome.error:
+                return Judgement(None, error=f"sandbox: {outcome.error}")
+            said = outcome.stdout.decode(errors="replace")
+            if outcome.code == 0 and _same_text(said, str(check["output"])):
+                passed += 1
+                continue
+            feedback = feedback or _story(outcome) or f"expected {str(check['output'])[:100]!r}, got {said[:100]!r}"
+            if not self.spec.partial:
+                return Judgement(0.0, feedback=feedback)
+        others = [check for check in checks if "input" not in check]
+        if others:
+            judgement = self._harness(others)
+            if judgement.score is None:
+                return judgement
+            passed += round(judgement.score * len(others))
+            feedback = feedback or judgement.feedback
+        share = passed / len(checks)
+        return Judgement(share if self.spec.partial else float(share == 1.0), feedback=feedback)
+
+    def _harness(self, checks: list[dict[str, Any]]) -> Judgement:
+        """All expressions and asserts in one go. Score: the share that passed."""
+        token = secrets.token_hex(16)
+        work = [{"call": check["call"]} if "call" in check else {**check, "token": token} for check in checks]
+        task = json.dumps({"sources": self.sources, "work": work})
+        outcome = self._start(["harness.py"], {"harness.py": HARNESS.read_text(encoding="utf-8")}, task.encode())
+        if outcome.error:
+            return Judgement(None, error=f"sandbox: {outcome.error}")
+        lines = outcome.stdout.decode(errors="replace").splitlines()
+        feedback, passed = "", 0
+        for check, line in zip(checks, lines, strict=False):
+            wanted = check.get("output", token)
+            if _same_value(line, wanted):
+                passed += 1
+            elif not feedback:
+                feedback = f"{(check.get('call') or 'tests')[:100]}: {line[:100]}"
+        if not feedback and passed < len(checks):
+            feedback = _story(outcome) or "it ended before its tests did"
+        return Judgement(passed / len(checks), feedback=feedback)
+
+    def _start(self, arguments: list[str], files: Mapping[str, str], stdin: bytes) -> sandbox.Outcome:
+        command = [sandbox.python(), "-I", "-B", *arguments]
+        return sandbox.run(command, kind=self.kind, limits=self.limits, files=files, stdin=stdin)
+
+
+def _story(outcome: sandbox.Outcome) -> str:
+    if outcome.timed_out:
+        return "time limit"
+    if outcome.flooded:
+        return "too much output"
+    said = outcome.stderr.decode(errors="replace").strip().splitlines()
+    return "" if outcome.code == 0 else (said[-1][:200] if said else f"exit code {outcome.code}")
+
+
+def _same_text(said: str, wanted: str) -> bool:
+    """Line by line, white space at the ends of lines and of the whole aside."""
+    ours, theirs = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
+    return ours == theirs
+
+
+def _same_value(line: str, wanted: Any) -> bool:
+    try:
+        found = ast.literal_eval(line)
+        if isinstance(wanted, float) and isinstance(found, (int, float)):
+            return math.isclose(found, wanted)
+        return bool(found == wanted)
+    except (ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
+        return False

@@ -1,0 +1,288 @@
+"""Runs code nobody has read: no network, no home, no environment, a read-only system, and limits on everything else.
+
+Two ways to build the walls, both without root: bubblewrap, or Linux namespaces made here (`jail`). As root only the
+latter is used: it can switch to an unprivileged user, and the process limit does not bind root. A system-call filter
+(`seccomp`) closes what namespaces leave open. Where neither works, nothing runs, unless `sandbox: none` asks for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from opd.errors import RecipeError
+from opd.rewards import seccomp
+
+JAIL = Path(__file__).with_name("jail.py")
+UID = 65533  # of the program, inside; as root also outside
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
+OLDEST_KERNEL = (5, 14)  # counts the processes of a user by namespace
+MEGABYTE = 1 << 20
+START = 30.0  # seconds for the walls to be built; the program's own time begins after that
+GRACE = 5.0  # seconds for the kernel to clear a killed sandbox away
+log = logging.getLogger("opd.sandbox")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`seconds` of wall clock and of CPU; `memory` of each process; `disk` and `output` of the whole program."""
+
+    seconds: float = 10.0
+    memory: int = 512 * MEGABYTE
+    processes: int = 8
+    disk: int = 16 * MEGABYTE
+    output: int = MEGABYTE
+
+    def resources(self) -> dict[str, int]:
+        cpu = {"RLIMIT_CPU": int(self.seconds) + 1} if math.isfinite(self.seconds) else {}
+        return {
+            **cpu, "RLIMIT_AS": self.memory, "RLIMIT_NPROC": self.processes + 2, "RLIMIT_FSIZE": self.disk,
+            "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`code` is the exit code, negative for a signal, None when it was killed from outside. `error`: it never ran."""
+
+    stdout: bytes
+    stderr: bytes
+    code: int | None
+    timed_out: bool = False
+    flooded: bool = False  # more output than allowed
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the program sees beside the system: further read-only folders (source -> place), and its environment."""
+
+    binds: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(
+    argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, stdin: bytes = b""
+) -> Outcome:
+    """Run a program in its sandbox, to its end or its limits. `files` are written into its working folder."""
+    if kind != "none":
+        return _Watch(*start(argv, kind=kind, limits=limits, files=files), limits, stdin).outcome()
+    with tempfile.TemporaryDirectory(prefix="opd-unsandboxed-") as folder:
+        return _Watch(*start(argv, kind=kind, limits=limits, files=files, directory=folder), limits, stdin).outcome()
+
+
+def start(
+    argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, cell: Cell | None = None,
+    directory: str | None = None,
+) -> tuple[subprocess.Popen[bytes], int]:  # fmt: skip
+    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run` waits for it."""
+    cell = cell or Cell()
+    links, binds = _system(cell)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **cell.environment}  # fmt: skip
+    architecture = seccomp.machine()
+    config = {
+        "parent": None if kind == "bubblewrap" else os.getpid(),
+        "isolate": kind == "namespaces",
+        "uid": UID,
+        "links": links,
+        "binds": binds,
+        "disk": limits.disk,
+        "directory": directory or "/tmp",
+        "files": dict(files or {}),
+        "limits": {key: value for key, value in limits.resources().items() if kind != "none" or key != "RLIMIT_NPROC"},
+        "filter": base64.b64encode(seccomp.program(architecture)).decode() if architecture and kind != "none" else "",
+        "argv": list(argv),
+        "environment": environment,
+    }
+    reading, writing = os.pipe()
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(config).encode())
+            file.flush()
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            command = [python(), "-I", "-S", str(JAIL), str(file.fileno()), str(writing)]
+            if kind == "bubblewrap":
+                command = [*_bubblewrap(links, {**binds, str(JAIL): "/jail.py"}, limits), python(), "-I", "-S", "/jail.py", *command[-2:]]  # fmt: skip
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
+                pass_fds=(file.fileno(), writing), start_new_session=True,
+            )  # fmt: skip
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return process, reading
+
+
+def python() -> str:
+    """The interpreter itself, not the link in a virtual environment: inside, only its own installation exists."""
+    return os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+
+
+def _system(cell: Cell) -> tuple[dict[str, str], dict[str, str]]:
+    links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}
+    folders = [path for path in SYSTEM if path not in links and os.path.isdir(path)]
+    home = os.path.realpath(sys.base_prefix)
+    if not any(Path(home).is_relative_to(folder) for folder in folders):
+        folders.append(home)
+    return links, {**{folder: folder for folder in folders}, **cell.binds}
+
+
+def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limits) -> list[str]:
+    command = [
+        shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session",
+        "--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox", "--clearenv",
+    ]  # fmt: skip
+    for path, target in links.items():
+        command += ["--symlink", target, path]
+    for source, target in binds.items():
+        command += ["--ro-bind", source, target]
+    command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    room = ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]
+    return [*command, *room, "--chdir", "/tmp", "--remount-ro", "/", "--"]
+
+
+class _Watch:
+    """Feeds and reads a sandboxed process until it ends, its time is up, or it has written too much."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, limits: Limits, stdin: bytes) -> None:
+        self.process, self.status, self.limits = process, status, limits
+        self.pending = memoryview(stdin)
+        self.found: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "status": bytearray()}
+        self.timed_out = self.flooded = False
+
+    def outcome(self) -> Outcome:
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout.fileno(), selectors.EVENT_READ, "stdout")
+            selector.register(process.stderr.fileno(), selectors.EVENT_READ, "stderr")
+            selector.register(self.status, selectors.EVENT_READ, "status")
+            os.set_blocking(process.stdin.fileno(), False)
+            selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, "stdin")
+            self._loop(selector)
+        kill(process)
+        with process:
+            pass
+        os.close(self.status)
+        return self._read()
+
+    def _loop(self, selector: selectors.BaseSelector) -> None:
+        deadline = time.monotonic() + START
+        started = killed = False
+        while any(key.data != "stdin" for key in selector.get_map().values()):
+            left = deadline - time.monotonic()
+            if (left <= 0 or self.flooded) and not killed:
+                self.timed_out = not self.flooded
+                kill(self.process)
+                killed, deadline = True, time.monotonic() + GRACE
+            elif left <= 0:
+                return
+            for key, _ in selector.select(max(0.0, left)):
+                if key.data == "stdin":
+                    self._feed(selector, key.fd)
+                else:
+                    self._take(selector, key.fd, key.data)
+            if not started and self.found["status"] and not killed:
+                started, deadline = True, time.monotonic() + self.limits.seconds
+
+    def _feed(self, selector: selectors.BaseSelector, descriptor: int) -> None:
+        try:
+            self.pending = self.pending[os.write(descriptor, self.pending[:65536]) :] if self.pending else self.pending
+        except BrokenPipeError:
+            self.pending = memoryview(b"")
+        if not self.pending:
+            selector.unregister(descriptor)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def _take(self, selector: selectors.BaseSelector, descriptor: int, name: str) -> None:
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            selector.unregister(descriptor)
+            return
+        kept = self.found[name]
+        room = self.limits.output - len(kept)
+        kept += chunk[: max(0, room)]
+        self.flooded = self.flooded or (name != "status" and len(chunk) > room)
+
+    def _read(self) -> Outcome:
+        facts: dict[str, Any] = {}
+        for line in bytes(self.found["status"]).splitlines():
+            facts.update(json.loads(line))
+        error, code = facts.get("error", ""), facts.get("code")
+        if not facts.get("started") and not error:
+            said = bytes(self.found["stderr"]).decode(errors="replace").strip()
+            error = "the sandbox did not start in time" if self.timed_out else said or "the sandbox did not start"
+        if code is None and facts.get("started") and not (self.timed_out or self.flooded):
+            code = self.process.returncode
+        return Outcome(
+            bytes(self.found["stdout"]), bytes(self.found["stderr"]), code, self.timed_out, self.flooded, error
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and all it started. The sandbox's pid namespace goes with its first process."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+
+
+# What this machine can do
+
+
+def choose(wanted: str) -> str:
+    """`auto`, `bubblewrap`, `namespaces` or `none` -> what will be used. Refuses what does not work here, with the reason."""
+    if wanted == "none" and sys.platform == "linux":
+        log.warning("sandbox: none. Code written by the model runs WITHOUT A SANDBOX, with all rights of this user.")
+        return "none"
+    reasons = []
+    for kind in ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,):
+        problem = trouble(kind)
+        if not problem:
+            return kind
+        reasons.append(f"{kind}: {problem}")
+    raise RecipeError(
+        f"sandbox {wanted!r}: no sandbox for model-written code works here ({'; '.join(reasons)}). Install bubblewrap or allow "
+        "user namespaces; or, if this machine holds nothing of value, set `sandbox: none` in the reward."
+    )
+
+
+@cache
+def trouble(kind: str) -> str:
+    """Why this kind of sandbox cannot be used here; empty if it can. Tried for real, once."""
+    if sys.platform != "linux" or seccomp.machine() is None:
+        return "needs Linux on x86_64 or aarch64"
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
+        return f"needs Linux 5.14 or newer, this is {os.uname().release}"
+    if kind == "bubblewrap":
+        if shutil.which("bwrap") is None:
+            return "bwrap is not installed"
+        if os.geteuid() == 0:
+            return "its process limit does not bind root"
+    try:
+        outcome = run([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
+    except OSError as error:
+        return str(error)
+    return "" if outcome.stdout == b"1\n" else (outcome.error or outcome.stderr.decode(errors="replace").strip())

@@ -1,0 +1,591 @@
+"""Rewards: what each accepts, where the line between wrong and not judged runs, and that no verification takes the run down."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import opd
+from opd.config import RewardSpec, load_recipe
+from opd.errors import RecipeError
+from opd.rewards import Judge, answers, sandbox, verify
+from opd.rewards.pool import Pool, Task, pool
+from opd.rewards.travel import pack, read_request, request, unpack
+from opd.types import Judgement, Prompt, Sample
+from tests.helpers import save_tiny
+from tests.malformed import malformed
+
+needs_sandbox = pytest.mark.skipif(
+    all(sandbox.trouble(kind) for kind in ("namespaces", "bubblewrap")), reason="no sandbox works on this machine"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    for confined in (True, False):
+        pool(confined).close()
+
+
+def judge(rewards: Any, **fields: Any) -> Judge:
+    recipe = {"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards}
+    return Judge(load_recipe(recipe).stages[0].rewards, **fields)
+
+
+def sample(text: str, domain: str = "d", **fields: Any) -> Sample:
+    return Sample(Prompt(id="p", domain=domain, text="q", fields=fields), text)
+
+
+def score(rewards: Any, text: str, **fields: Any) -> float | None:
+    return judge(rewards)([sample(text, **fields)])[0].score
+
+
+def only(rewards: Any, text: str, **fields: Any) -> Judgement:
+    return judge(rewards)([sample(text, **fields)])[0]
+
+
+# Exact and numeric
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "answer", "expected"),
+    [
+        ({}, " Paris\n", "Paris", 1.0),
+        ({}, "paris", "Paris", 0.0),
+        ({"ignore": ["case"]}, "PARIS", "Paris", 1.0),
+        ({"ignore": ["case", "articles", "punctuation"]}, "The “cat”.", "cat", 1.0),
+        ({"ignore": ["space"]}, "a  b\nc", "ab c", 1.0),
+        ({"extract": "last_line"}, "thinking\n\n42 \n", 42, 1.0),
+        ({"extract": "boxed"}, "\\boxed{1} no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1.0),
+        ({"extract": "boxed"}, "42", 42, 0.0),
+        ({"extract": "boxed"}, "\\boxed{42", 42, 0.0),
+        ({}, "b", ["a", "b"], 1.0),
+        ({}, "42", None, None),
+    ],
+)
+def test_exact(settings: Mapping[str, Any], text: str, answer: Any, expected: float | None) -> None:
+    assert score({"kind": "exact", **settings}, text, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("so it is 1,234.5.", "1234.5", 1.0),
+        ("first 7, then \\boxed{1234.5} and 8", 1234.5, 1.0),
+        ("1/3", "0.333333333", 1.0),
+        ("\\frac{1}{3}", "1/3", 1.0),
+        ("-\\frac{1}{3}", "-1/3", 1.0),
+        ("1.2345e3", 1234.5, 1.0),
+        ("1.2345 \\times 10^{3}", 1234.5, 1.0),
+        ("1.2 × 10^-3", 0.0012, 1.0),
+        ("\u22123", -3, 1.0),
+        ("5-3", 3, 1.0),
+        ("a list:\n- 5", 5, 1.0),
+        ("$1{,}000", 1000, 1.0),
+        ("-$20", -20, 1.0),
+        ("50%", "50%", 1.0),
+        ("50%", "0.5", 1.0),
+        ("50%", "50", 1.0),
+        ("0.5", "50 %", 1.0),
+        ("5", "50%", 0.0),
+        ("GSM8K style\n#### 42", "think… #### 42", 1.0),
+        ("41.99999", 42, 1.0),
+        ("41.9", 42, 0.0),
+        ("no number at all", 42, 0.0),
+        ("42 or 1e999999", 42, 0.0),
+        ("1/0", 42, 0.0),
+        ("9" * 5000, 42, 0.0),
+        ("42", "none", None),
+        ("42", math.nan, None),
+        ("42", None, None),
+    ],
+)
+def test_numeric(text: str, answer: Any, expected: float | None) -> None:
+    assert score("numeric", text, answer=answer) == expected
+
+
+def test_numeric_settings() -> None:
+    assert score({"kind": "numeric", "tolerance": 0.01}, "41.9", answer=42) == 1.0
+    assert score({"kind": "numeric", "tolerance": 0, "absolute": 0.2}, "41.9", answer=42) == 1.0
+    assert score({"kind": "numeric", "extract": "all"}, "42", answer=42) == 1.0
+    assert score({"kind": "numeric", "extract": "all"}, "it is 42", answer=42) == 0.0
+    assert score({"kind": "numeric", "extract": "last_line"}, "42\nno", answer=42) == 0.0
+    assert score({"kind": "numeric", "field": "target"}, "42", target=42) == 1.0
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 6))
+def test_every_way_to_write_a_number(digits: int, places: int) -> None:
+    value = digits / 10**places
+    for text in (f"{value:.{places}f}", f"{value:,.{places}f}", f"x = {value!r}", f"\\boxed{{{value:.{places}f}}}"):
+        assert score("numeric", text, answer=value) == 1.0, text
+
+
+# In the workers
+
+
+def test_format() -> None:
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    text = "<think>a\nb</think>\n<answer>1</answer>"
+    assert score({"kind": "format", "pattern": pattern}, f"well {text}") == 1.0
+    assert score({"kind": "format", "pattern": pattern, "whole": True}, f"well {text}") == 0.0
+    assert score({"kind": "format", "pattern": pattern, "whole": True}, f"{text}\n") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("$\\frac{1}{2}$", "0.5", 1.0),
+        ("so $(x+1)^2$", "x^2+2x+1", 1.0),
+        ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}", 1.0),
+        ("$\\frac{1}{3}$", "0.5", 0.0),
+        ("fish", "0.5", 0.0),
+        ("0.5", None, None),
+    ],
+)
+def test_maths(text: str, answer: str | None, expected: float | None) -> None:
+    assert score("maths", text, answer=answer) == expected
+
+
+def test_json() -> None:
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    inline = {"kind": "json", "json_schema": schema}
+    assert score(inline, '{"a": 1}') == 1.0
+    assert score(inline, 'Here:\n```json\n{"a": 1}\n```') == 1.0
+    assert score(inline, '{"a": "1"}') == 0.0
+    assert score(inline, '{"a": NaN}') == 0.0
+    assert score(inline, '{"a": 1') == 0.0
+    assert score(inline, "[" * 200_000) == 0.0
+    assert score("json", '{"a": 1}', schema=schema) == 1.0
+    assert score("json", '{"a": 1}', schema=json.dumps(schema)) == 1.0
+    assert score("json", '{"a": 1}') is None
+    assert "SchemaError" in only("json", '{"a": 1}', schema={"type": "nonsense"}).error
+
+
+def test_reasoning_gym() -> None:
+    import reasoning_gym
+
+    entry = dict(reasoning_gym.create_dataset("knights_knaves", size=1, seed=1)[0])
+    fields = {"verifier": "reasoning_gym:knights_knaves", "entry": entry}
+    right, wrong = verify([sample(entry["answer"], **fields), sample("who knows", **fields)])
+    assert right.score == 1.0
+    assert wrong.score is not None
+    assert wrong.score < 1.0
+
+
+@needs_sandbox
+def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
+    """sympy runs what countdown is answered with. It may, but it reaches nothing."""
+    import reasoning_gym
+
+    entry = dict(reasoning_gym.create_dataset("countdown", size=1, seed=1)[0])
+    fields = {"verifier": "reasoning_gym:countdown", "entry": entry}
+    secret, loot = tmp_path / "secret", tmp_path / "loot"
+    secret.write_text("1")
+    attack = f"int(open({str(secret)!r}).read()) + __import__('os').system('touch {loot}')"
+    inside = "__import__('os').getuid()"
+    read, ran, right = verify([sample(text, **fields) for text in (attack, inside, entry["answer"])])
+    assert right.score == 1.0
+    assert ran.score == 0.05  # it was evaluated, to a wrong number
+    assert read.score == 0.01  # it could not be evaluated: no such file
+    assert not loot.exists()
+
+
+CUSTOM = """
+import os, sys, time
+from opd.types import Judgement
+
+def length(sample):
+    print("noise on stdout that must not reach the pipe")
+    return len(sample.text) / sample.prompt.fields["longest"]
+
+def detailed(sample):
+    return Judgement(0.5, (0.25, 0.75), "so so")
+
+def misbehave(sample):
+    kind = sample.text
+    if kind == "hang":
+        while True: pass
+    if kind == "stubborn":
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    if kind == "die": os.kill(os.getpid(), 9)
+    if kind == "exit": sys.exit(0)
+    if kind == "raise": raise RuntimeError("boom")
+    if kind == "memory": return len(bytearray(1 << 40))
+    if kind == "recursion": return misbehave_deeply(0)
+    if kind == "nothing": return None
+    if kind == "nan": return float("nan")
+    if kind == "text": return "high"
+    if kind == "closes": os.closerange(3, 64); return 1.0
+    return 1.0
+
+def misbehave_deeply(n):
+    return misbehave_deeply(n + 1)
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_rewards.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool(False).close()  # workers know the path they started with
+    return "my_rewards"
+
+
+def test_functions_of_ones_own(own_module: str) -> None:
+    assert score(f"{own_module}:length", "abcd", longest=8) == 0.5
+    assert only({"kind": "custom", "function": f"{own_module}:detailed"}, "x") == Judgement(0.5, (0.25, 0.75), "so so")
+
+
+def test_whatever_a_verification_does_costs_one_sample(own_module: str, caplog: pytest.LogCaptureFixture) -> None:
+    bad = ["hang", "stubborn", "die", "exit", "raise", "memory", "recursion", "nothing", "nan", "text", "closes"]
+    texts = [text for kind in bad for text in (kind, f"fine after {kind}")]
+    rewards = judge({"kind": "custom", "function": f"{own_module}:misbehave", "time_limit": 1})
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="opd.rewards"):
+        found = dict(zip(texts, rewards([sample(text) for text in texts]), strict=True))
+    assert time.monotonic() - begun < 60
+    for kind in bad:
+        assert found[f"fine after {kind}"].score == 1.0
+        assert found[kind].score is None, kind
+        assert found[kind].error, kind
+    assert rewards.drain() == {"judged": len(bad), "failed": len(bad), "timed_out": 2, "cached": 0}
+    assert rewards.drain()["judged"] == 0
+    assert caplog.text.count("took longer than 1 seconds") == 2
+    assert "boom" in found["raise"].error
+
+
+def test_a_regular_expression_that_explodes_is_not_a_zero() -> None:
+    rewards = judge({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.5})
+    hung, fine = rewards([sample("a" * 50 + "b"), sample("aaa")])
+    assert (hung.score, fine.score) == (None, 1.0)
+    assert "longer than 0.5 seconds" in hung.error
+
+
+def test_verdicts_are_cached_by_content(own_module: str) -> None:
+    rewards = judge(f"{own_module}:length")
+    samples = [sample("ab", longest=4), sample("ab", longest=4), sample("ab", longest=8)]
+    assert [found.score for found in rewards(samples)] == [0.5, 0.5, 0.25]
+    assert rewards.drain()["cached"] == 1
+    rewards(samples)
+    assert rewards.drain() == {"judged": 3, "failed": 0, "timed_out": 0, "cached": 3}
+
+
+def test_workers_stay_and_keep_their_order(own_module: str) -> None:
+    small = Pool(confined=False, size=2)
+    try:
+        spec = RewardSpec(kind="custom", function=f"{own_module}:length")
+        for _ in range(3):
+            tasks = [Task(request("custom", spec, sample("x" * n, longest=1)), 10.0) for n in range(20)]
+            small.run(tasks)
+            assert [task.judgement and task.judgement.score for task in tasks] == [float(n) for n in range(20)]
+        pids = {worker.process.pid for worker in small.workers}
+        assert len(pids) == 2
+        os.kill(next(iter(pids)), signal.SIGKILL)  # an idle worker dies: nobody's sample
+        tasks = [Task(request("custom", spec, sample("x" * n, longest=1)), 10.0) for n in range(20)]
+        small.run(tasks)
+        assert [task.judgement and task.judgement.score for task in tasks] == [float(n) for n in range(20)]
+    finally:
+        small.close()
+    assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "from opd.config import RewardSpec\nfrom opd.rewards import Judge\nfrom opd.types import Prompt, Sample\n"
+        f"spec = RewardSpec(kind='custom', function='{own_module}:misbehave', time_limit=100)\n"
+        "Judge({'default': [spec]})([Sample(Prompt('p', 'd'), 'hang')])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    owner = subprocess.Popen([sys.executable, str(script)], env=environment)
+    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
+    deadline = time.monotonic() + 30
+    while not children.read_text().split() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker = int(children.read_text().split()[0])
+    time.sleep(1.5)
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 5
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(worker)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_import_no_torch() -> None:
+    code = "import sys, opd.rewards.worker, opd.rewards.judge; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+@given(values)
+def test_fields_arrive_as_they_left(value: Any) -> None:
+    assert unpack(json.loads(json.dumps(pack(value)))) == value
+
+
+def test_texts_arrive_as_they_left() -> None:
+    for text in malformed(200, longest=2000):
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # pairs count as one
+        assert read_request(request("exact", RewardSpec(kind="exact"), sample(text, answer="x")))[2].text == whole
+
+
+# Sums and domains
+
+
+def test_weighted_sums() -> None:
+    rewards = [{"kind": "exact", "weight": 0.8}, {"kind": "format", "pattern": "^\\d+$", "weight": 0.2}]
+    assert score(rewards, "42", answer=42) == 1.0
+    assert score(rewards, "43", answer=42) == pytest.approx(0.2)
+    assert score(rewards, "x", answer=42) == 0.0
+    assert score(rewards, "42") is None  # one part could not be judged: nor can the whole
+    three = [{"kind": "exact", "weight": weight} for weight in (0.7, 0.2, 0.1)]
+    assert score(three, "42", answer=42) == 1.0
+
+
+def test_by_domain_with_a_default() -> None:
+    rewards = judge({"sums": "numeric", "default": "exact"})
+    found = rewards([sample("it is 42", "sums", answer=42), sample("it is 42", "names", answer=42)])
+    assert [judgement.score for judgement in found] == [1.0, 0.0]
+
+
+def test_the_prompts_own_verifier_is_the_default() -> None:
+    rewards = judge({"sums": "numeric"})
+    own = sample("42", "other", answer=42, verifier="exact")
+    nobody = sample("42", "other", answer=42)
+    assert [found.score for found in rewards([own, nobody])] == [1.0, None]
+    assert rewards.judges(own.prompt)
+    assert not rewards.judges(nobody.prompt)
+    assert rewards.judges(sample("", "sums").prompt)
+    assert verify([sample("it is 42", answer=42, verifier="numeric")])[0].score == 1.0
+    assert "unknown verifier" in verify([sample("42", verifier="os:system")])[0].error
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("numerical", "'numeric'"),
+        ({"kind": "exact", "tolerance": 0.1}, "tolerance belongs to numeric"),
+        ({"kind": "format"}, "needs a pattern"),
+        ({"kind": "format", "pattern": "("}, "not a regular expression"),
+        ({"kind": "custom"}, "needs a function"),
+        ("a b:c", "expected module:function"),
+        ("no_such_module_anywhere:f", "no module 'no_such_module_anywhere'"),
+        ({"sums": {"kind": "code", "time_limt": 1}}, "Did you mean 'time_limit'"),
+        ({"elsewhere": "numeric"}, "no prompt has this domain"),
+    ],
+)
+def test_mistakes_are_named(rewards: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        judge(rewards, domains=["sums"])
+
+
+def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:
+    """In training and in evaluation: the length of an answer of random weights is known to be above 0, its sum is not right."""
+    student = save_tiny(tmp_path / "student")
+    recipe = {
+        "student": student,
+        "teachers": {"t": student},
+        "prompts": [{"source": "task:addition", "domain": "sums"}, {"source": "task:reverse", "domain": "words"}],
+        "rewards": {"words": {"kind": "format", "pattern": ".", "weight": 0.25}},
+        "rollout": {"prompts": 4, "max_new_tokens": 6},
+        "train": {"steps": 1},
+        "eval": {"prompts": 4},
+        "device": "cpu",
+    }
+    run = opd.run(recipe, out=tmp_path / "run")
+    evals = run.summary["stages"][0]["evals"]
+    assert evals["sums"]["after"] == 0.0
+    assert evals["words"]["after"] == pytest.approx(0.25, abs=0.13)
+    assert 0.0 < run.metrics[0]["score"] <= 0.125
+
+
+# Code
+
+
+def block(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+@needs_sandbox
+def test_code_against_tests_and_cases() -> None:
+    right, wrong = block("def f(x):\n    return x + 1"), block("def f(x):\n    return 2")
+    tests = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) >= 0"]
+    assert score("code", right, tests=tests) == 1.0
+    assert score("code", wrong, tests=tests) == 0.0
+    assert score({"kind": "code", "partial": True}, wrong, tests=tests) == pytest.approx(2 / 3)
+    check = "def check(candidate):\n    assert candidate(1) == 2\n"
+    assert score("code", right, tests=check, entry_point="f") == 1.0
+    assert score("code", wrong.replace("2", "3"), tests=check, entry_point="f") == 0.0
+    loop = "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == n + 1\n"
+    assert score("code", right, tests=loop, entry_point="f") == 1.0
+    assert score("code", wrong, tests=loop, entry_point="f") == 0.0
+    assert "entry_point" in only("code", right, tests=check).error
+    helper = [
+        "import math\nMETADATA = {}\ndef check(c):\n    assert c(math.floor(1.5)) == 2\n    assert abs(c(1) - 2) < 1e-6\n"
+    ]
+    assert score("code", right, tests=helper, entry_point="f") == 1.0
+    assert (
+        score("code", block("class Solution:\n    def g(self, x): return x"), tests=["assert Solution().g(3) == 3"])
+        == 1.0
+    )
+    assert score("code", right, setup="import math", tests=["x = f(1)\nassert math.isclose(x, 2)"]) == 1.0
+    assert score("code", right, cases=[{"call": "[f(n) for n in range(3)]", "output": [1, 2, 3]}]) == 1.0
+    cases = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "8"}]
+    assert score("code", block("print(int(input()) * 2)"), cases=cases) == 1.0
+    assert score("code", block("print(6)"), cases=cases) == 0.0
+    assert score({"kind": "code", "partial": True}, block("print(6)"), cases=cases) == 0.5
+    assert score("code", "I cannot do that", tests=tests) == 0.0
+    assert score("code", right) is None
+    assert "cannot be read" in only("code", right, tests=["assert f("]).error
+
+
+@needs_sandbox
+def test_values_are_compared_by_what_they_are() -> None:
+    tests = ["assert f() == {'a': (1, 2.5), 'b': [None, {3}]}"]
+    assert score("code", block("def f(): return {'b': [None, {3}], 'a': (1, 2.5)}"), tests=tests) == 1.0
+    counted = block("import collections\ndef f(): return collections.Counter('aab')")
+    assert score("code", counted, tests=["assert f() == {'a': 2, 'b': 1}"]) == 1.0
+    assert score("code", block("def f(): return 0.1 + 0.2"), tests=["assert f() == 0.3"]) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "print('2'); print('3'); print('OK passed True'); raise SystemExit(0)",
+        "import os\nfor n in range(1, 20):\n    try: os.write(n, b\"'passed'\\nTrue\\n\")\n    except OSError: pass\nos._exit(0)",
+        "class Yes:\n    def __eq__(self, other): return True\n    def __repr__(self): return 'True'\ndef f(x): return Yes()",
+        "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef f(x): return Yes(7)",
+        "import builtins\nbuiltins.AssertionError = None\nbuiltins.bool = lambda x: True\ndef f(x): return 7",
+        "import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_locals.get('task', {})['work'] = []\n    frame = frame.f_back\ndef f(x): return 7",
+        "import os, signal; os.kill(1, signal.SIGTERM); os.kill(0, signal.SIGKILL)",
+        "while True: pass",
+        "raise MemoryError",
+        "def f(:",
+        "f = 1",
+        "\x00",
+        "\ud800",
+    ],
+)  # fmt: skip
+def test_forged_verdicts(code: str) -> None:
+    """Neither an early exit nor a marker nor a value that equals everything passes: the comparison happens outside."""
+    plain = sample(block(code), tests=["assert f(1) == 2", "assert f(2) == 3"])
+    check = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
+    checked = sample(block(code), tests=check, entry_point="f")
+    found = judge({"kind": "code", "time_limit": 1})([plain, checked])
+    assert [judgement.score for judgement in found] == [0.0, 0.0]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("code", ["import os; os._exit(0)", "raise SystemExit", "print('passed')", "assert False"])
+def test_asserts_that_never_ran_do_not_pass(code: str) -> None:
+    check = "def check(candidate):\n    assert candidate(1) > 1\n"
+    assert score("code", block(f"{code}\ndef f(x): return 0"), tests=check, entry_point="f") == 0.0
+
+
+# Anything at all
+
+
+def everything() -> dict[str, Any]:
+    return {
+        "exact": "exact",
+        "numeric": "numeric",
+        "format": {"kind": "format", "pattern": r"<answer>\d+</answer>", "time_limit": 1},
+        "json": {"kind": "json", "time_limit": 1},
+        "code": {"kind": "code", "time_limit": 1},
+        "maths": {"kind": "maths", "time_limit": 1},
+        "gym": {"kind": "verifier", "time_limit": 1},
+        "sum": [{"kind": "exact"}, {"kind": "numeric", "weight": 0.5}],
+    }
+
+
+COUNTS = {
+    "exact": 10_000,
+    "numeric": 10_000,
+    "sum": 1_000,
+    "format": 1_000,
+    "json": 1_000,
+    "code": 300,
+    "maths": 100,
+    "gym": 100,
+}
+
+
+@pytest.mark.parametrize("name", list(COUNTS))
+def test_malformed_outputs(name: str) -> None:
+    shower(name, malformed(COUNTS[name], longest=4_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(COUNTS))
+def test_ten_thousand_malformed_outputs(name: str) -> None:
+    shower(name, malformed(10_000))
+
+
+def shower(name: str, texts: list[str]) -> None:
+    """Raises nothing, hangs nothing, and every text has a verdict or a reason."""
+    entry = {"question": "q", "answer": "1", "metadata": {"numbers": [1, 2], "target": 918273645, "expression": "1"}}
+    fields = {
+        "answer": "918273645.25",
+        "schema": {"type": "object", "required": ["zebra"]},
+        "tests": ["assert f(1) == 2"],
+        "entry": entry,
+        "verifier": "reasoning_gym:countdown",
+    }
+    count = len(texts)
+    rewards = judge(everything()[name])
+    found = rewards([sample(text, **fields) for text in texts])
+    assert len(found) == count
+    failed = [judgement for judgement in found if judgement.score is None]
+    assert all(judgement.error for judgement in failed)
+    assert all(judgement.score is None or 0.0 <= judgement.score < 0.1 for judgement in found)
+    if name not in ("maths", "gym"):  # libraries that hang or trip over some texts: masked, a few in a hundred
+        assert not failed
+    assert len(failed) <= max(4, 0.1 * count)
+    counts = rewards.drain()
+    assert counts["judged"] + len(failed) == count
+
+
+def test_no_text_takes_long_in_process() -> None:
+    """Rewards that run in the training process are linear in the text."""
+    size = 200_000
+    pieces = ["1,111", "\\frac{1", "\\boxed{", "1e", "1 ", "-", "1/", "```\n", "9", "."]
+    texts = [*(piece * (size // len(piece)) for piece in pieces), "\\boxed{" + "{" * size, "1" + " " * size + "/"]
+    for text in texts:
+        begun = time.perf_counter()
+        assert (
+            score([{"kind": "exact", "ignore": ["case", "space", "punctuation"]}, "numeric"], text, answer="3.25")
+            == 0.0
+        )
+        answers.blocks(text)
+        assert time.perf_counter() - begun < 2, text[:20]
