@@ -317,6 +317,16 @@ def test_a_retained_graph_gives_its_gradients_again() -> None:
         torch.autograd.grad(loss, leaves(student))
 
 
+@pytest.mark.parametrize("support", SUPPORTS[:4])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_runs_are_identical(backend: Any, support: dict) -> None:
+    first, second = (
+        outcome(divergence("jsd", student, teacher, backend=backend, **support), student)
+        for student, teacher in (heads(5), heads(5))
+    )
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
 def test_auto_says_why() -> None:
     student, teacher = heads(1)
     assert divergence("jsd", student, teacher).plan.reason == "tensors are on cpu"

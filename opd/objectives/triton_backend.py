@@ -27,7 +27,7 @@ from opd.objectives.projection import LOG_ZERO, Projection, canonical_ids, matmu
 from opd.objectives.rows import Events, Job, RowStatistics, transform_, untransform_
 
 # Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
-WIDE, WIDE_SUMS, NARROW = (2048, 16), (2048, 8), (512, 4)
+WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)
 NARROW_COLUMNS = 16384
 LOG2_E = math.log2(math.e)
 
@@ -70,7 +70,7 @@ class Tile:
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         n, width = self.student.shape
-        wide = WIDE_SUMS if kernel is kernels.sums_kernel or constants.get("FORWARD") else WIDE
+        wide = WIDE_SUMS if kernel is kernels.sums_kernel else WIDE_FORWARD if constants.get("FORWARD") else WIDE
         block, warps = NARROW if width <= NARROW_COLUMNS else wide
         s, t = self.s, self.t
         kernel[(n,)](
