@@ -10,12 +10,13 @@ GRPO runs until it gets there. Writes benchmarks/results/opd-vs-rl.json and docs
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from runs import FIGURES, run_all, save, tokens_to
+from runs import FIGURES, RESULTS, run_all, save, tokens_to
 
 TASK, DOMAIN, TEACHER = "task:reverse", "spelling", "tiny/spelling"
 ROLLOUTS = 256
@@ -61,7 +62,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=400, help="held-out prompts of an evaluation")
     parser.add_argument("--below", type=float, default=0.02, help="this far below the teacher's score is its level")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     args = parser.parse_args()
+    if args.draw:
+        return draw(json.loads((RESULTS / "opd-vs-rl.json").read_text(encoding="utf-8")))
     directory = args.directory or Path(tempfile.mkdtemp())
     jobs = {
         f"{method}, lr {rate:g}, seed {seed}": recipe(
@@ -85,7 +89,7 @@ def main() -> None:
         "rollouts_per_step": ROLLOUTS, "rates": args.rates, "seeds": args.seeds, "switch": SWITCH, "held_out": args.prompts,
         "methods": methods, "runs": found,
     })  # fmt: skip
-    draw(methods, found, args.seeds, teacher, level)
+    return draw(json.loads((RESULTS / "opd-vs-rl.json").read_text(encoding="utf-8")))
 
 
 def summarise(method: str, args: argparse.Namespace, found: dict[str, Any], level: float) -> dict[str, Any]:
@@ -102,22 +106,22 @@ def summarise(method: str, args: argparse.Namespace, found: dict[str, Any], leve
     }  # fmt: skip
 
 
-def draw(methods: dict[str, Any], found: dict[str, Any], seeds: int, teacher: float, level: float) -> None:
+def draw(results: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 4.6))
-    for number, (method, entry) in enumerate(methods.items()):
-        for seed in range(seeds):
-            curve = found[f"{method}, lr {entry['lr']:g}, seed {seed}"]["curve"]
+    for number, (method, entry) in enumerate(results["methods"].items()):
+        for seed in range(results["seeds"]):
+            curve = results["runs"][f"{method}, lr {entry['lr']:g}, seed {seed}"]["curve"]
             label = f"{method} (lr {entry['lr']:g})" if seed == 0 else None
             axis.plot(
                 [max(x, 1000) for x, _ in curve], [y for _, y in curve], color=f"C{number}", label=label, alpha=0.8
             )
-    axis.axhline(teacher, color="0.4", linestyle=":", label="teacher")
-    axis.axhline(level, color="0.7", linestyle=":")
+    axis.axhline(results["teacher_score"], color="0.4", linestyle=":", label="teacher")
+    axis.axhline(results["level"], color="0.7", linestyle=":")
     axis.set(
         xscale="log",
         xlabel="sampled tokens",

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ def run_all(recipes: dict[str, dict[str, Any]], directory: Path, workers: int) -
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
-        futures = {name: pool.submit(_run, name, recipe, directory) for name, recipe in recipes.items()}
+        futures = {name: pool.submit(_curve, name, recipe, directory) for name, recipe in recipes.items()}
         found = {}
         for number, (name, future) in enumerate(futures.items(), 1):
             found[name] = future.result()
@@ -36,16 +37,22 @@ def run_all(recipes: dict[str, dict[str, Any]], directory: Path, workers: int) -
     return found
 
 
-def _run(name: str, recipe: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _curve(name: str, recipe: dict[str, Any], directory: Path) -> dict[str, Any]:
+    return read_run(carry_out(name, recipe, directory))
+
+
+def carry_out(name: str, recipe: dict[str, Any], directory: Path) -> Path:
+    """One recipe in a process of its own, unless its run directory is there and complete."""
     out, path = directory / name, directory / f"{name}.yaml"
     if not (out / "summary.json").is_file():
+        shutil.rmtree(out, ignore_errors=True)  # what an interrupted study left
         path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         command = [sys.executable, "-m", "opd.cli", "run", str(path), "--out", str(out)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return read_run(out)
+    return out
 
 
 def read_run(directory: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 def train_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
+    run.rewards.drain()  # what evaluation judged is not this step's
 
     rollouts, scores = sample_and_judge(run, clock)
 
@@ -54,7 +55,8 @@ def train_step(run: StageRun, step: int) -> dict[str, Any]:
             statistics += found
         run.publish()
 
-    extra = {"lr": rate, "grad_norm": norm, **plan.shares}
+    judging = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
+    extra = {"lr": rate, "grad_norm": norm, **plan.shares, **judging}
     return step_metrics(run.spec, step, rollouts, statistics, scores, clock.seconds, extra)
 
 
