@@ -403,7 +403,8 @@ def main() -> None:
         found = table_cuda(arguments.kinds, arguments.widths, not arguments.no_peers)
     machine = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
     packages = {package: installed(package) for package in ("torch", "triton", "trl", "liger-kernel")}
-    record = {"machine": machine, "python": platform.python_version(), **packages, **found}
+    command = " ".join(["python", *sys.argv])
+    record = {"command": command, "machine": machine, "python": platform.python_version(), **packages, **found}
     out = arguments.out or RESULTS / f"{name}-{arguments.device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
