@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from opd.errors import OpdError, Stopped, UserError
+from opd.errors import OpdError, Preempted, Stopped, UserError
 
 app = typer.Typer(
     name="opd",
@@ -23,12 +24,15 @@ app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
 
 STOPPED = 130  # as a shell reports Ctrl-C
+RESUME_ME = 75  # EX_TEMPFAIL: SIGTERM came, and `opd resume` goes on
 
 
 def main() -> None:
     """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
     try:
         app()
+    except Preempted:
+        sys.exit(RESUME_ME)
     except Stopped:
         sys.exit(STOPPED)
     except KeyboardInterrupt:
@@ -73,6 +77,24 @@ def run(
         start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
     finally:
         console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+
+
+class Mode(StrEnum):
+    prefill = "prefill"
+    exact = "exact"
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
+    mode: Annotated[
+        Mode | None, typer.Option(help="How unfinished rollouts go on; default: the recipe's checkpoint.resume.")
+    ] = None,
+) -> None:
+    """Go on with a run that was killed, stopped, preempted or ran out of disk."""
+    from opd.run import resume as go_on
+
+    go_on(run, mode=mode.value if mode else None, quiet=False)
 
 
 @app.command("eval")

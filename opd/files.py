@@ -1,7 +1,7 @@
 """Files that are there whole or not at all, and small JSON files that cannot change unnoticed.
 
-    write_sealed(path, {"step": 8})        # {"step": 8, "sha256": "…"}: temporary name, fsync, rename, fsync of the folder
-    read_sealed(path)                      # {"step": 8}, or RunDirectoryError where a single bit differs
+write_sealed(path, {"step": 8})        # {"step": 8, "sha256": "…"}: temporary name, fsync, rename, fsync of the folder
+read_sealed(path)                      # {"step": 8}, or RunDirectoryError where a single bit differs
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class RunLock:
         self._write(json.dumps(_myself()))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._handle is not None
         self._write("")
         os.close(self._handle)

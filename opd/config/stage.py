@@ -81,6 +81,9 @@ class Rollouts(BaseModel):
     max_prompt_tokens: Positive | None = Field(
         None, description="refuse longer prompts; default: what the context leaves"
     )
+    mixed_versions: Literal["allow", "refuse"] = Field(
+        "allow", description="a rollout that was interrupted and would go on with newer weights"
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> Rollouts:

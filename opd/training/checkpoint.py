@@ -1,7 +1,7 @@
 """Checkpoints: a Hugging Face model directory plus the trainer's state and a manifest, all there or not there at all.
 
-    checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file
-    checkpoints/latest               a link to the newest one, replaced in one move
+checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file
+checkpoints/latest               a link to the newest one, replaced in one move
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int
     student.save(partial, stop_ids)
     (partial / "README.md").write_text(card, encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
-    (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in [*files, *(path for path in partial.rglob("*") if path.is_dir())]:
         sync(path)
@@ -109,7 +109,7 @@ class Saver:
             start = time.monotonic()
             try:
                 write()
-            except BaseException as error:  # noqa: BLE001: handed over to the trainer's thread
+            except BaseException as error:  # raised again by `check`, in the trainer's thread
                 self._error = error
             self.seconds = time.monotonic() - start
 
@@ -129,6 +129,11 @@ class Saver:
         if not self.busy and self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def settle(self) -> None:
+        """Let a save end when the run has failed already: its own error would hide the first."""
+        if self._thread is not None:
+            self._thread.join()
 
     def wait(self, timeout: float | None = None) -> None:
         if self._thread is not None:

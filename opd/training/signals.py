@@ -30,14 +30,21 @@ class Signals:
     def __init__(self, announce: Callable[[str], None], grace: float) -> None:
         self.grace, self._announce = grace, announce
         self._asked: int | None = None  # the first signal
-        self._since = 0.0
+        self._since, self._said = 0.0, False
         self._previous: dict[int, object] = {}
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._previous_wakeup = -1
 
     def check(self) -> None:
+        if self._asked == signal.SIGTERM:
+            if not self._said:
+                self._said = True
+                self._announce(
+                    f"SIGTERM: flushing, and leaving within {self.grace:g} s; `opd resume` goes on from here"
+                )
+            raise Preempted
         if self._asked is not None:
-            raise Preempted if self._asked == signal.SIGTERM else Stopped
+            raise Stopped
 
     @property
     def left(self) -> float:
@@ -60,16 +67,13 @@ class Signals:
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        reader, writer = self._wakeup
-        writer.close()  # the watchdog reads the end and leaves
+        self._wakeup[1].close()  # the watchdog reads the end and leaves
         self._wakeup = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._asked is None:
             self._asked, self._since = number, time.monotonic()
-            if number == signal.SIGTERM:
-                self._announce(f"SIGTERM: flushing, and leaving within {self.grace:g} s; `opd resume` goes on from here")
-            else:
+            if number == signal.SIGINT:
                 self._announce("stopping: saving a checkpoint (press Ctrl-C again to leave at once)")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -79,10 +83,11 @@ class Signals:
             while signal.SIGTERM not in (heard := reader.recv(64)):
                 if not heard:
                     return
-            reader.settimeout(self.grace * MARGIN)
+            deadline = time.monotonic() + self.grace * MARGIN
             try:
-                while reader.recv(64):
-                    pass
+                while heard:
+                    reader.settimeout(max(deadline - time.monotonic(), 0.001))
+                    heard = reader.recv(64)
             except TimeoutError:
                 print("opd: the grace time is over; leaving at once", file=sys.stderr, flush=True)
                 os._exit(RESUME_ME)

@@ -117,7 +117,8 @@ class StageRun:
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine,
-            max_prompt_tokens=self.max_length - response, check_stop=self.check_stop, on_token=on_token,
+            max_prompt_tokens=self.max_length - response, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
+            on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)
 
