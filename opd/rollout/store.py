@@ -186,18 +186,6 @@ class RolloutStore:
             for entry, start, end in zip(entries, starts, ends, strict=True)
         ]
 
-    def partial(self, ids: Iterable[str]) -> list[Rollout]:
-        found = []
-        for id in ids:
-            entry = self.entries[id]
-            frames = [token_rows(self._read(*place)[1]) for place in entry.frames]
-            rows = np.concatenate(frames) if frames else NO_ROWS
-            rows = rows[rows["rollout"] == entry.number]
-            columns: dict[str, Any] = {name: np.ascontiguousarray(rows[name]) for name, _ in COLUMNS if name != "rollout"}
-            found.append(Rollout(id=entry.id, prompt_id=entry.prompt_id, visit=entry.visit, sample=entry.sample, domain=entry.domain, source=entry.source,
-              prompt_ids=_begin(self._read(*entry.begin)[1])[2], stop="length", **columns))
-        return found
-
     def _read(self, segment: int, offset: int) -> tuple[int, bytes]:
         with self._path(segment).open("rb") as file:
             file.seek(offset)
