@@ -70,6 +70,7 @@ class Pipeline:
     def _stage(self, spec: Stage, store: RolloutStore) -> None:
         result = StageResult(spec.name)
         self._results.append(result)
+        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
         self._progress.start_stage(spec.name, spec.train.steps)
         started = time.monotonic()
         with self._explain_memory():
