@@ -80,7 +80,9 @@ def written(directory: Path) -> int:
     return total
 
 
-def interrupt(process: multiprocessing.process.BaseProcess, directory: Path, total: int, draw: random.Random, number: int) -> bool:
+def interrupt(
+    process: multiprocessing.process.BaseProcess, directory: Path, total: int, draw: random.Random, number: int
+) -> bool:
     """Send a signal at a random moment of the work that is left; False when the process was done before."""
     already = written(directory)
     goal, pause = already + draw.random() * (total - already), draw.random() * 0.3

@@ -157,6 +157,17 @@ class Checkpoint(BaseModel):
     grace: float = Field(30, gt=0, description="seconds between SIGTERM and the end of the process")
 
 
+class Store(BaseModel):
+    """The rollout log: how soon tokens are durable, and what is kept beside them."""
+
+    model_config = SETTINGS
+    commit_ms: Positive = Field(50, description="tokens wait at most this long for the group commit")
+    fsync: Literal["commit", "never"] = Field(
+        "commit", description="never: safe when the process is killed, not when the power fails"
+    )
+    hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
+
+
 class Log(BaseModel):
     model_config = SETTINGS
     to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
@@ -187,6 +198,7 @@ class Stage(BaseModel):
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
     seed: int = 0

@@ -105,7 +105,9 @@ class Pipeline:
         for name, steps in cut_lines(self._directory / "metrics.jsonl", upto).items():
             lost = sorted(set(range(1, upto[name] + 1)) - set(steps))
             if lost:
-                self._progress.say(f"metrics.jsonl has lost {len(lost)} lines of stage {name}, the first of step {lost[0]}")
+                self._progress.say(
+                    f"metrics.jsonl has lost {len(lost)} lines of stage {name}, the first of step {lost[0]}"
+                )
         return standings
 
     # One stage
@@ -120,6 +122,7 @@ class Pipeline:
         self._signals.grace = spec.checkpoint.grace
         self._progress.start_stage(spec.name, spec.train.steps, result.steps)
         self._started = time.monotonic() - result.seconds
+        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
         with self._explain_memory():
             self._on_phase("loading")
             run = StageRun(
@@ -169,9 +172,11 @@ class Pipeline:
             )
 
     def _say_taken_up(self, run: StageRun, step: int) -> None:
-        used, continued = run.trajectories.used, run.trajectories.continued
-        if used or continued:
-            self._progress.say(f"{run.spec.name}: step {step} took {used} finished rollouts from the store and went on with {continued}")
+        found = run.trajectories
+        if found.taken_up:
+            self._progress.say(
+                f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and went on with {found.continued}"
+            )
 
     def _close_step(self, run: StageRun, result: StageResult) -> bool:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
@@ -243,7 +248,7 @@ class Pipeline:
         where.parent.mkdir(parents=True, exist_ok=True)
         result.saved, result.seconds = result.steps, time.monotonic() - self._started
         state = {"step": result.steps, "stage": run.spec.name, "seed": run.spec.seed, **vars(boundary),
-                 "unreported": self._unreported, "result": result.state()}  # fmt: skip
+                 "store": run.store.position.to_json(), "unreported": self._unreported, "result": result.state()}  # fmt: skip
         student = run.student.snapshot() if background else run.student
         tensors = run.optimiser.tensors()
         if background:
@@ -274,7 +279,9 @@ class Pipeline:
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
             return f"the weights are not finite; {last}"
         if preempted and (self._saver.busy or self._save_seconds(run) > self._signals.left / 2):
-            return f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
+            return (
+                f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
+            )
         return f"the weights of step {result.steps} are in {self._save(run, result, background=False)}"
 
     def _save_seconds(self, run: StageRun) -> float:

@@ -22,8 +22,9 @@ import torch
 from safetensors.torch import load_file
 
 from opd.config import Recipe
-from opd.errors import RunDirectoryError, StoreError
+from opd.errors import RunDirectoryError
 from opd.files import read_sealed, sync, write_sealed, write_whole
+from opd.rollout.store import Position
 from opd.training.checkpoint import TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.training.results import StageResult
 
@@ -100,9 +101,9 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
             f"{damage[0][1]} No other checkpoint of this stage is whole. Delete {folder} to begin the stage again: the rollouts in the "
             "store are used, so only the updates are repeated."
         )
-    for candidate, error in damage:
+    for candidate, what in damage:
         aside = _set_aside(candidate)
-        say(f"{error} It is now called {aside.name}; going on from {found.checkpoint}")
+        say(f"{what} It is now called {aside.name}; going on from {found.checkpoint}")
         if found.result is not None and found.result.best == candidate:
             found.result.best = None
     if found.checkpoint is None:
@@ -166,11 +167,7 @@ def write_before(folder: Path, result: StageResult) -> None:
 def restore(run: StageRun, checkpoint: Path) -> None:
     """Student, optimiser, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
-    if len(run.store) < state["rollouts"]:
-        raise StoreError(
-            f"{run.store.directory} holds {len(run.store)} rollouts, but {state['rollouts']} had been made when {checkpoint} was saved: "
-            "the end of the log is lost. Restore it from a backup, or begin again with `opd run` and resolved.yaml."
-        )
+    run.store.require(Position.from_json(state["store"]), str(checkpoint))
     run.student.restore(checkpoint)
     run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
     run.stream.restore(state["stream"])

@@ -81,6 +81,11 @@ class Trajectories:
         self.newest = list(planned)
         return self.newest
 
+    @property
+    def taken_up(self) -> bool:
+        """Whether the latest batch has rollouts of an earlier process, which may have been judged and scored already."""
+        return bool(self.used or self.continued)
+
     def rollout_id(self, visit: Visit, sample: int) -> str:
         return f"{self.stage}/{visit.prompt.id}/{visit.visit}/{sample}"
 
@@ -90,15 +95,17 @@ class Trajectories:
         self, planned: Mapping[str, tuple[Visit, int]], prompts: Mapping[str, np.ndarray]
     ) -> dict[str, Rollout]:
         """Unfinished rollouts of this batch, with their durable tokens."""
-        known = [rollout_id for rollout_id in planned if rollout_id in self.store.entries]
-        for rollout_id in known:
-            if self.store.entries[rollout_id].number < self.consumed:
+        known = {
+            rollout_id: self.store.entries[rollout_id] for rollout_id in planned if rollout_id in self.store.entries
+        }
+        for rollout_id, entry in known.items():
+            if entry.number < self.consumed:
                 raise _twice(planned[rollout_id][0].prompt)
-        open_ids = [rollout_id for rollout_id in known if self.store.entries[rollout_id].stop is None]
-        finished = [rollout_id for rollout_id in known if self.store.entries[rollout_id].stop is not None]
-        durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True))
+        open_ids = [rollout_id for rollout_id, entry in known.items() if entry.stop is None]
+        finished = [rollout_id for rollout_id, entry in known.items() if entry.stop is not None]
+        durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True)) if open_ids else {}
         self.used, self.continued = len(finished), len(open_ids)
-        for rollout in [*self.store.load(finished), *durable.values()]:
+        for rollout in [*(self.store.load(finished) if finished else ()), *durable.values()]:
             if not np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id]):
                 raise DataError(
                     f"prompt {rollout.prompt_id!r} reads differently now than when the run began. Its source has changed: put it back, "
@@ -192,7 +199,11 @@ class Replay:
         self._next += 1
         drawn = np.array([token.logprob, token.logprob_sampled, token.logprob_stop], dtype=np.float32)
         stored = np.array([known.logprob[at], known.logprob_sampled[at], known.logprob_stop[at]], dtype=np.float32)
-        if (token.token, token.version, drawn.tobytes()) != (known.response_ids[at], known.version[at], stored.tobytes()):
+        if (token.token, token.version, drawn.tobytes()) != (
+            known.response_ids[at],
+            known.version[at],
+            stored.tobytes(),
+        ):
             raise TrainingError(
                 f"rollout {known.id!r}, token {at}: drawn again it is {token.token} (log-prob {token.logprob:.9g}, version {token.version}), but the "
                 f"store holds {known.response_ids[at]} ({known.logprob[at]:.9g}, version {known.version[at]}). An exact resume needs the same "
