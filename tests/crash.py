@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import multiprocessing.process
@@ -13,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import opd
 import opd.training.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
 from opd.rollout.store import iterate
+from opd.training.progress import Progress
+from opd.types import Rollout
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -45,20 +47,31 @@ FORKS = multiprocessing.get_context("forkserver")  # imports torch once; every r
 FORKS.set_forkserver_preload(["tests.crash"])
 
 
-def start(log: Path, *arguments: str | Path) -> multiprocessing.process.BaseProcess:
-    """`opd ARGUMENTS` in a process that can be killed; what it prints goes to a file."""
-    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments]))
+def start(log: Path, *arguments: str | Path, die: int | None = None) -> multiprocessing.process.BaseProcess:
+    """`opd ARGUMENTS` in a process that can be killed; what it prints goes to a file. `die`: it kills itself at this token."""
+    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments], die))
     process.start()
     return process
 
 
-def _command(log: str, arguments: list[str]) -> None:
+def _command(log: str, arguments: list[str], die: int | None) -> None:
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     sys.argv = ["opd", *arguments]
+    if die is not None:
+        left = itertools.count(die, -1)
+        original = Progress.token
+
+        def token(self: Progress) -> None:
+            original(self)
+            if next(left) == 0:
+                time.sleep(0.1)  # long enough for a group commit: some tokens are durable
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Progress.token = token  # type: ignore[method-assign]
     cli.main()
 
 
@@ -100,14 +113,31 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+COLUMNS = ("response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version")
+
+
+def durable(directory: Path) -> dict[str, Rollout]:
+    """Everything in the store of a dead run, unfinished rollouts too. Reading it changes nothing."""
+    store = opd.Run(directory).rollouts
+    return {rollout.id: rollout for rollout in [*iterate(store), *store.partial(store.unfinished())]}
+
+
+def kept(before: dict[str, Rollout], after: dict[str, Rollout]) -> None:
+    """Tokens that were durable are there still, unaltered, and at most more of them behind."""
+    for key, rollout in before.items():
+        for name in ("prompt_ids", *COLUMNS):
+            ours, theirs = getattr(after[key], name), getattr(rollout, name)
+            same_length = rollout.stop is not None or name == "prompt_ids"
+            assert len(ours) == len(theirs) if same_length else len(ours) >= len(theirs), (key, name)
+            assert ours[: len(theirs)].tobytes() == theirs.tobytes(), (key, name)
+
+
 def same_rollouts(run: opd.Run, reference: opd.Run) -> None:
     """No token lost, doubled or altered; every number bit for bit."""
-    found, wanted = ({item.id: item for item in iterate(one.rollouts)} for one in (run, reference))
+    found, wanted = durable(run.directory), durable(reference.directory)
     assert found.keys() == wanted.keys()
+    kept(wanted, found)
     for key, rollout in wanted.items():
-        for name in ("prompt_ids", "response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version"):
-            ours, theirs = getattr(found[key], name), getattr(rollout, name)
-            assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), (key, name)
         assert (found[key].stop, found[key].source) == (rollout.stop, rollout.source)
         assert run.rollouts.entries[key].notes == reference.rollouts.entries[key].notes
 
@@ -125,8 +155,11 @@ def same_run(run: opd.Run, reference: opd.Run) -> None:
             for one in (run, reference)
         )
         assert ours == theirs, name
-    assert [path.name for path in run.checkpoints] == [path.name for path in reference.checkpoints]
-    for ours, theirs in zip(run.checkpoints, reference.checkpoints, strict=True):
-        for file in sorted(theirs.glob("*.safetensors")):
-            assert (ours / file.name).read_bytes() == file.read_bytes(), ours / file.name
+    assert run.model.name == reference.model.name
+    for theirs in reference.checkpoints:
+        ours = run.directory / theirs.relative_to(reference.directory)
+        for file in (
+            sorted(theirs.rglob("*.safetensors")) if ours.is_dir() else ()
+        ):  # a rescue may have replaced older ones
+            assert (ours / file.relative_to(theirs)).read_bytes() == file.read_bytes(), ours / file.name
     assert (run.directory / "checkpoints" / "latest").resolve() == run.model.resolve()
