@@ -36,6 +36,7 @@ RECIPE: dict[str, Any] = {
     "train": {"steps": 8, "lr": 1e-3, "warmup": 2, "schedule": "cosine", "micro_tokens": 600},
     "eval": {"prompts": 6, "every": 3, "teachers": False},
     "checkpoint": {"every": 2, "keep": 2, "resume": "exact"},
+    "store": {"commit_ms": 5},
     "log": {"samples": 1, "samples_every": 2},
     "device": "cpu",
     "threads": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import opd
+from opd.errors import OpdError
 from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, start, written
 
 pytestmark = pytest.mark.crash
@@ -55,10 +57,73 @@ def test_kills_and_preemptions_at_random_moments(share: int, tmp_path: Path) -> 
             sent = interrupt(process, directory, total, draw, number)
             code = ended(process)
             wanted = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}[number]
-            assert code in ((wanted, 0) if sent else (0,)), (code, log.read_text())
+            early = -number  # before the run listens, or after it has ended
+            assert code in ((wanted, early, 0) if sent else (0,)), (code, log.read_text())
             assert "Traceback" not in log.read_text(), log.read_text()
-            kept(before, durable(directory))
-            command, left = ("resume", directory), left - 1
+            left -= 1
+            if (directory / "run.json").exists():
+                kept(before, durable(directory))
+                command = ("resume", directory)
         process = start(log, *command)
         assert ended(process) == 0, log.read_text()
         same_run(opd.Run(directory), reference)
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[opd.Run, Path]:
+    """The uninterrupted run, and the directory of one that was killed in its second stage, within a step."""
+    root = tmp_path_factory.mktemp("damage")
+    recipe = RECIPES["two"] | {
+        "checkpoint": {"every": 1, "keep": 2, "resume": "exact"},
+        "train": {"steps": 3, "lr": 1e-3},
+    }
+    reference = opd.run(recipe, out=root / "reference")
+    tokens = sum(item.response_ids.size for item in durable(reference.directory).values() if item.source != "data")
+    process = start(
+        root / "log.txt", "run", write(root / "recipe.yaml", recipe), "--out", root / "run", die=tokens - 60
+    )
+    assert ended(process) == -signal.SIGKILL, (root / "log.txt").read_text()
+    assert {path.name for path in opd.Run(root / "run").checkpoints} >= {"step-000001", "step-000002"}
+    return reference, root / "run"
+
+
+def victims(directory: Path) -> list[Path]:
+    """Every file that a resumed run may read."""
+    found = [path for name in ("rollouts", "checkpoints") for path in sorted((directory / name).rglob("*"))]
+    files = [path.relative_to(directory) for path in found if path.is_file() and "latest" not in path.parts]
+    return [*files, Path("resolved.yaml"), Path("run.json")]
+
+
+@pytest.mark.parametrize("share", range(WORKERS))
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_every_damaged_file_is_repaired_or_named(
+    killed: tuple[opd.Run, Path], tmp_path: Path, how: str, share: int
+) -> None:
+    reference, dead = killed
+    draw = random.Random(f"{how}{share}")
+    outcomes = {}
+    for number, file in list(enumerate(victims(dead)))[share::WORKERS]:
+        directory = tmp_path / f"run{number}"
+        shutil.copytree(dead, directory, symlinks=True)
+        path = directory / file
+        data = bytearray(path.read_bytes())
+        if how == "cut":
+            del data[draw.randrange(len(data)) :]
+        else:
+            at = draw.randrange(len(data))
+            data[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        said = (directory / "log.txt").stat().st_size
+        outcomes[file], refusal = "repaired", ""
+        try:
+            same_run(opd.resume(directory), reference)
+        except OpdError as error:
+            outcomes[file], refusal = "refused", str(error)
+        words = refusal or (directory / "log.txt").read_text()[said:]
+        assert path.name in words or (not refusal and "checkpoints" not in file.parts), (file, words)
+        shutil.rmtree(directory)
+    print(how, {kind: sum(found == kind for found in outcomes.values()) for kind in ("refused", "repaired")})
+    assert outcomes

@@ -26,6 +26,7 @@ from opd.training.resume import (
     Boundary,
     Standing,
     cut_lines,
+    drop_before,
     locate,
     restore,
     sync_lines,
@@ -259,6 +260,7 @@ class Pipeline:
             sync_lines(self._directory)
             save_checkpoint(where, student, run.stop_ids, card, tensors, state)
             point_latest(where)
+            drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
 
         self._saver.save(write, background=background)

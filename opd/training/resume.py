@@ -80,36 +80,44 @@ def locate(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[
 
 def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
     tidy(folder)
+    whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
     if ended is not None:
         output = folder / ended["checkpoint"]
-        if not output.is_dir():
-            raise RunDirectoryError(f"checkpoint {output}: the model that stage {folder.name!r} ended with is gone.")
-        verify_checkpoint(output)
-        return Standing(output, output, StageResult.restored(ended["result"], folder))
-    found, damage = Standing(), []
-    for candidate in reversed(steps_in(folder)):
-        try:
-            state = _verified(candidate)
-        except RunDirectoryError as error:
-            damage.append((candidate, error))
-            continue
-        if found.checkpoint is None:
-            found = Standing(None, candidate, StageResult.restored(state["result"], folder), state["unreported"])
-    if damage and found.checkpoint is None:
-        raise RunDirectoryError(
-            f"{damage[0][1]} No other checkpoint of this stage is whole. Delete {folder} to begin the stage again: the rollouts in the "
-            "store are used, so only the updates are repeated."
+        if output not in whole:
+            raise damaged.get(output) or RunDirectoryError(
+                f"checkpoint {output}: the model its stage ended with is gone."
+            )
+        found = Standing(output, output, StageResult.restored(ended["result"], folder))
+    elif whole:
+        newest = max(whole)
+        found = Standing(
+            None, newest, StageResult.restored(whole[newest]["result"], folder), whole[newest]["unreported"]
         )
-    for candidate, what in damage:
-        aside = _set_aside(candidate)
-        say(f"{what} It is now called {aside.name}; going on from {found.checkpoint}")
-        if found.result is not None and found.result.best == candidate:
-            found.result.best = None
-    if found.checkpoint is None:
+    elif damaged:
+        raise RunDirectoryError(
+            f"{damaged[max(damaged)]} No other checkpoint of this stage is whole. Delete {folder} to begin the stage again: the rollouts in "
+            "the store are used, so only the updates are repeated."
+        )
+    else:
         before = _sealed_or_none(folder / BEFORE, say)
-        found.result = None if before is None else StageResult.restored(before, folder)
+        found = Standing(result=None if before is None else StageResult.restored(before, folder))
+    for path, what in damaged.items():
+        say(f"{what} It is now called {_set_aside(path).name}; going on from {found.checkpoint}")
+        if found.result is not None and found.result.best == path:
+            found.result.best = None
     return found
+
+
+def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
+    """Checkpoints that are whole, with their state, and those that are not, with what is wrong."""
+    whole, damaged = {}, {}
+    for path in steps_in(folder):
+        try:
+            whole[path] = _verified(path)
+        except RunDirectoryError as error:
+            damaged[path] = error
+    return whole, damaged
 
 
 def _verified(checkpoint: Path) -> dict[str, Any]:
@@ -156,9 +164,13 @@ def write_result(folder: Path, result: StageResult, checkpoint: Path) -> None:
 
 
 def write_before(folder: Path, result: StageResult) -> None:
-    """The evaluation before the first step, kept for a run that ends before its first checkpoint."""
+    """The evaluation before the first step, kept until a checkpoint holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(folder / BEFORE, result.state())
+
+
+def drop_before(folder: Path) -> None:
+    (folder / BEFORE).unlink(missing_ok=True)
 
 
 # A stage
