@@ -7,6 +7,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +84,22 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[opd.Run, Path]:
         "train": {"steps": 3, "lr": 1e-3},
     }
     reference = opd.run(recipe, out=root / "reference")
-    tokens = sum(item.response_ids.size for item in durable(reference.directory).values() if item.source != "data")
-    process = start(
-        root / "log.txt", "run", write(root / "recipe.yaml", recipe), "--out", root / "run", die=tokens - 60
-    )
+    process = start(root / "log.txt", "run", write(root / "recipe.yaml", recipe), "--out", root / "run")
+    while not list((root / "run").glob("checkpoints/warm/step-*")) and process.is_alive():
+        time.sleep(0.01)
+    process.terminate()
+    assert ended(process) == 75, (root / "log.txt").read_text()
+    left = sampled(reference.directory) - sampled(root / "run")
+    process = start(root / "log.txt", "resume", root / "run", die=left - 60)
     assert ended(process) == -signal.SIGKILL, (root / "log.txt").read_text()
     assert {path.name for path in opd.Run(root / "run").checkpoints} >= {"step-000001", "step-000002"}
     return reference, root / "run"
+
+
+def sampled(directory: Path) -> int:
+    """Tokens of finished rollouts that a sampler drew."""
+    found = durable(directory).values()
+    return sum(item.response_ids.size for item in found if item.source != "data" and item.stop is not None)
 
 
 def victims(directory: Path) -> list[Path]:
@@ -127,3 +139,27 @@ def test_every_damaged_file_is_repaired_or_named(
         shutil.rmtree(directory)
     print(how, {kind: sum(found == kind for found in outcomes.values()) for kind in ("refused", "repaired")})
     assert outcomes
+
+
+# A full disk
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """Small file systems of random sizes: the log, a checkpoint or a line of metrics is what no longer fits."""
+    probe = "mount -t tmpfs -o size=64k tmpfs /mnt"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-Urm", "sh", "-c", probe], check=False).returncode
+    ):
+        pytest.skip("no user and mount namespaces here (unshare -Urm), so no small file system can be made")
+    reference, mount, draw = opd.run(RECIPE, out=tmp_path / "reference"), tmp_path / "mount", random.Random(0)
+    mount.mkdir()
+    whole = sum(path.stat().st_size for path in reference.directory.rglob("*") if path.is_file()) // 1024
+    log = written(reference.directory) // 1024
+    sizes = [draw.randint(64, log), *(draw.randint(log, whole) for _ in range(3))]
+    command = [sys.executable, "-m", "tests.crash_disk", tmp_path / "recipe.yaml", reference.directory, mount, *sizes]
+    write(tmp_path / "recipe.yaml", RECIPE)
+    done = subprocess.run(["unshare", "-Urm", *map(str, command)], capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("resumed to the same end") == len(sizes)
