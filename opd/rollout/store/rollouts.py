@@ -19,6 +19,7 @@ from opd.rollout.store.files import Files
 from opd.rollout.store.index import STOPS, load_index
 from opd.rollout.store.log import SEGMENT_BYTES, START, Log, Place, Position
 from opd.rollout.store.records import Record, Row
+from opd.rollout.store.select import Selection
 from opd.rollout.store.state import ENVIRONMENT, Live, State, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
 
@@ -237,6 +238,11 @@ class RolloutStore:
             arrays: dict[str, Any] = columns_of(live.rows)
             found.append(Rollout(**live.names, prompt_ids=live.prompt_ids, stop=None, **arrays))
         return found
+
+    def where(self, **conditions: Any) -> Selection:
+        """Finished rollouts by domain, source, teacher, reward, length, stop, version_min… or a note: see `Selection`."""
+        self._settle()
+        return Selection(self, np.flatnonzero(self.index["stop"])).where(**conditions)
 
     def unfinished(self) -> list[str]:
         """Ids of rollouts that were begun and not finished, oldest first."""
