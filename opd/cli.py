@@ -22,6 +22,8 @@ recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
 models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
 app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
+store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
+app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
 RESUME_ME = 75  # EX_TEMPFAIL: SIGTERM came, and `opd resume` goes on
@@ -193,6 +195,25 @@ def build_models(
     from opd.training.tiny import build
 
     build(to or TINY_ROOT, progress=print)
+
+
+@store.command("check")
+def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
+    from opd.rollout.store.repair import check
+
+    report = check(run)
+    print("\n".join(report.lines()))
+    if report.damages:
+        raise typer.Exit(1)
+
+
+@store.command("repair")
+def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
+    """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
+    from opd.rollout.store.repair import repair
+
+    print("\n".join(repair(run)))
 
 
 if __name__ == "__main__":

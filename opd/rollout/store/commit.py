@@ -29,7 +29,7 @@ class GroupCommit:
                 raise self._failure
             self._items.append(item)
             self._accepted += 1
-            if self.interval_s and len(self._items) == 1:
+            if self.interval_s and (self._thread is None or len(self._items) == 1):
                 self._start()
                 self._changed.notify_all()
 

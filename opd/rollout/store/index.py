@@ -178,14 +178,14 @@ class Index:
 
     # The file
 
-    def save(self, path: Path, files: Files, log_id: bytes, position: Position) -> None:
+    def save(self, path: Path, files: Files, position: Position) -> None:
         count = len(self)
         sections = {f"rows/{name}": self.rows[name] for name in COLUMNS}
         sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED}
         for kind, texts in (("names", self.names), ("facts", self.facts)):
             sections[f"{kind}/blob"], sections[f"{kind}/ends"] = texts.sections(count)
         header = json.dumps({
-            "format": FORMAT, "log": log_id.hex(), "position": position.to_json(), "count": count,
+            "format": FORMAT, "position": position.to_json(), "count": count,
             "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
             "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
         }).encode()  # fmt: skip
@@ -211,8 +211,8 @@ def _chunks(header: bytes, arrays: list[np.ndarray]) -> Iterator[bytes]:
     yield struct.pack("<Q", checksum)
 
 
-def load_index(path: Path) -> tuple[Index, bytes, Position] | str:
-    """The saved index, the id of its log and where it stood; or why it cannot be used."""
+def load_index(path: Path) -> tuple[Index, Position] | str:
+    """The saved index and where the log then ended; or why it cannot be used."""
     if not path.is_file():
         return "missing"
     if not _whole(path):
@@ -233,7 +233,7 @@ def load_index(path: Path) -> tuple[Index, bytes, Position] | str:
     index.names = Texts(sections["names/blob"], sections["names/ends"])
     index.facts = Texts(sections["facts/blob"], sections["facts/ends"])
     index.vocabularies = {name: Vocabulary(texts) for name, texts in header["vocabularies"].items()}
-    return index, bytes.fromhex(header["log"]), Position.from_json(header["position"])
+    return index, Position.from_json(header["position"])
 
 
 def _whole(path: Path) -> bool:

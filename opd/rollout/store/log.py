@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opd.errors import StoreError
 from opd.rollout.store.files import AppendFile, Files
@@ -42,20 +42,21 @@ class Position:
     offset: int
     checksum: int
     frame: int  # where the last frame begins; 0: the segment has none yet
+    log: str  # the log's id
 
     @property
     def place(self) -> Place:
         return Place(self.segment, self.offset)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, int]) -> Position:
-        return cls(value["segment"], value["offset"], value["checksum"], value["frame"])
+    def from_json(cls, value: Mapping[str, Any]) -> Position:
+        return cls(**value)
 
 
-START = Position(-1, 0, 0, 0)
+START = Position(-1, 0, 0, 0, "")
 
 
 class Log:
@@ -92,38 +93,46 @@ class Log:
             self.end = start
         for number in range(max(start.segment, 0), count):
             data, path = self.map(number), self.path(number)
-            header = self._header(number, data)
+            header = self.header(number, data)
             if number != start.segment:
                 if header.chain != max(self.end.checksum, 0):
                     raise StoreError(f"{path}, byte 24: this segment does not follow the one before it.")
-                self.end = Position(number, HEADER.size, header.checksum, 0)
-            for frame in frames(data, self.end.offset, self._seed, self.end.checksum):
+                self.end = self._position(number, HEADER.size, header.checksum, 0)
+            for frame in frames(data, self.end.offset, self.seed, self.end.checksum):
                 yield number, frame
-                self.end = Position(number, frame.end, frame.checksum, frame.offset)
+                self.end = self._position(number, frame.end, frame.checksum, frame.offset)
             self._tail(number, data, last=number == count - 1)
 
     def holds(self, position: Position) -> bool:
         """Whether the log has the very frame that ended at this position."""
-        if position is START or position.segment < 0:
+        if position.segment < 0:
             return True
-        if position.segment >= self.segments() or len(data := self.map(position.segment)) < position.offset:
+        count = self.segments()
+        if (
+            position.log != self.id.hex()
+            or position.segment >= count
+            or len(data := self.map(position.segment, position.offset)) < position.offset
+        ):
             return False
-        header = self._header(position.segment, data)
+        header = self.header(position.segment, data)
         if not position.frame:
             return header.checksum == position.checksum
-        frame = read_frame(data, position.frame, self._seed)
+        frame = read_frame(data, position.frame, self.seed)
         return frame is not None and (frame.end, frame.checksum) == (position.offset, position.checksum)
 
     def before(self, place: Place) -> Position:
         """The end of the log as it was when the frame at this place was written."""
-        frame = read_frame(self.map(place.segment), place.offset, self._seed)
+        frame = read_frame(self.map(place.segment), place.offset, self.seed)
         if frame is None:
             raise StoreError(
                 f"{self.path(place.segment)}, byte {place.offset}: the frame is damaged. Try `opd store check`."
             )
-        return Position(place.segment, place.offset, frame.previous, 0)
+        return self._position(place.segment, place.offset, frame.previous, 0)
 
-    def _header(self, number: int, data: Buffer) -> SegmentHeader:
+    def _position(self, segment: int, offset: int, checksum: int, frame: int) -> Position:
+        return Position(segment, offset, checksum, frame, self.id.hex())
+
+    def header(self, number: int, data: Buffer) -> SegmentHeader:
         path = self.path(number)
         header = read_header(data, path)
         if header.number != number:
@@ -137,7 +146,7 @@ class Log:
         offset, path = self.end.offset, self.path(number)
         if offset == len(data):
             return
-        later = next_frame(data, offset, self._seed)
+        later = next_frame(data, offset, self.seed)
         if later is not None or not last:
             follows = f"a good one follows at byte {later.offset}" if later else "other segments follow"
             raise StoreError(
@@ -189,13 +198,13 @@ class Log:
             if offset >= self.segment_bytes:
                 self._start_segment(self.end.segment + 1, self.end.checksum)
                 offset = self._file.size
-            frame, checksum = encode_frame(payload, self.end.checksum, self._seed)
+            frame, checksum = encode_frame(payload, self.end.checksum, self.seed)
             self._file.write(frame)
             if self.sync:
                 self._file.sync()
         except OSError as error:
             raise self._fail(error, offset) from error
-        self.end = Position(self.end.segment, self._file.size, checksum, offset)
+        self.end = self._position(self.end.segment, self._file.size, checksum, offset)
         return Place(self.end.segment, self.end.offset - len(payload))
 
     def _start_segment(self, number: int, chain: int) -> None:
@@ -207,10 +216,10 @@ class Log:
         if self._file is not None:
             self._file.close()
         self._file = self._files.append(self.path(number))
-        self.end = Position(number, HEADER.size, header.checksum, 0)
+        self.end = self._position(number, HEADER.size, header.checksum, 0)
 
     @property
-    def _seed(self) -> int:
+    def seed(self) -> int:
         return zlib.crc32(self.id)
 
     def _fail(self, error: OSError, offset: int) -> StoreError:

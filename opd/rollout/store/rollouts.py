@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from opd.rollout.store.files import Files
 from opd.rollout.store.index import STOPS, load_index
 from opd.rollout.store.log import SEGMENT_BYTES, START, Log, Place, Position
 from opd.rollout.store.records import Record, Row
+from opd.rollout.store.select import Selection
 from opd.rollout.store.state import ENVIRONMENT, Live, State, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
 
 INDEX = "index.bin"
+REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
 Fsync = Literal["commit", "never"]
 
 
@@ -162,7 +165,7 @@ class RolloutStore:
         try:
             self._commit.close()
             self._log.flush()
-            self._state.index.save(path, self._files, self._log.id, self._log.end)
+            self._state.index.save(path, self._files, self._log.end)
         except OSError as error:
             raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
         finally:
@@ -236,6 +239,11 @@ class RolloutStore:
             found.append(Rollout(**live.names, prompt_ids=live.prompt_ids, stop=None, **arrays))
         return found
 
+    def where(self, **conditions: Any) -> Selection:
+        """Finished rollouts by domain, source, teacher, reward, length, stop, version_min… or a note: see `Selection`."""
+        self._settle()
+        return Selection(self, np.flatnonzero(self.index["stop"])).where(**conditions)
+
     def unfinished(self) -> list[str]:
         """Ids of rollouts that were begun and not finished, oldest first."""
         self._settle()
@@ -272,12 +280,17 @@ class RolloutStore:
         return self._log.end
 
     def require(self, position: Position, who: str) -> None:
-        """Refuse a log that has lost what was durable when `who` was written."""
-        if not self._log.holds(position):
-            raise StoreError(
-                f"{self._log.path(position.segment)}, byte {position.offset}: the log is shorter than, or not the one, that {who} was "
-                "written with: durable rollouts are lost. Put the right files back, or start a new run."
-            )
+        """Refuse a log that has lost what was durable when `who` was written. A repaired log says itself what it lost."""
+        if self._log.holds(position) or position.log == self._repaired_from():
+            return
+        raise StoreError(
+            f"{self._log.path(position.segment)}, byte {position.offset}: {who} was written when the log reached this byte, "
+            "and it no longer does: durable rollouts are lost. Put the right files back, or see `opd store repair`."
+        )
+
+    def _repaired_from(self) -> str | None:
+        path = self.directory / REPAIRED
+        return json.loads(path.read_text(encoding="utf-8"))["from"] if path.is_file() else None
 
     def _settle(self) -> None:
         if not self._read_only and not self._closed:
@@ -307,14 +320,14 @@ class RolloutStore:
         path = self.directory / INDEX
         loaded = load_index(path)
         count = self._log.segments()
-        if not isinstance(loaded, str) and count and loaded[1] != self._log.id:
+        if not isinstance(loaded, str) and count and loaded[1].log != self._log.id.hex():
             loaded = "of another log"
         if isinstance(loaded, str):
             state = State()
             for segment, frame in self._log.scan():
                 state.replay(segment, frame, str(self._log.path(segment)))
             return loaded, state
-        index, _, end = loaded
+        index, end = loaded
         self.require(end, path.name)
         state = State(index)
         since = state.unfinished_since(end)
