@@ -211,9 +211,11 @@ def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -
 @store.command("repair")
 def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
     """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
-    from opd.rollout.store.repair import repair
+    from opd.lock import RunLock
+    from opd.rollout.store.repair import find_log, repair
 
-    print("\n".join(repair(run)))
+    with RunLock(find_log(run).parent):
+        print("\n".join(repair(run)))
 
 
 if __name__ == "__main__":

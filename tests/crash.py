@@ -156,6 +156,11 @@ def same_run(run: opd.Run, reference: opd.Run) -> None:
             for one in (run, reference)
         )
         assert ours == theirs, name
+    same_weights(run, reference)
+    assert (run.directory / "checkpoints" / "latest").resolve() == run.model.resolve()
+
+
+def same_weights(run: opd.Run, reference: opd.Run) -> None:
     assert run.model.name == reference.model.name
     for theirs in reference.checkpoints:
         ours = run.directory / theirs.relative_to(reference.directory)
@@ -163,4 +168,3 @@ def same_run(run: opd.Run, reference: opd.Run) -> None:
             sorted(theirs.rglob("*.safetensors")) if ours.is_dir() else ()
         ):  # a rescue may have replaced older ones
             assert (ours / file.relative_to(theirs)).read_bytes() == file.read_bytes(), ours / file.name
-    assert (run.directory / "checkpoints" / "latest").resolve() == run.model.resolve()

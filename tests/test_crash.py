@@ -17,7 +17,7 @@ import pytest
 
 import opd
 from opd.errors import OpdError
-from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, start, written
+from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, same_weights, start, written
 
 pytestmark = pytest.mark.crash
 COUNT = int(os.environ.get("COUNT", "0")) or 40  # interruptions
@@ -134,10 +134,13 @@ def test_every_damaged_file_is_repaired_or_named(
             same_run(opd.resume(directory), reference)
         except OpdError as error:
             outcomes[file], refusal = "refused", str(error)
+            if file.suffix == ".log" and ended(start(tmp_path / "repair.txt", "store", "repair", directory)) == 0:
+                same_weights(opd.resume(directory), reference)  # what was lost is drawn again, and comes out the same
+                outcomes[file] = "refused, then repaired"
         words = refusal or (directory / "log.txt").read_text()[said:]
         assert path.name in words or (not refusal and "checkpoints" not in file.parts), (file, words)
         shutil.rmtree(directory)
-    print(how, {kind: sum(found == kind for found in outcomes.values()) for kind in ("refused", "repaired")})
+    print(how, {kind: sum(found == kind for found in outcomes.values()) for kind in set(outcomes.values())})
     assert outcomes
 
 

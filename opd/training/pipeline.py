@@ -18,7 +18,7 @@ from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import DiskError, OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import write_whole
 from opd.lock import RunLock
-from opd.rollout.store import RolloutStore
+from opd.rollout.store import REPAIRED, RolloutStore
 from opd.training.checkpoint import Saver, point_latest, read_state, retain, save_checkpoint
 from opd.training.progress import Progress
 from opd.training.results import StageResult, results_table, watched
@@ -60,7 +60,7 @@ class Pipeline:
         self._trackers: list[Tracker] = []
         self._signals = Signals(self._progress.say, recipe.stages[0].checkpoint.grace)
         self._saver = Saver()
-        self._consumed = 0  # rollouts of the stages before
+        self._consumed: int | None = 0  # rollouts of the stages before
         self._started = 0.0  # when the stage would have begun, had it run in one go
 
     def run(self, resume: bool = False) -> None:
@@ -134,7 +134,7 @@ class Pipeline:
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
             )
-            run.trajectories.consumed = self._consumed
+            run.trajectories.consumed = None if (store.directory / REPAIRED).exists() else self._consumed
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")

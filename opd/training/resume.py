@@ -41,7 +41,7 @@ class Boundary:
     stream: dict[str, Any]
     updates: int
     version: int
-    rollouts: int  # trained on so far, earlier stages included
+    rollouts: int | None  # trained on so far, earlier stages included
     random: dict[str, Any]
 
     @classmethod
@@ -183,7 +183,8 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     run.student.restore(checkpoint)
     run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
     run.stream.restore(state["stream"])
-    run.trajectories.consumed = state["rollouts"]
+    if run.trajectories.consumed is not None:
+        run.trajectories.consumed = state["rollouts"]
     run.publish(version=state["version"])
     set_random_state(state["random"], run.device)
 

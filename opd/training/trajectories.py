@@ -43,7 +43,9 @@ class Trajectories:
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
-    consumed: int = 0  # rollouts in the store that belong to earlier steps, of this stage and those before it
+    consumed: int | None = (
+        0  # rollouts in the store that belong to earlier steps and stages; None: unknown, it was repaired
+    )
     newest: list[str] = field(default_factory=list)  # ids of the latest batch
     used: int = 0  # rollouts of the latest batch that an earlier process had finished
     continued: int = 0  # and those it had begun
@@ -77,7 +79,7 @@ class Trajectories:
             else:
                 self._sample(self.teacher_sampler(author.removeprefix("teacher:")), wanted, Author.TEACHER)
         self.store.commit(sync=True)
-        self.consumed += len(planned)
+        self.consumed = None if self.consumed is None else self.consumed + len(planned)
         self.newest = list(planned)
         return self.newest
 
@@ -99,7 +101,7 @@ class Trajectories:
             rollout_id: self.store.entries[rollout_id] for rollout_id in planned if rollout_id in self.store.entries
         }
         for rollout_id, entry in known.items():
-            if entry.number < self.consumed:
+            if self.consumed is not None and entry.number < self.consumed:
                 raise _twice(planned[rollout_id][0].prompt)
         open_ids = [rollout_id for rollout_id, entry in known.items() if entry.stop is None]
         finished = [rollout_id for rollout_id, entry in known.items() if entry.stop is not None]
