@@ -37,6 +37,7 @@ class LossyFiles(Files):
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget, self.spent = budget, 0
+        self.syncs_left: int | None = None  # another way to die: between a write and its sync
         self._names: dict[str, Node] = {}
         self._durable_names: dict[str, Node] = {}
         self._history: list[dict[str, Node]] = []  # the directory after each change since it was synced
@@ -114,6 +115,10 @@ class LossyFile(AppendFile):
 
     def sync(self) -> None:
         self._files._operation()
+        if self._files.syncs_left is not None:
+            self._files.syncs_left -= 1
+            if self._files.syncs_left < 0:
+                raise PowerCut
         self._node.synced = bytes(self._node.data)
 
     def truncate(self, size: int) -> None:
