@@ -81,6 +81,9 @@ class Rollouts(BaseModel):
     max_prompt_tokens: Positive | None = Field(
         None, description="refuse longer prompts; default: what the context leaves"
     )
+    mixed_versions: Literal["allow", "refuse"] = Field(
+        "allow", description="a rollout that was interrupted and would go on with newer weights"
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> Rollouts:
@@ -145,6 +148,13 @@ class Checkpoint(BaseModel):
     model_config = SETTINGS
     every: Count = Field(0, description="steps; the last step is always saved")
     keep: Positive = Field(2, description="how many step checkpoints stay; the best one stays beside them")
+    keep_every: Count = Field(0, description="checkpoints of steps divisible by this stay for good; 0: none")
+    background: bool = Field(True, description="copy the state to memory and write it while training goes on")
+    resume: Literal["prefill", "exact"] = Field(
+        "prefill",
+        description="unfinished rollouts: prefill their tokens and go on, or replay them one by one (bit-identical on a CPU)",
+    )
+    grace: float = Field(30, gt=0, description="seconds between SIGTERM and the end of the process")
 
 
 class Store(BaseModel):

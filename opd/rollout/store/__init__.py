@@ -16,7 +16,7 @@ from opd.rollout.store.entries import Entry
 from opd.rollout.store.environment import Replay
 from opd.rollout.store.log import Position
 from opd.rollout.store.plan import EpochPlan, plan_epoch
-from opd.rollout.store.rollouts import RolloutStore, iterate
+from opd.rollout.store.rollouts import REPAIRED, RolloutStore, iterate
 from opd.rollout.store.select import Selection
 
-__all__ = ["Entry", "EpochPlan", "Position", "Replay", "RolloutStore", "Selection", "iterate", "plan_epoch"]
+__all__ = ["REPAIRED", "Entry", "EpochPlan", "Position", "Replay", "RolloutStore", "Selection", "iterate", "plan_epoch"]
