@@ -96,6 +96,21 @@ def test_what_a_killed_process_left_unsynced_is_synced_before_it_counts(tmp_path
         assert snapshot(RolloutStore(lost)) == known
 
 
+def test_the_policy_decides_what_is_synced(tmp_path: Path) -> None:
+    synced = {}
+    for fsync in ("commit", "never"):
+        files = LossyFiles()
+        store = RolloutStore(tmp_path / fsync, files=files, commit_ms=0, fsync=fsync)  # type: ignore[arg-type]
+        write_rollout(store, "a", 5)
+        store.commit(sync=True)
+        files.after_power_loss(tmp_path / f"{fsync}-lost", random.Random(0), keep=0.0)
+        synced[fsync] = list(RolloutStore(tmp_path / f"{fsync}-lost", read_only=True).entries)
+    assert synced == {"commit": ["a"], "never": []}
+    store.close()  # closing syncs, whatever the policy
+    files.after_power_loss(tmp_path / "closed", random.Random(0), keep=0.0)
+    assert list(RolloutStore(tmp_path / "closed", read_only=True).entries) == ["a"]
+
+
 class NeverSyncs(LossyFiles):
     def append(self, path: Path) -> AppendFile:
         file = super().append(path)

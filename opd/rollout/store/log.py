@@ -254,7 +254,10 @@ class Log:
     def flush(self) -> None:
         """Sync what was written, whatever the policy."""
         if self._file is not None and self.failure is None:
-            self._file.sync()
+            try:
+                self._file.sync()
+            except OSError as error:
+                raise self._fail(error, self.end.offset) from error
 
     def close(self) -> None:
         if self._file is not None:
