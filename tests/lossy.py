@@ -37,9 +37,12 @@ class LossyFiles(Files):
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget, self.spent = budget, 0
+        self.syncs_left: int | None = None  # another way to die: between a write and its sync
         self._names: dict[str, Node] = {}
         self._durable_names: dict[str, Node] = {}
         self._history: list[dict[str, Node]] = []  # the directory after each change since it was synced
+        self._directory: Path | None = None
+        self._parents: set[Path] = set()  # directories above that were synced
 
     def spend(self, cost: int) -> int:
         """How much of this the disk still takes; the power fails where it does not take all."""
@@ -48,6 +51,7 @@ class LossyFiles(Files):
         return taken
 
     def node(self, path: Path) -> Node:
+        self._directory = path.parent
         if path.name not in self._names:
             self._names[path.name] = Node()
             self._changed()
@@ -70,7 +74,10 @@ class LossyFiles(Files):
 
     def sync_directory(self, directory: Path) -> None:
         self._operation()
-        self._durable_names, self._history = dict(self._names), []
+        if directory == self._directory:
+            self._durable_names, self._history = dict(self._names), []
+        else:
+            self._parents.add(directory)
 
     def _changed(self) -> None:
         self._history.append(dict(self._names))
@@ -83,6 +90,8 @@ class LossyFiles(Files):
         """What the disk has: names up to some change, synced bytes, and any prefix of the others, torn or filled with zeros."""
         names = rng.choice([self._durable_names, *self._history]) if keep is None else self._names
         target.mkdir()
+        if keep is None and (self._directory is None or self._directory.parent not in self._parents):
+            return
         for name, node in names.items():
             rest = bytes(node.data[len(node.synced) :]) if node.data.startswith(node.synced) else b""
             kept = rest[: round(len(rest) * (rng.random() if keep is None else keep))]
@@ -106,6 +115,10 @@ class LossyFile(AppendFile):
 
     def sync(self) -> None:
         self._files._operation()
+        if self._files.syncs_left is not None:
+            self._files.syncs_left -= 1
+            if self._files.syncs_left < 0:
+                raise PowerCut
         self._node.synced = bytes(self._node.data)
 
     def truncate(self, size: int) -> None:

@@ -16,15 +16,15 @@ ACTS = 60
 SEGMENT = 2000  # small segments, so that a script makes several
 
 
-def live(directory: Path, files: LossyFiles, seed: int, commit_ms: int = 0) -> Life:
+def live(directory: Path, files: LossyFiles, seed: int, commit_ms: int = 0, acts: int = ACTS) -> Life:
     """One script on a disk that may fail; a clean close in the middle, so that an index is there too."""
     life = Life(seed)
     try:
         store = RolloutStore(directory, files=files, segment_bytes=SEGMENT, commit_ms=commit_ms)
-        life.live(store, ACTS // 2)
+        life.live(store, acts // 2)
         store.close()
         store = RolloutStore(directory, files=files, segment_bytes=SEGMENT, commit_ms=commit_ms)
-        life.live(store, ACTS // 2)
+        life.live(store, acts // 2)
     except PowerCut:
         pass
     return life
@@ -44,17 +44,17 @@ def recovers(directory: Path, life: Life) -> bool:
     return written.pop("new")[1] == [0, 1] and written == known and reopened.index_was == "whole"
 
 
-def total(directory: Path, seed: int) -> int:
+def total(directory: Path, seed: int, acts: int = ACTS) -> int:
     files = LossyFiles()
-    live(directory, files, seed)
+    live(directory, files, seed, acts=acts)
     return files.spent
 
 
 def test_cut_at_every_byte_of_the_last_records(tmp_path: Path) -> None:
-    end = total(tmp_path / "whole", 0)
+    end = total(tmp_path / "whole", 0, acts=24)
     for budget in range(end - 500, end + 1):
         files, torn = LossyFiles(budget), tmp_path / f"torn{budget}"
-        life = live(tmp_path / f"live{budget}", files, 0)
+        life = live(tmp_path / f"live{budget}", files, 0, acts=24)
         files.after_power_loss(torn, random.Random(budget), keep=1.0)
         assert recovers(torn, life), budget
 
@@ -84,6 +84,33 @@ def test_power_fails_while_the_thread_writes(tmp_path: Path) -> None:
             assert known[name][7][: len(calls)] == calls
 
 
+def test_what_a_killed_process_left_unsynced_is_synced_before_it_counts(tmp_path: Path) -> None:
+    """First the process dies between write and fsync, and another takes over what it sees; then the power fails."""
+    for number in range(30):
+        files, lost = LossyFiles(), tmp_path / f"lost{number}"
+        files.syncs_left = number % 10
+        live(tmp_path / f"live{number}", files, number)
+        files.syncs_left = None
+        known = snapshot(RolloutStore(tmp_path / f"live{number}", files=files, segment_bytes=SEGMENT, commit_ms=0))
+        files.after_power_loss(lost, random.Random(number))
+        assert snapshot(RolloutStore(lost)) == known
+
+
+def test_the_policy_decides_what_is_synced(tmp_path: Path) -> None:
+    synced = {}
+    for fsync in ("commit", "never"):
+        files = LossyFiles()
+        store = RolloutStore(tmp_path / fsync, files=files, commit_ms=0, fsync=fsync)  # type: ignore[arg-type]
+        write_rollout(store, "a", 5)
+        store.commit(sync=True)
+        files.after_power_loss(tmp_path / f"{fsync}-lost", random.Random(0), keep=0.0)
+        synced[fsync] = list(RolloutStore(tmp_path / f"{fsync}-lost", read_only=True).entries)
+    assert synced == {"commit": ["a"], "never": []}
+    store.close()  # closing syncs, whatever the policy
+    files.after_power_loss(tmp_path / "closed", random.Random(0), keep=0.0)
+    assert list(RolloutStore(tmp_path / "closed", read_only=True).entries) == ["a"]
+
+
 class NeverSyncs(LossyFiles):
     def append(self, path: Path) -> AppendFile:
         file = super().append(path)
@@ -93,7 +120,9 @@ class NeverSyncs(LossyFiles):
 
 class ForgetsTheDirectory(LossyFiles):
     def sync_directory(self, directory: Path) -> None:
-        pass
+        if directory == self._directory:
+            return
+        super().sync_directory(directory)
 
 
 @pytest.mark.parametrize("broken", [NeverSyncs, ForgetsTheDirectory])

@@ -379,3 +379,36 @@ def test_repair_cuts_unfinished_rollouts_at_the_damage(tmp_path: Path) -> None:
     repaired.require(position, "an old checkpoint")
     assert repair(tmp_path) == ["nothing is damaged; nothing was changed."]
     assert [rollout.id for rollout in iterate(repaired)] == ["done"]
+
+
+def test_the_commands(log: tuple[Path, Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from opd import cli
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["opd", "store", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out + captured.err
+
+    source, known = log
+    directory = copy(source, tmp_path / "rollouts")
+    code, said = call("check", str(tmp_path))
+    assert code == 0
+    assert "segment-000000.log" in said
+    assert "rollouts: 6 finished, 1 unfinished" in said
+    assert "index: whole" in said
+    path = segments(directory)[1]
+    damaged = bytearray(path.read_bytes())
+    damaged[60] ^= 4
+    path.write_bytes(damaged)
+    code, said = call("check", str(tmp_path))
+    assert code == 1
+    assert re.search(rf"DAMAGED .*{path.name}, byte 32: damaged, \d+ bytes", said)
+    code, said = call("repair", str(tmp_path))
+    assert code == 0
+    assert "rollouts.damaged" in said
+    assert call("check", str(tmp_path))[0] == 0
+    assert len(RolloutStore(directory)) >= len(known) - 1
+    assert call("check", str(tmp_path / "nowhere"))[0] == 2

@@ -52,6 +52,13 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def make_directory(self, path: Path) -> None:
+        """A directory whose name, and the names of all that had to be made above it, are durable."""
+        missing = [part for part in (path, *path.parents) if not part.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for part in reversed(missing):
+            self.sync_directory(part.parent)
+
     def create(self, path: Path, chunks: Iterable[bytes]) -> None:
         """A whole file or none: temporary name, sync, rename, sync of the directory."""
         partial = path.with_name(path.name + ".partial")
@@ -61,6 +68,9 @@ class Files:
             for chunk in chunks:
                 file.write(chunk)
             file.sync()
+        except OSError:
+            self.remove(partial)
+            raise
         finally:
             file.close()
         self.rename(partial, path)

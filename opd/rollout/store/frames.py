@@ -39,6 +39,12 @@ def segment_name(number: int) -> str:
     return f"segment-{number:06d}.log"
 
 
+def segment_numbers(directory: Path) -> list[int]:
+    """Which segments there are, in order."""
+    stems = [path.stem.removeprefix("segment-") for path in directory.glob("segment-*.log")]
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
 @dataclass(frozen=True)
 class SegmentHeader:
     number: int

@@ -24,6 +24,7 @@ from opd.rollout.store.frames import (
     read_frame,
     read_header,
     segment_name,
+    segment_numbers,
 )
 
 SEGMENT_BYTES = 64 << 20
@@ -76,7 +77,7 @@ class Log:
 
     def segments(self) -> int:
         """How many segments there are; a gap in their numbers is an error."""
-        numbers = sorted(int(path.stem.removeprefix("segment-")) for path in self.directory.glob("segment-*.log"))
+        numbers = segment_numbers(self.directory)
         for expected, number in enumerate(numbers):
             if number != expected:
                 raise StoreError(
@@ -175,18 +176,26 @@ class Log:
     # Writing
 
     def open_for_writing(self) -> None:
-        """Cut a torn tail, remove half-made files, and go on behind the last good frame; or start the first segment."""
-        for partial in self.directory.glob("*.partial"):
-            self._files.remove(partial)
-        if self.end is START:
-            self.id = os.urandom(8)
-            self._start_segment(0, 0)
-            return
-        self._file = self._files.append(self.path(self.end.segment))
-        if self._file.size > self.end.offset:
-            self._file.truncate(self.end.offset)
+        """Cut a torn tail, remove half-made files, and go on behind the last good frame; or start the first segment.
+
+        What is there is synced first: a process that was killed may have left it to the operating system alone.
+        """
+        try:
+            self._files.make_directory(self.directory)
+            for partial in self.directory.glob("*.partial"):
+                self._files.remove(partial)
+            if self.end is START:
+                self.id = os.urandom(8)
+                self._start_segment(0, 0)
+                return
+            self._file = self._files.append(self.path(self.end.segment))
+            if self._file.size > self.end.offset:
+                self._file.truncate(self.end.offset)
+                self._maps.pop(self.end.segment, None)
             self._file.sync()
-            self._maps.pop(self.end.segment, None)
+            self._files.sync_directory(self.directory)
+        except OSError as error:
+            raise self._fail(error, self.end.offset) from error
 
     def append(self, payload: bytes) -> Place:
         """Write one frame and sync it; returns where its payload begins. Nothing durable is touched if that fails."""
@@ -224,7 +233,7 @@ class Log:
 
     def _fail(self, error: OSError, offset: int) -> StoreError:
         """Take back the torn frame, so that the file can be opened, and refuse all further writing."""
-        path = self.path(self.end.segment)
+        path = self.path(max(self.end.segment, 0))
         try:
             if self._file is not None and self._file.size > self.end.offset:
                 self._file.truncate(self.end.offset)
@@ -245,7 +254,10 @@ class Log:
     def flush(self) -> None:
         """Sync what was written, whatever the policy."""
         if self._file is not None and self.failure is None:
-            self._file.sync()
+            try:
+                self._file.sync()
+            except OSError as error:
+                raise self._fail(error, self.end.offset) from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -24,6 +24,7 @@ from opd.rollout.store.state import ENVIRONMENT, Live, State, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
 
 INDEX = "index.bin"
+HEAVY_BYTES = 128 << 20  # of signals in one frame, about
 REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
 Fsync = Literal["commit", "never"]
 
@@ -57,14 +58,12 @@ class RolloutStore:
     def __init__(self, directory: Path, *, read_only: bool = False, commit_ms: int = 50, fsync: Fsync = "commit",
                  hidden: bool = False, segment_bytes: int = SEGMENT_BYTES, files: Files | None = None) -> None:  # fmt: skip
         """Open a log, or start one. `read_only` never touches the files: the run may be alive and writing."""
-        self.directory, self._read_only, self._closed = directory, read_only, False
+        self.directory, self._read_only, self._closed, self._heavy = directory, read_only, False, 0
         self._files = files or Files()
         self._log = Log(directory, self._files, segment_bytes=segment_bytes)
         self._commit = GroupCommit(self._write, 0.0)
         self._lock = threading.RLock()  # of the state
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
-        if not read_only:
-            directory.mkdir(parents=True, exist_ok=True)
         self.index_was, self._state = self._recover()
         self.index, self.entries = self._state.index, Entries(self._state)
         self._open = {live.names["id"]: live for live in self._state.live.values()}  # rollouts that take tokens
@@ -118,9 +117,10 @@ class RolloutStore:
         """Attach facts that came later. `score` is the reward."""
         self._writable()
         number = self.entries.number(id)
+        data = records.note(number, facts)
         with self._lock:
             self._state.index.note(number, facts)
-        self._commit.add(Waiting(records.NOTE, number, records.note(number, facts)))
+        self._commit.add(Waiting(records.NOTE, number, data))
 
     def record_signal(self, id: str, role: str, kind: SignalKind, teacher: str, teacher_version: int, values: np.ndarray | TopK,
                       mask: np.ndarray, *, view: str = "same", spans: Iterable[tuple[int, ...]] = ()) -> bool:  # fmt: skip
@@ -131,7 +131,12 @@ class RolloutStore:
         number = self.entries.number(id)
         facts = {"role": role, "kind": kind, "teacher": teacher, "teacher_version": teacher_version, "view": view,
                  "spans": [list(span) for span in spans]}  # fmt: skip
-        self._commit.add(Waiting(records.SIGNAL, number, records.signal(number, facts, values, mask), facts))
+        data = records.signal(number, facts, values, mask)
+        self._commit.add(Waiting(records.SIGNAL, number, data, facts))
+        self._heavy += len(data)
+        if self._heavy > HEAVY_BYTES:  # more than the disk takes in passing: wait for it instead of filling the memory
+            self._commit.wait()
+            self._heavy = 0
         return True
 
     def record_environment(self, id: str, order: int, call: Any, result: Any) -> None:
@@ -290,7 +295,10 @@ class RolloutStore:
 
     def _repaired_from(self) -> str | None:
         path = self.directory / REPAIRED
-        return json.loads(path.read_text(encoding="utf-8"))["from"] if path.is_file() else None
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["from"]) if path.is_file() else None
+        except (ValueError, KeyError, TypeError):
+            raise StoreError(f"{path}, byte 0: the file is damaged. Remove it if the log was never repaired.") from None
 
     def _settle(self) -> None:
         if not self._read_only and not self._closed:

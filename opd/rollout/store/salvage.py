@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opd.errors import StoreError
 from opd.rollout.store.files import Files
-from opd.rollout.store.frames import HEADER, Frame, next_frame, read_frame, read_header
+from opd.rollout.store.frames import HEADER, Frame, next_frame, read_frame, read_header, segment_numbers
 from opd.rollout.store.index import load_index
 from opd.rollout.store.log import Log, Position
 
@@ -33,7 +33,7 @@ class Salvage:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = Log(directory, Files())
-        self.numbers = sorted(int(path.stem.removeprefix("segment-")) for path in directory.glob("segment-*.log"))
+        self.numbers = segment_numbers(directory)
         loaded = load_index(directory / "index.bin")
         self.index = loaded if isinstance(loaded, str) else "whole"
         self.witness: Position | None = None if isinstance(loaded, str) else loaded[1]

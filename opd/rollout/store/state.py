@@ -61,11 +61,11 @@ class State:
 
     def replay_unfinished(self, frame: Frame) -> None:
         """A frame the index has seen: only what it holds of rollouts that are not finished is wanted."""
-        unfinished = self.index["stop"]
+        stops = self.index["stop"]
         for record in records.split(frame.payload, frame.start):
             if record.kind == records.TOKENS:
                 self._take_tokens(record)
-            elif not unfinished[record.number]:
+            elif not stops[record.number]:
                 if record.kind == records.BEGIN:
                     self._begin_live(record)
                 elif record.kind == records.ENVIRONMENT:
