@@ -45,8 +45,8 @@ def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: 
     command: tuple[str | Path, ...] = ("run", recipe, "--out", directory)
     for _ in range(3):
         process = start(tmp_path / "out.txt", *command)
-        killed = interrupt(process, directory, total, draw, signal.SIGKILL)
-        assert ended(process) == (-signal.SIGKILL if killed else 0), (tmp_path / "out.txt").read_text()
+        assert interrupt(process, directory, total, draw, signal.SIGKILL, share=0.5)
+        assert ended(process) == -signal.SIGKILL, (tmp_path / "out.txt").read_text()
         command = ("resume", directory)
     run = opd.resume(directory)
     same_run(run, reference)
@@ -62,7 +62,7 @@ def test_sigterm_says_resume_me_and_a_prefill_goes_on(reference: opd.Run, recipe
     before = durable(directory)
     assert any(item.stop is None and item.response_ids.size for item in before.values())
     process = start(log, "resume", directory)
-    assert interrupt(process, directory, written(reference.directory), random.Random(1), signal.SIGTERM)
+    assert interrupt(process, directory, written(reference.directory), random.Random(1), signal.SIGTERM, share=0.5)
     assert ended(process) == 75, log.read_text()
     assert opd.Run(directory).summary["status"] == "preempted"
     kept(before, durable(directory))

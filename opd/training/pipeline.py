@@ -28,6 +28,7 @@ from opd.training.resume import (
     cut_lines,
     drop_before,
     locate,
+    require_rollouts,
     restore,
     sync_lines,
     write_before,
@@ -100,6 +101,7 @@ class Pipeline:
         if all(standing.output for standing in standings) and summary.is_file():
             self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
             return []
+        require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
         upto = {spec.name: standing.reported for spec, standing in zip(self._recipe.stages, standings, strict=True)}
         cut_lines(self._directory / "samples.jsonl", upto)
@@ -134,7 +136,8 @@ class Pipeline:
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
             )
-            run.trajectories.consumed = None if (store.directory / REPAIRED).exists() else self._consumed
+            known = self._consumed is not None and not (store.directory / REPAIRED).exists()
+            run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")

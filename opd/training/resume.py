@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file
 
 from opd.config import Recipe
-from opd.errors import RunDirectoryError
+from opd.errors import RunDirectoryError, StoreError
 from opd.files import read_sealed, sync, write_sealed, write_whole
-from opd.rollout.store import Position
+from opd.rollout.store import Position, RolloutStore
 from opd.training.checkpoint import TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.training.results import StageResult
 
@@ -130,6 +130,21 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def require_rollouts(directory: Path, standings: Sequence[Standing]) -> None:
+    """Refuse a log that ends before a checkpoint of a stage at work was saved. Nothing is touched yet."""
+    at_work = [standing.checkpoint for standing in standings if standing.checkpoint and not standing.output]
+    if not at_work:
+        return
+    store = RolloutStore(directory / "rollouts", read_only=True)
+    for checkpoint in at_work:
+        try:
+            store.require(Position.from_json(read_state(checkpoint)["store"]), str(checkpoint))
+        except StoreError as error:
+            raise StoreError(
+                f"{error} To go on without what is lost, delete {checkpoint}: an older one takes its place, and what is missing is drawn again."
+            ) from None
+
+
 def _sealed_or_none(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """None where the file is missing or damaged: what it holds can be worked out again."""
     if not path.exists():
@@ -179,12 +194,11 @@ def drop_before(folder: Path) -> None:
 def restore(run: StageRun, checkpoint: Path) -> None:
     """Student, optimiser, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
-    run.store.require(Position.from_json(state["store"]), str(checkpoint))
     run.student.restore(checkpoint)
     run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
     run.stream.restore(state["stream"])
     if run.trajectories.consumed is not None:
-        run.trajectories.consumed = state["rollouts"]
+        run.trajectories.consumed = min(state["rollouts"], len(run.store))
     run.publish(version=state["version"])
     set_random_state(state["random"], run.device)
 
