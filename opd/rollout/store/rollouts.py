@@ -65,6 +65,7 @@ class RolloutStore:
         self._lock = threading.RLock()  # of the state
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
         self.index_was, self._state = self._recover()
+        self._state.settle()
         self.index, self.entries = self._state.index, Entries(self._state)
         self._open = {live.names["id"]: live for live in self._state.live.values()}  # rollouts that take tokens
         if not read_only:
