@@ -30,10 +30,10 @@ RECIPE: dict[str, Any] = {
         {"source": "task:addition", "domain": "arithmetic"},
         {"source": "task:reverse", "domain": "spelling"},
     ],
-    "rollout": {"prompts": 24, "samples": 2, "max_new_tokens": 20},
-    "sampler": {"slots": 16},
+    "rollout": {"prompts": 12, "samples": 2, "max_new_tokens": 20},
+    "sampler": {"slots": 5, "prefill_rows": 1, "prefill_chunk": 7},  # shapes whose prefill rounds unlike decoding
     "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
-    "train": {"steps": 8, "lr": 1e-3, "warmup": 2, "schedule": "cosine", "micro_tokens": 600},
+    "train": {"steps": 6, "lr": 1e-3, "warmup": 2, "schedule": "cosine", "micro_tokens": 600},
     "eval": {"prompts": 6, "every": 3, "teachers": False},
     "checkpoint": {"every": 2, "keep": 2, "resume": "exact"},
     "store": {"commit_ms": 5},
