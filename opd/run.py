@@ -41,7 +41,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """One object per step. Lines of periodic evaluations have `eval/DOMAIN` keys instead of a loss."""
         path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # not a line being written
+        return [json.loads(line) for line in whole]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -121,6 +122,11 @@ def verified_recipe(directory: Path) -> Recipe:
     """What the run carries out, after checking that `resolved.yaml` is the file the run wrote."""
     from opd.config import load_recipe
 
+    if not (directory / SEALS).is_file():
+        raise RunDirectoryError(
+            f"{directory / SEALS} is missing, so nothing says that resolved.yaml is what the run began with. Start again: "
+            f"opd run {directory / 'resolved.yaml'}"
+        )
     expected = read_sealed(directory / SEALS)
     for name, digest in expected["files"].items():
         path = directory / name
