@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.rollout.store import RolloutStore
+from opd.rollout.store import RolloutStore, rollouts
 from opd.rollout.store.files import AppendFile
 from tests.lossy import Life, LossyFile, LossyFiles, PowerCut, snapshot
 from tests.stores import write_rollout
@@ -59,7 +59,8 @@ def test_cut_at_every_byte_of_the_last_records(tmp_path: Path) -> None:
         assert recovers(torn, life), budget
 
 
-def test_power_fails_at_random_points(tmp_path: Path) -> None:
+def test_power_fails_at_random_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "INDEX_ROWS", 2)  # so that the index is saved on the way, too
     ends = [total(tmp_path / f"whole{seed}", seed) for seed in range(10)]
     for number in range(200):
         rng, seed = random.Random(number), number % len(ends)

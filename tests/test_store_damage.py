@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.errors import StoreError
-from opd.rollout.store import Position, RolloutStore, iterate
+from opd.rollout.store import Position, RolloutStore, iterate, rollouts
 from opd.rollout.store.files import AppendFile, Files
 from opd.rollout.store.repair import check, repair
 from tests.lossy import Life, Snapshot, snapshot
@@ -230,6 +230,22 @@ def test_the_index_is_only_a_shortcut(log: tuple[Path, Snapshot], tmp_path: Path
     reader = RolloutStore(directory, read_only=True)
     assert reader.index_was == "behind"
     assert {**known, "later": snapshot(store)["later"]} == snapshot(reader)
+
+
+def test_the_index_is_saved_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run that crashes is not replayed from its beginning; and what the index saw durable is missed if it goes."""
+    monkeypatch.setattr(rollouts, "INDEX_ROWS", 5)
+    make_log(tmp_path, rollouts=40, close=False)
+    reader = RolloutStore(tmp_path, read_only=True)
+    assert reader.index_was == "behind"
+    known = snapshot(reader)
+    (tmp_path / "index.bin").rename(tmp_path / "index")
+    assert snapshot(RolloutStore(tmp_path, read_only=True)) == known
+    (tmp_path / "index").rename(tmp_path / "index.bin")
+    for path in segments(tmp_path)[2:]:
+        path.unlink()
+    with pytest.raises(StoreError, match=r"index.bin was written when the log reached this byte"):
+        RolloutStore(tmp_path)
 
 
 def test_a_checkpoint_can_ask_for_what_it_was_written_with(tmp_path: Path) -> None:

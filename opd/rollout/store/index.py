@@ -1,6 +1,6 @@
 """The light index: one row per rollout in columns, enough to shuffle, pack, route and query without touching payload.
 
-It is saved beside the log as `index.bin` when a store is closed, checksummed, and mapped when it is opened. It is only ever a
+It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is opened. It is only a
 shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to date from there. Ahead of the
 log it is a witness: it saw frames durable that are gone, and the store refuses to go on as if nothing had happened.
 
@@ -90,9 +90,12 @@ class Texts:
     def sections(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         if not self._new and count == len(self._ends):
             return self._blob, self._ends
-        encoded = [self[row].encode() for row in range(count)]
-        ends = np.cumsum([len(text) for text in encoded], dtype="<u8") if encoded else np.zeros(0, dtype="<u8")
-        return np.frombuffer(b"".join(encoded), dtype="u1"), ends.astype("<u8")
+        kept = min(min(self._new, default=count), len(self._ends))  # rows before the first new or changed one
+        encoded = [self[row].encode() for row in range(kept, count)]
+        start = int(self._ends[kept - 1]) if kept else 0
+        ends = start + np.cumsum([len(text) for text in encoded], dtype="<u8")
+        blob = np.concatenate([self._blob[:start], np.frombuffer(b"".join(encoded), dtype="u1")])
+        return blob, np.concatenate([self._ends[:kept], ends]).astype("<u8")
 
 
 class Vocabulary:

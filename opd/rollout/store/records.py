@@ -16,6 +16,7 @@ where they are mapped. The record's own checksum is what a reader checks who com
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class Record:
         """Arrays of a known layout (name, dtype, shape), as views on the map."""
         found, start = {}, 0
         for name, dtype, shape in layout:
-            count = int(np.prod(shape, dtype=np.int64))
+            count = math.prod(shape)
             found[name] = np.frombuffer(self.data, dtype=dtype, count=count, offset=start).reshape(tuple(shape))
             start += _padded(count * np.dtype(dtype).itemsize)
         return found

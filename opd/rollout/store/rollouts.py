@@ -24,6 +24,7 @@ from opd.rollout.store.state import ENVIRONMENT, Live, State, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
 
 INDEX = "index.bin"
+INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved on the way once it has grown beyond this
 HEAVY_BYTES = 128 << 20  # of signals in one frame, about
 REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
 Fsync = Literal["commit", "never"]
@@ -65,7 +66,9 @@ class RolloutStore:
         self._lock = threading.RLock()  # of the state
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
         self.index_was, self._state = self._recover()
+        self._state.settle()
         self.index, self.entries = self._state.index, Entries(self._state)
+        self._saved_rows = len(self.index) if self.index_was == "whole" else 0
         self._open = {live.names["id"]: live for live in self._state.live.values()}  # rollouts that take tokens
         if not read_only:
             self._log.open_for_writing()
@@ -158,6 +161,9 @@ class RolloutStore:
         self._writable()
         if sync:
             self._commit.wait()
+            if len(self.index) > self._saved_rows * INDEX_GROWTH + INDEX_ROWS:
+                self._log.flush()
+                self._save_index()
         else:
             self._commit.nudge()
 
@@ -166,15 +172,21 @@ class RolloutStore:
         if self._read_only or self._closed:
             return
         self._closed = True
-        path = self.directory / INDEX
         try:
             self._commit.close()
             self._log.flush()
-            self._state.index.save(path, self._files, self._log.end)
-        except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
+            self._save_index()
         finally:
             self._log.close()
+
+    def _save_index(self) -> None:
+        """All of the log is durable now, so the index may testify to it. The next crash has less to replay."""
+        path = self.directory / INDEX
+        try:
+            self.index.save(path, self._files, self._log.end)
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
+        self._saved_rows = len(self.index)
 
     def _write(self, batch: list[Row | Waiting]) -> None:
         """One frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""

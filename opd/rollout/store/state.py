@@ -29,7 +29,15 @@ class Live:
     prompt_ids: np.ndarray
     rows: list[Row] = field(default_factory=list)
     calls: int = 0
-    finishing: bool = False
+    frames: list[dict[str, np.ndarray]] = field(default_factory=list)  # replayed, its tokens not taken out yet
+    replayed: int = 0  # how many tokens those are
+
+    def take_out(self) -> None:
+        """Turn replayed frames into rows. Most rollouts are finished by the end of a log, and never need it."""
+        for columns in self.frames:
+            mine = columns["rollout"] == self.number
+            self.rows += zip(*(columns[name][mine].tolist() for name, _ in ROW_COLUMNS), strict=True)
+        self.frames, self.replayed = [], 0
 
 
 class State:
@@ -114,8 +122,8 @@ class State:
 
     def _finish(self, record: Record, place: Place, where: str) -> None:
         live = self.live.pop(record.number, None)
-        if live is None or len(live.rows) != record.facts["tokens"]:
-            found = "a finished rollout" if live is None else f"{len(live.rows)} tokens"
+        if live is None or live.replayed != record.facts["tokens"]:
+            found = "a finished rollout" if live is None else f"{live.replayed} tokens"
             raise StoreError(
                 f"{where}: rollout {record.number} finishes with {record.facts['tokens']} tokens behind {found}"
             )
@@ -125,10 +133,16 @@ class State:
 
     def _take_tokens(self, record: Record) -> None:
         columns = records.rows_of(record)
-        wanted = [column.tolist() for column in (columns[name] for name, _ in ROW_COLUMNS)]
-        for row in zip(*wanted, strict=True):
-            if (live := self.live.get(row[0])) is not None:
-                live.rows.append(row)
+        numbers, counts = np.unique(columns["rollout"], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if (live := self.live.get(number)) is not None:
+                live.frames.append(columns)
+                live.replayed += count
+
+    def settle(self) -> None:
+        """The log has been replayed."""
+        for live in self.live.values():
+            live.take_out()
 
 
 def columns_of(rows: Iterable[Row]) -> dict[str, np.ndarray]:
