@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from opd.errors import OpdError, Stopped, UserError
+from opd.errors import OpdError, Preempted, Stopped, UserError
 
 app = typer.Typer(
     name="opd",
@@ -21,14 +22,19 @@ recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
 models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
 app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
+store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
+app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
+RESUME_ME = 75  # EX_TEMPFAIL: SIGTERM came, and `opd resume` goes on
 
 
 def main() -> None:
     """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
     try:
         app()
+    except Preempted:
+        sys.exit(RESUME_ME)
     except Stopped:
         sys.exit(STOPPED)
     except KeyboardInterrupt:
@@ -73,6 +79,24 @@ def run(
         start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
     finally:
         console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+
+
+class Mode(StrEnum):
+    prefill = "prefill"
+    exact = "exact"
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
+    mode: Annotated[
+        Mode | None, typer.Option(help="How unfinished rollouts go on; default: the recipe's checkpoint.resume.")
+    ] = None,
+) -> None:
+    """Go on with a run that was killed, stopped, preempted or ran out of disk."""
+    from opd.run import resume as go_on
+
+    go_on(run, mode=mode.value if mode else None, quiet=False)
 
 
 @app.command("eval")
@@ -171,6 +195,27 @@ def build_models(
     from opd.training.tiny import build
 
     build(to or TINY_ROOT, progress=print)
+
+
+@store.command("check")
+def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
+    from opd.rollout.store.repair import check
+
+    report = check(run)
+    print("\n".join(report.lines()))
+    if report.damages:
+        raise typer.Exit(1)
+
+
+@store.command("repair")
+def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
+    """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
+    from opd.lock import RunLock
+    from opd.rollout.store.repair import find_log, repair
+
+    with RunLock(find_log(run).parent):
+        print("\n".join(repair(run)))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
     │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
     │   ├── DataError             prompts that are missing, empty, malformed or too long
-    │   └── RunDirectoryError     a run directory that is missing or unreadable
+    │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
+    │       └── RunLocked         another live process writes there: names it
     ├── TrainingError             non-finite loss, out of memory: names the place and the knob
+    ├── DiskError                 the disk is full or failed: names the file; `opd resume` goes on once there is room
     └── StoreError                the rollout log is damaged: names the file and the offset
 
-`Stopped` is not an error: Ctrl-C (or SIGTERM) asked the run to end, and it ended cleanly.
+`Stopped` is not an error: Ctrl-C asked the run to end, and it ended cleanly. `Preempted` says that SIGTERM did: resume it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ class RunDirectoryError(UserError):
     pass
 
 
+class RunLocked(RunDirectoryError):
+    pass
+
+
 class TrainingError(OpdError):
+    pass
+
+
+class DiskError(OpdError):
     pass
 
 
@@ -54,3 +64,7 @@ class StoreError(OpdError):
 
 class Stopped(Exception):
     """Raised inside a run when the user asked it to stop; caught by `training.pipeline`."""
+
+
+class Preempted(Stopped):
+    """SIGTERM: the machine is wanted back. What is durable is enough to go on from."""

@@ -1,6 +1,7 @@
-"""Runs: start one, or open the directory of one that is over. Opening needs no torch.
+"""Runs: start one, go on with one that was interrupted, or open the directory of one that is over. Opening needs no torch.
 
 run = opd.run("quickstart", overrides=["train.steps=20"])
+run = opd.resume("runs/quickstart")
 run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
 """
 
@@ -10,9 +11,10 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import RunDirectoryError
+from opd.files import read_sealed, sha256, sync, write_sealed, write_whole
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from opd.rollout.store import RolloutStore
 
 RUNS = Path("runs")
+SEALS = "run.json"  # checksums of the files that say what is carried out
 
 
 class Run:
@@ -38,7 +41,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """One object per step. Lines of periodic evaluations have `eval/DOMAIN` keys instead of a loss."""
         path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # not a line being written
+        return [json.loads(line) for line in whole]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -50,9 +54,11 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Oldest first; each is a Hugging Face model directory."""
-        return sorted(
-            self.directory.glob("checkpoints/*/step-*"), key=lambda path: (path.parent.stat().st_ctime, path.name)
-        )
+        import yaml
+
+        stages = yaml.safe_load((self.directory / "resolved.yaml").read_text(encoding="utf-8"))["stages"]
+        order = [stage["name"] for stage in stages]
+        return [path for name in order for path in sorted(self.directory.glob(f"checkpoints/{name}/step-*"))]
 
     @property
     def model(self) -> Path:
@@ -74,7 +80,7 @@ def run(
 ) -> Run:  # fmt: skip
     """Carry out a recipe (file, shipped name, mapping or `Recipe`) and return the run.
 
-    Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved.
+    Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
     """
     from rich.console import Console
 
@@ -87,6 +93,51 @@ def run(
 
     Pipeline(loaded, directory, console or Console(), quiet).run()
     return Run(directory)
+
+
+def resume(
+    directory: str | Path, *, mode: Literal["prefill", "exact"] | None = None, quiet: bool = True, console: Console | None = None,
+) -> Run:  # fmt: skip
+    """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is.
+
+    `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished.
+    """
+    from rich.console import Console
+
+    found = Run(directory)
+    recipe = verified_recipe(found.directory)
+    if mode is not None:
+        changed = [
+            stage.model_copy(update={"checkpoint": stage.checkpoint.model_copy(update={"resume": mode})})
+            for stage in recipe.stages
+        ]
+        recipe = recipe.model_copy(update={"stages": changed})
+    from opd.training.pipeline import Pipeline
+
+    Pipeline(recipe, found.directory, console or Console(), quiet).run(resume=True)
+    return found
+
+
+def verified_recipe(directory: Path) -> Recipe:
+    """What the run carries out, after checking that `resolved.yaml` is the file the run wrote."""
+    from opd.config import load_recipe
+
+    if not (directory / SEALS).is_file():
+        raise RunDirectoryError(
+            f"{directory / SEALS} is missing, so nothing says that resolved.yaml is what the run began with. Start again: "
+            f"opd run {directory / 'resolved.yaml'}"
+        )
+    expected = read_sealed(directory / SEALS)
+    for name, digest in expected["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise RunDirectoryError(f"{path} is missing.")
+        if sha256(path) != digest:
+            raise RunDirectoryError(
+                f"{path} was altered since the run began (its sha256 does not match {SEALS}). A changed recipe is a new run: "
+                f"opd run {path}"
+            )
+    return load_recipe(directory / "resolved.yaml")
 
 
 def new_directory(wanted: Path) -> Path:
@@ -117,5 +168,7 @@ def _write_recipe(directory: Path, given: Any, resolved: Recipe) -> None:
         text = given.to_yaml()
     else:
         text = yaml.safe_dump(dict(given), sort_keys=False)
-    (directory / "recipe.yaml").write_text(text, encoding="utf-8")
-    (directory / "resolved.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
+    write_whole(directory / "recipe.yaml", text)
+    write_whole(directory / "resolved.yaml", resolved.to_yaml())
+    write_sealed(directory / SEALS, {"files": {"resolved.yaml": sha256(directory / "resolved.yaml")}})
+    sync(directory.parent)

@@ -103,7 +103,7 @@ class Rollout:
     logprob_sampled: np.ndarray  # (T,) float32, under the distribution really drawn from (temperature, top-p)
     logprob_stop: np.ndarray  # (T,) float32, of the merged stop event at each position
     version: np.ndarray  # (T,) int32, policy version of each token
-    stop: StopReason
+    stop: StopReason | None  # None: not finished, so it may be continued but never trained on
     group: str = ""  # units an objective must see whole: never split across micro-batches
     pair: str = ""
     turns: tuple[tuple[int, int], ...] = ()
@@ -148,6 +148,15 @@ class TopK:
     tail: np.ndarray  # (T,) log of the mass outside
     stop_logprob: np.ndarray  # (T,)
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class EnvironmentRecord:
+    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout. Both are plain JSON."""
+
+    order: int
+    call: Any
+    result: Any
 
 
 @dataclass(frozen=True)

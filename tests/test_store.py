@@ -1,37 +1,19 @@
-"""The rollout log: what goes in comes out, only finished rollouts can be read, torn tails are cut, damage is named."""
+"""The rollout store: what goes in comes out, only finished rollouts can be read, and everything known of them is kept."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from opd.errors import StoreError
-from opd.rollout import store as store_module
-from opd.rollout.store import RolloutStore, iterate
-from opd.types import Author, SampledToken
-
-
-def begin(store: RolloutStore, name: str, prompt: tuple[int, ...] = (5, 6)) -> None:
-    store.begin(
-        id=name,
-        prompt_id=f"p/{name}",
-        visit=1,
-        sample=2,
-        domain="d",
-        source="student",
-        group="g",
-        prompt_ids=np.array(prompt),
-    )
-
-
-def token(name: str, value: int) -> SampledToken:
-    return SampledToken(name, value, -0.5 * value, -0.25 * value, -9.0, 3)
+from opd.rollout.store import Replay, RolloutStore, iterate
+from opd.types import Author, TopK
+from tests.stores import begin, token, write_rollout
 
 
 def test_round_trip_of_interleaved_rollouts(tmp_path: Path) -> None:
@@ -41,13 +23,15 @@ def test_round_trip_of_interleaved_rollouts(tmp_path: Path) -> None:
     for value in range(5):
         store.append(token("a", value))
         store.append(token("b", 10 + value))
-        store.commit()
+        store.commit(sync=True)
     store.finish("b", "length")
     store.append(token("a", 5))
     store.finish("a", "stop")
     store.note("a", score=1.0)
-    store.commit()
-    for opened in (store, RolloutStore(tmp_path), RolloutStore(tmp_path, read_only=True)):
+    store.commit(sync=True)
+    reader = RolloutStore(tmp_path, read_only=True)  # beside the living writer
+    store.close()
+    for opened in (reader, RolloutStore(tmp_path, read_only=True), RolloutStore(tmp_path)):
         b, a = opened.load(["b", "a"])
         assert a.response_ids.tolist() == [0, 1, 2, 3, 4, 5]
         assert b.response_ids.tolist() == [10, 11, 12, 13, 14]
@@ -60,7 +44,17 @@ def test_round_trip_of_interleaved_rollouts(tmp_path: Path) -> None:
         assert (a.visit, a.sample, a.group, a.domain) == (1, 2, "g", "d")
         assert opened.entries["a"].notes == {"score": 1.0}
         assert opened.entries["a"].length == 6
+        assert [entry.id for entry in reversed(opened.entries.values())] == ["b", "a"]
         assert [rollout.id for rollout in iterate(opened)] == ["a", "b"]
+
+
+def test_a_living_store_reads_its_own_rollouts(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path, segment_bytes=512)
+    for number in range(20):
+        write_rollout(store, f"r{number}", 7)
+        (rollout,) = store.load([f"r{number}"])
+        assert rollout.response_ids.tolist() == list(range(7))
+    assert len(list(tmp_path.glob("segment-*.log"))) > 3
 
 
 def test_unfinished_rollouts_cannot_be_read(tmp_path: Path) -> None:
@@ -71,6 +65,42 @@ def test_unfinished_rollouts_cannot_be_read(tmp_path: Path) -> None:
         store.load(["a"])
     with pytest.raises(StoreError, match="twice"):
         begin(store, "a")
+    with pytest.raises(StoreError, match="not in the store"):
+        store.load(["b"])
+    with pytest.raises(StoreError, match="never begun"):
+        store.append(token("b", 1))
+    store.finish("a", "stop")
+    with pytest.raises(StoreError, match="finished already"):
+        store.append(token("a", 2))
+    with pytest.raises(StoreError, match="`load` reads it"):
+        store.partial(["a"])
+
+
+def test_unfinished_rollouts_go_on_where_they_stopped(tmp_path: Path) -> None:
+    """Over a clean close (the index was saved) and over a crash (it was not): same tokens, versions told apart."""
+    for round_number in range(4):
+        store = RolloutStore(tmp_path)
+        if not round_number:
+            write_rollout(store, "done", 3)
+            begin(store, "a", (4, 5, 6))
+        (before,) = store.partial(["a"])
+        assert (before.stop, before.prompt_ids.tolist()) == (None, [4, 5, 6])
+        assert before.response_ids.tolist() == list(range(2 * round_number))
+        assert store.unfinished() == ["a"]
+        for value in range(2 * round_number, 2 * round_number + 2):
+            store.append(token("a", value)._replace(version=round_number))
+        store.commit(sync=True)
+        if round_number % 2:
+            store.close()
+        (reader,) = RolloutStore(tmp_path, read_only=True).partial(["a"])
+        assert reader.response_ids.tolist() == list(range(2 * round_number + 2))
+    store = RolloutStore(tmp_path)
+    store.finish("a", "length")
+    (rollout,) = store.load(["a"])
+    assert rollout.response_ids.tolist() == list(range(8))
+    assert rollout.version.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert store.entries["a"].versions == (0, 3)
+    assert store.entries["a"].stop == "length"
 
 
 def test_data_tokens_have_no_behaviour(tmp_path: Path) -> None:
@@ -78,72 +108,117 @@ def test_data_tokens_have_no_behaviour(tmp_path: Path) -> None:
     begin(store, "a")
     store.extend("a", np.array([4, 5]), Author.DATA, 0)
     store.finish("a", "stop")
-    (rollout,) = store.load(["a"])
+    begin(store, "empty")
+    store.finish("empty", "stop")
+    rollout, empty = store.load(["a", "empty"])
     assert np.isnan(rollout.logprob).all()
     assert set(rollout.author) == {Author.DATA}
+    assert (empty.response_ids.size, store.entries["empty"].versions) == (0, (-1, -1))
 
 
-def filled(directory: Path) -> bytes:
-    store = RolloutStore(directory)
-    for name in ("a", "b"):
-        begin(store, name)
-        for value in range(4):
-            store.append(token(name, value))
-        store.finish(name, "stop")
-    store.close()
-    return (directory / "segment-000000.log").read_bytes()
-
-
-def test_a_torn_tail_is_cut_at_every_byte(tmp_path: Path) -> None:
-    data = filled(tmp_path / "whole")
-    for length in range(len(data)):
-        directory = tmp_path / str(length)
-        directory.mkdir()
-        (directory / "segment-000000.log").write_bytes(data[:length])
-        store = RolloutStore(directory)
-        for rollout in iterate(store):
-            assert rollout.response_ids.tolist() == [0, 1, 2, 3]
-        begin(store, "new")  # and the log goes on behind the cut
-        store.finish("new", "stop")
-        store.close()
-        assert "new" in RolloutStore(directory).entries
-
-
-def test_a_reader_never_cuts_a_live_log(tmp_path: Path) -> None:
-    data = filled(tmp_path)
-    path = tmp_path / "segment-000000.log"
-    path.write_bytes(data[:-3])
+def test_signals_survive(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    write_rollout(store, "a", 3)
+    write_rollout(store, "b", 2)
+    values, mask = np.array([-1.5, np.nan, -0.25], dtype=np.float32), np.array([True, False, True])
+    top = TopK(np.array([[1, 2]] * 3), np.full((3, 2), -0.5, np.float32), np.zeros(3), np.ones(3), "abc")
+    assert store.record_signal("a", "teacher", "logprobs_at", "maths", 4, values - 1, mask)
+    assert store.record_signal("a", "teacher", "logprobs_at", "maths", 5, values, mask, spans=[(0, 3, 2, 5)])
+    assert store.record_signal("a", "reference", "topk", "old", 0, top, mask)
+    assert not store.record_signal("a", "teacher", "hidden", "maths", 5, np.ones((3, 4)), mask)
+    store.configure(commit_ms=50, fsync="commit", hidden=True)
+    assert store.record_signal("b", "teacher", "hidden", "maths", 5, np.ones((2, 4), np.float32), mask[:2])
+    store.commit(sync=True)
     reader = RolloutStore(tmp_path, read_only=True)
-    assert [rollout.id for rollout in iterate(reader)] == ["a"]
-    assert path.read_bytes() == data[:-3]
+    store.close()
+    for opened in (reader, RolloutStore(tmp_path)):
+        signal = opened.signals(["b", "a"], "teacher", "logprobs_at")["a"]
+        np.testing.assert_array_equal(signal.values, values)
+        np.testing.assert_array_equal(signal.mask, mask)
+        assert (signal.teacher, signal.teacher_version, signal.spans) == ("maths", 5, ((0, 3, 2, 5),))
+        kept = opened.signals(["a"], "reference", "topk")["a"].values
+        np.testing.assert_array_equal(kept.ids, top.ids)
+        assert kept.fingerprint == "abc"
+        assert opened.signals(["b"], "teacher", "hidden")["b"].values.shape == (2, 4)
+        assert opened.signals(["a"], "teacher", "hidden") == {}
+        assert opened.entries["a"].teacher == "maths"
+
+
+def test_environment_calls_are_replayed_and_never_executed_again(tmp_path: Path) -> None:
+    executed: list[str] = []
+
+    def run(name: str) -> dict[str, object]:
+        executed.append(name)
+        return {"out": (1, name)}
+
+    store = RolloutStore(tmp_path)
+    begin(store, "a")
+    replay = Replay(store, "a")
+    first = replay.call({"run": "ls"}, lambda: run("ls"))
+    assert first == {"out": [1, "ls"]}
+    for reopen in (False, True):  # a crash, then a clean close
+        if reopen:
+            store.close()
+        store = RolloutStore(tmp_path)
+        replay = Replay(store, "a")
+        assert replay.call({"run": "ls"}, lambda: run("ls")) == first
+        assert executed == ["ls"]
+    with pytest.raises(StoreError, match=r"diverged at environment call 0: the log has \{'run': 'ls'\}"):
+        Replay(store, "a").call({"run": "rm"}, lambda: run("rm"))
+    replay.call("again", lambda: run("again"))
+    assert [(record.order, record.call) for record in store.environment("a")] == [(0, {"run": "ls"}), (1, "again")]
+    with pytest.raises(StoreError, match="call 2 is next"):
+        store.record_environment("a", 7, "x", None)
+    with pytest.raises(StoreError, match="plain JSON"):
+        replay.call(object(), lambda: None)
+
+
+def test_notes(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    for name in "abc":
+        write_rollout(store, name, 1)
+    store.note("a", score=0.1)
+    store.note("b", score=None, why="unreadable")
+    store.note("c", score=1)
+    store.note("c", judge="x")
+    store.close()
+    for opened in (RolloutStore(tmp_path), RolloutStore(tmp_path, read_only=True)):
+        notes = [entry.notes for entry in opened.entries.values()]
+        assert notes == [{"score": 0.1}, {"score": None, "why": "unreadable"}, {"score": 1.0, "judge": "x"}]
+        np.testing.assert_array_equal(opened.index["reward"], [0.1, np.nan, 1.0])
+
+
+def test_a_group_commit_happens_by_itself(tmp_path: Path) -> None:
+    """Nobody calls commit: within the interval the tokens are in the log all the same, in few frames."""
+    store = RolloutStore(tmp_path, commit_ms=20)
+    begin(store, "a")
+    done = threading.Event()
+    for value in range(50):
+        store.append(token("a", value))
+        done.wait(0.002)
+    done.wait(0.5)
+    (rollout,) = RolloutStore(tmp_path, read_only=True).partial(["a"])
+    assert rollout.response_ids.tolist() == list(range(50))
+    frames = (tmp_path / "segment-000000.log").read_bytes().count(bytes.fromhex("9b5e0f7d"))
+    assert 2 <= frames <= 30
+
+
+def test_a_reader_never_touches_the_files(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path)
+    write_rollout(store, "a", 2)
+    write_rollout(store, "b", 2)
+    store.commit(sync=True)
+    path = tmp_path / "segment-000000.log"
+    torn = path.read_bytes()[:-3]
+    path.write_bytes(torn)
+    reader = RolloutStore(tmp_path, read_only=True)
+    assert [rollout.id for rollout in iterate(reader)] == []  # one commit held both
+    assert path.read_bytes() == torn
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["segment-000000.log"]
     with pytest.raises(StoreError, match="read-only"):
         begin(reader, "c")
-
-
-@given(st.integers(0, 10**9), st.integers(1, 255))
-def test_a_flipped_byte_is_never_read_as_truth(position: int, change: int) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        data = bytearray(filled(Path(name)))
-        data[position % len(data)] ^= change
-        (Path(name) / "segment-000000.log").write_bytes(data)
-        for rollout in iterate(RolloutStore(Path(name))):
-            assert rollout.response_ids.tolist() == [0, 1, 2, 3]
-            np.testing.assert_allclose(rollout.logprob, -0.5 * np.arange(4))
-
-
-def test_damage_before_the_last_segment_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "SEGMENT_BYTES", 200)
-    filled(tmp_path)
-    segments = sorted(tmp_path.glob("segment-*.log"))
-    assert len(segments) > 1
-    assert len(RolloutStore(tmp_path)) == 2
-    data = bytearray(segments[0].read_bytes())
-    data[20] ^= 1
-    segments[0].write_bytes(data)
-    with pytest.raises(StoreError, match=r"segment-000000.log, byte 0"):
-        RolloutStore(tmp_path)
+    with pytest.raises(StoreError, match="read-only"):
+        reader.commit()
 
 
 def test_the_store_needs_no_torch() -> None:

@@ -89,6 +89,9 @@ class Rollouts(BaseModel):
     max_prompt_tokens: Positive | None = Field(
         None, description="refuse longer prompts; default: what the context leaves"
     )
+    mixed_versions: Literal["allow", "refuse"] = Field(
+        "allow", description="a rollout that was interrupted and would go on with newer weights"
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> Rollouts:
@@ -162,6 +165,24 @@ class Checkpoint(BaseModel):
     model_config = SETTINGS
     every: Count = Field(0, description="steps; the last step is always saved")
     keep: Positive = Field(2, description="how many step checkpoints stay; the best one stays beside them")
+    keep_every: Count = Field(0, description="checkpoints of steps divisible by this stay for good; 0: none")
+    background: bool = Field(True, description="copy the state to memory and write it while training goes on")
+    resume: Literal["prefill", "exact"] = Field(
+        "prefill",
+        description="unfinished rollouts: prefill their tokens and go on, or replay them one by one (bit-identical on a CPU)",
+    )
+    grace: float = Field(30, gt=0, description="seconds between SIGTERM and the end of the process")
+
+
+class Store(BaseModel):
+    """The rollout log: how soon tokens are durable, and what is kept beside them."""
+
+    model_config = SETTINGS
+    commit_ms: Positive = Field(50, description="tokens wait at most this long for the group commit")
+    fsync: Literal["commit", "never"] = Field(
+        "commit", description="never: safe when the process is killed, not when the power fails"
+    )
+    hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
 
 
 class Log(BaseModel):
@@ -197,6 +218,7 @@ class Stage(BaseModel):
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
     seed: int = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from opd.errors import ModelError
@@ -140,6 +141,38 @@ class LanguageModel:
         return clone
 
     # Saving
+
+    def snapshot(self) -> LanguageModel:
+        """A copy to `save` while this one trains on. A whole model is copied to the CPU; LoRA copies only its adapter."""
+        whole = self.adapter is None
+        memo: dict[int, Any] = {}
+        for module in (self.module, self._plain):
+            for parameter in module.parameters() if module is not None else ():
+                tensor = parameter.detach()
+                if whole or parameter.requires_grad:
+                    tensor = tensor.to("cpu" if whole else tensor.device, copy=True)
+                memo.setdefault(id(parameter), nn.Parameter(tensor, requires_grad=False))
+        clone = copy.copy(self)
+        clone.adapter, clone.module, clone._plain = copy.deepcopy((self.adapter, self.module, self._plain), memo)
+        return clone
+
+    def restore(self, directory: Path) -> None:
+        """Take over the weights that `save` wrote there, bit for bit; tensors shared with a sampler stay shared."""
+        if self.adapter is not None:
+            from peft import set_peft_model_state_dict
+
+            tensors = load_file(directory / "adapter" / "adapter_model.safetensors")
+            set_peft_model_state_dict(self.adapter, tensors, adapter_name=ADAPTER)
+            return
+        saved = type(self.module).from_pretrained(directory, dtype=self.dtype, use_safetensors=True)
+        tensors = {name: parameter.detach() for name, parameter in saved.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if name not in tensors or tensors[name].shape != parameter.shape:
+                    raise ModelError(
+                        f"{directory} does not fit model {self.name!r}: {name} is missing or of another shape."
+                    )
+                parameter.copy_(tensors[name])
 
     def save(self, directory: Path, stop: tuple[int, ...] = ()) -> None:
         """A plain Hugging Face directory (LoRA merged; the adapter beside it) that carries every stop id."""

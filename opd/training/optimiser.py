@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opd.config import Train
+from opd.errors import ModelError
 
 
 class Optimiser:
@@ -17,6 +18,7 @@ class Optimiser:
         decayed = [parameter for parameter in parameters.values() if parameter.ndim > 1]
         others = [parameter for parameter in parameters.values() if parameter.ndim <= 1]  # norms and biases
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.updates = 0  # applied so far
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps
         )
@@ -32,6 +34,7 @@ class Optimiser:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
+        self.updates += 1
         self.adamw.zero_grad(set_to_none=True)
         return rate
 
@@ -42,6 +45,20 @@ class Optimiser:
             for key, value in self.adamw.state.get(parameter, {}).items():
                 found[f"{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         return found
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Take over what `tensors` gave, bit for bit."""
+        keys = {name: name.rpartition(".") for name in tensors}
+        unknown = sorted({parameter for parameter, _, _ in keys.values()} - self._parameters.keys())
+        if unknown:
+            raise ModelError(
+                f"optimiser state of {unknown[0]!r}, which the student does not train. Is it another model?"
+            )
+        for name, (owner, _, key) in keys.items():
+            parameter = self._parameters[owner]
+            device = "cpu" if key == "step" else parameter.device  # where AdamW itself keeps its count
+            self.adamw.state[parameter][key] = tensors[name].to(device, copy=True)
+        self.updates = updates
 
 
 def learning_rate(step: int, spec: Train) -> float:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.errors import OpdError, RecipeError, Stopped, TrainingError
-from opd.rollout.store import RolloutStore
-from opd.training.checkpoint import retain, save_checkpoint
+from opd.errors import DiskError, OpdError, Preempted, RecipeError, Stopped, TrainingError
+from opd.files import write_whole
+from opd.lock import RunLock
+from opd.rollout.store import REPAIRED, RolloutStore
+from opd.training.checkpoint import Saver, point_latest, read_state, retain, save_checkpoint
 from opd.training.progress import Progress
 from opd.training.results import StageResult, results_table, watched
+from opd.training.resume import (
+    Boundary,
+    Standing,
+    cut_lines,
+    drop_before,
+    locate,
+    require_rollouts,
+    restore,
+    sync_lines,
+    write_before,
+    write_result,
+)
+from opd.training.signals import Signals
 from opd.training.stage import StageRun, checkpoint_directory, model_card
 from opd.training.step import train_step
 from opd.training.trackers import Tracker, open_trackers
@@ -33,155 +47,257 @@ KNOBS = {
 }
 
 
+SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
+
 class Pipeline:
     def __init__(self, recipe: Recipe, directory: Path, console: Console, quiet: bool = False) -> None:
         self._recipe, self._directory, self._console = recipe, directory, console
         self._progress = Progress(console, directory / "log.txt", quiet)
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
-        self._stop_requested = False
         self._phase = "loading"
         self._trackers: list[Tracker] = []
+        self._signals = Signals(self._progress.say, recipe.stages[0].checkpoint.grace)
+        self._saver = Saver()
+        self._consumed: int | None = 0  # rollouts of the stages before
+        self._started = 0.0  # when the stage would have begun, had it run in one go
 
-    def run(self) -> None:
+    def run(self, resume: bool = False) -> None:
         """Every stage in turn. Whatever happens, the run directory is left complete up to that moment."""
         status = "failed"
-        with _stop_on_signals(self._request_stop), self._progress:
+        with _disk_errors(self._directory), RunLock(self._directory) as lock, self._signals, self._progress:
+            standings = self._take_up(lock) if resume else [Standing() for _ in self._recipe.stages]
+            if not standings:
+                return
             store = RolloutStore(self._directory / "rollouts")
             self._trackers = open_trackers(
                 self._recipe.stages[0].log, self._directory, self._recipe.name, self._recipe.model_dump(mode="json")
             )
             try:
-                for stage in self._recipe.stages:
-                    self._stage(stage, store)
+                for stage, standing in zip(self._recipe.stages, standings, strict=True):
+                    self._stage(stage, store, standing)
                 status = "done"
-            except Stopped:
-                status = "stopped"
+            except Stopped as stop:
+                status = "preempted" if isinstance(stop, Preempted) else "stopped"
+                raise
             finally:
+                if status == "failed" and not isinstance(sys.exception(), KeyboardInterrupt):
+                    self._saver.settle()
                 store.close()
                 for tracker in self._trackers:
                     tracker.close()
                 self._summarise(status)
-        if status == "stopped":
-            raise Stopped
+
+    def _take_up(self, lock: RunLock) -> list[Standing]:
+        """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
+        if lock.previous is not None:
+            self._progress.say(
+                f"taking over from process {lock.previous.get('pid')} on {lock.previous.get('host')}, which is gone"
+            )
+        standings = locate(self._directory, self._recipe, self._progress.say)
+        summary = self._directory / "summary.json"
+        if all(standing.output for standing in standings) and summary.is_file():
+            self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
+            return []
+        require_rollouts(self._directory, standings)
+        summary.unlink(missing_ok=True)
+        upto = {spec.name: standing.reported for spec, standing in zip(self._recipe.stages, standings, strict=True)}
+        cut_lines(self._directory / "samples.jsonl", upto)
+        for name, steps in cut_lines(self._directory / "metrics.jsonl", upto).items():
+            lost = sorted(set(range(1, upto[name] + 1)) - set(steps))
+            if lost:
+                self._progress.say(
+                    f"metrics.jsonl has lost {len(lost)} lines of stage {name}, the first of step {lost[0]}"
+                )
+        return standings
 
     # One stage
 
-    def _stage(self, spec: Stage, store: RolloutStore) -> None:
-        result = StageResult(spec.name)
+    def _stage(self, spec: Stage, store: RolloutStore, standing: Standing) -> None:
+        result = standing.result or StageResult(spec.name)
         self._results.append(result)
-        self._progress.start_stage(spec.name, spec.train.steps)
-        started = time.monotonic()
+        if standing.output is not None:
+            self._outputs[spec.name] = standing.output
+            self._consumed = read_state(standing.output)["rollouts"]
+            return
+        self._signals.grace = spec.checkpoint.grace
+        self._progress.start_stage(spec.name, spec.train.steps, result.steps)
+        self._started = time.monotonic() - result.seconds
+        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
         with self._explain_memory():
             self._on_phase("loading")
             run = StageRun(
                 spec,
                 store,
                 self._resolve_model,
-                check_stop=self._check_stop,
+                check_stop=self._signals.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
             )
+            known = self._consumed is not None and not (store.directory / REPAIRED).exists()
+            run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
+            if standing.checkpoint is not None:
+                restore(run, standing.checkpoint)
+                self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")
+        self._boundary = Boundary.of(run)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
-        metrics: dict[str, Any] = {}
+        self._metrics = standing.unreported or {}
+        self._unreported = standing.unreported
         try:
             with self._explain_memory():
                 self._before(run, result)
-                metrics = self._train(run, result)
-                self._finish(run, result, metrics)
+                self._train(run, result)
+                self._finish(run, result)
         except (Stopped, OpdError) as stop:
-            where = self._rescue(run, result, metrics)
+            where = self._rescue(run, result, stop)
             self._progress.say(f"{spec.name}: stopped after step {result.steps}; {where}")
             if isinstance(stop, TrainingError):
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
-            result.seconds = time.monotonic() - started
+            result.seconds = time.monotonic() - self._started
 
-    def _train(self, run: StageRun, result: StageResult) -> dict[str, Any]:
-        """Steps, each reported, evaluated and saved as the recipe says; returns the last step's metrics."""
-        metrics: dict[str, Any] = {}
-        for step in range(1, run.spec.train.steps + 1):
-            self._check_stop()
-            metrics = train_step(run, step)
-            result.steps, result.tokens = step, result.tokens + metrics["tokens"]
-            better, enough = self._evaluate(run, result, step, metrics)
-            self._report(run, step, metrics)
-            if better or enough or (run.spec.checkpoint.every and step % run.spec.checkpoint.every == 0):
-                self._keep(run, result, step, metrics, better)
-            if enough:
-                self._progress.say(
-                    f"{run.spec.name}: early stop after step {step}; {run.spec.eval.metric} was best at step {result.best_step}"
-                )
-                break
-        return metrics
+    def _train(self, run: StageRun, result: StageResult) -> None:
+        """Steps, each reported, evaluated and saved as the recipe says."""
+        run.objective.plateau = result.plateau
+        enough = self._close_step(run, result) if self._unreported else self._enough(run, result)
+        while result.steps < run.spec.train.steps and not enough:
+            run.check_stop()
+            self._saver.check()
+            metrics = train_step(run, result.steps + 1)
+            self._say_taken_up(run, result.steps + 1)
+            result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
+            self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
+            enough = self._close_step(run, result)
+        if enough and result.steps < run.spec.train.steps:
+            self._progress.say(
+                f"{run.spec.name}: early stop after step {result.steps}; {run.spec.eval.metric} was best at step {result.best_step}"
+            )
+
+    def _say_taken_up(self, run: StageRun, step: int) -> None:
+        found = run.trajectories
+        if found.taken_up:
+            self._progress.say(
+                f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and went on with {found.continued}"
+            )
+
+    def _close_step(self, run: StageRun, result: StageResult) -> bool:
+        """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
+        step, every = result.steps, run.spec.checkpoint.every
+        better = self._evaluate(run, result, step, self._metrics)
+        self._report(run, step, self._metrics)
+        self._unreported = None
+        enough = self._enough(run, result)
+        if better or enough or (every and step % every == 0):
+            self._keep(run, result, better)
+        return enough
+
+    def _enough(self, run: StageRun, result: StageResult) -> bool:
+        stop = run.spec.eval.early_stop
+        return stop is not None and result.evaluations_since_best >= stop.patience
 
     def _before(self, run: StageRun, result: StageResult) -> None:
-        if not run.questions:
+        if not run.questions or result.before:
             return
         self._on_phase("evaluate")
-        result.before = run.evaluate(run.engine)
+        before = run.evaluate(run.engine)
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()
             result.teacher_of = dict(run.routes.get("teacher", {}))
         if run.spec.eval.weight_average:
             result.weight_average = run.evaluate_weight_average()
+        result.before = before
+        write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
-    def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> tuple[bool, bool]:
-        """Periodic evaluation, added to the step's metrics: (better than ever, early stopping says enough)."""
+    def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
+        """Periodic evaluation, added to the step's metrics. True: better than ever."""
         spec = run.spec.eval
         if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
-            return False, False
+            return False
         self._on_phase("evaluate")
         scores = run.evaluate(run.engine)
         metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
         better = result.note_evaluation(step, scores, watched(scores, spec.metric))
-        if run.objective.plateau is None and result.evaluations_since_best >= spec.plateau:
-            run.objective.plateau = step
-        return better, spec.early_stop is not None and result.evaluations_since_best >= spec.early_stop.patience
+        if result.plateau is None and result.evaluations_since_best >= spec.plateau:
+            run.objective.plateau = result.plateau = step
+        return better
 
-    def _finish(self, run: StageRun, result: StageResult, metrics: Mapping[str, Any]) -> None:
+    def _finish(self, run: StageRun, result: StageResult) -> None:
         better = False
-        if run.questions:
+        if run.questions and not result.after:
             self._on_phase("evaluate")
             result.after = run.evaluate(run.engine)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
-        final = self._keep(run, result, result.steps, metrics, better)
+        final = self._keep(run, result, better)
+        self._saver.wait()
         self._outputs[run.spec.name] = final
         if run.spec.hub is not None:
             push(final, run.spec.hub.repo, run.spec.hub.private)
+        result.seconds = time.monotonic() - self._started
+        write_result(final.parent, result, final)
+        self._consumed = run.trajectories.consumed
 
-    def _keep(self, run: StageRun, result: StageResult, step: int, metrics: Mapping[str, Any], better: bool) -> Path:
-        where = self._save(run, result, step, metrics)
+    # Checkpoints
+
+    def _keep(self, run: StageRun, result: StageResult, better: bool) -> Path:
+        """A checkpoint of the step that has just ended, unless there is one; it replaces older ones."""
+        where = checkpoint_directory(self._directory, run.spec.name, result.steps)
         result.best = where if better else result.best
-        retain(where.parent, run.spec.checkpoint.keep, result.best)
+        if result.saved != result.steps:
+            self._save(run, result, background=run.spec.checkpoint.background)
         return where
 
-    def _save(self, run: StageRun, result: StageResult, step: int, metrics: Mapping[str, Any]) -> Path:
-        directory = checkpoint_directory(self._directory, run.spec.name, step)
-        if directory.is_dir() and result.saved == step:
-            return directory
-        state = {
-            "step": step,
-            "stage": run.spec.name,
-            "version": run.version,
-            "stream": run.stream.state(),
-            "seed": run.spec.seed,
-        }
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(
-            directory, run.student, run.stop_ids, model_card(run.spec, step, metrics), run.optimiser.tensors(), state
-        )
-        result.saved = step
-        return directory
+    def _save(self, run: StageRun, result: StageResult, background: bool) -> Path:
+        spec, boundary = run.spec.checkpoint, self._boundary
+        self._saver.wait()
+        where = checkpoint_directory(self._directory, run.spec.name, result.steps)
+        where.parent.mkdir(parents=True, exist_ok=True)
+        result.saved, result.seconds = result.steps, time.monotonic() - self._started
+        state = {"step": result.steps, "stage": run.spec.name, "seed": run.spec.seed, **vars(boundary),
+                 "store": run.store.position.to_json(), "unreported": self._unreported, "result": result.state()}  # fmt: skip
+        student = run.student.snapshot() if background else run.student
+        tensors = run.optimiser.tensors()
+        if background:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        card, best = model_card(run.spec, result.steps, self._metrics), result.best
 
-    def _rescue(self, run: StageRun, result: StageResult, metrics: Mapping[str, Any]) -> str:
-        """Save what is there when a run ends early, unless the weights themselves are broken; says where they are."""
-        if all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
-            return f"the weights of step {result.steps} are in {self._save(run, result, result.steps, metrics)}"
-        if result.saved is None:
-            return "the weights are not finite and no checkpoint had been saved; set checkpoint.every"
-        return f"the weights are not finite; the last good checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
+        def write() -> None:
+            sync_lines(self._directory)
+            save_checkpoint(where, student, run.stop_ids, card, tensors, state)
+            point_latest(where)
+            drop_before(where.parent)
+            retain(where.parent, spec.keep, spec.keep_every, best)
+
+        self._saver.save(write, background=background)
+        return where
+
+    def _rescue(self, run: StageRun, result: StageResult, stop: BaseException) -> str:
+        """Save what is there when a run ends early, where that makes sense; says where the weights are."""
+        run.store.commit(sync=True)
+        preempted = isinstance(stop, Preempted)
+        self._saver.wait(self._signals.left / 2 if preempted else None)
+        last = "no checkpoint had been saved"
+        if result.saved is not None:
+            last = f"the last checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
+        if result.saved == result.steps and not self._saver.busy:
+            return last
+        if run.optimiser.updates != self._boundary.updates:
+            return f"step {result.steps + 1} was half done and is not saved; {last}"
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
+            return f"the weights are not finite; {last}"
+        if preempted and (self._saver.busy or self._save_seconds(run) > self._signals.left / 2):
+            return (
+                f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
+            )
+        return f"the weights of step {result.steps} are in {self._save(run, result, background=False)}"
+
+    def _save_seconds(self, run: StageRun) -> float:
+        if self._saver.seconds is not None:
+            return self._saver.seconds
+        model = sum(parameter.nbytes for parameter in run.student.module.parameters())
+        return (model + sum(tensor.nbytes for tensor in run.optimiser.tensors().values())) / SAVE_RATE
 
     def _report(self, run: StageRun, step: int, metrics: Mapping[str, Any]) -> None:
         self._write_line("metrics.jsonl", metrics)
@@ -195,17 +311,15 @@ class Pipeline:
     def _write_samples(self, run: StageRun, step: int) -> None:
         """A few of this step's completions, so that one can read what the numbers mean."""
         shown: dict[str, int] = {}
-        for entry in reversed(run.store.entries.values()):
-            if not entry.id.startswith(f"{run.spec.name}/") or (
-                len(shown) == len(run.domains) and min(shown.values()) >= run.spec.log.samples
-            ):
-                break
+        for rollout_id in reversed(run.trajectories.newest):
+            entry = run.store.entries[rollout_id]
             if shown.get(entry.domain, 0) < run.spec.log.samples:
                 shown[entry.domain] = shown.get(entry.domain, 0) + 1
                 (rollout,) = run.store.load([entry.id])
                 prompt = run.student.tokenizer.decode(rollout.prompt_ids.tolist())
                 line = {
                     "step": step,
+                    "stage": run.spec.name,
                     "domain": entry.domain,
                     "source": entry.source,
                     "prompt": prompt,
@@ -215,14 +329,6 @@ class Pipeline:
                 self._write_line("samples.jsonl", line | entry.notes)
 
     # Stopping, errors, files
-
-    def _request_stop(self) -> None:
-        self._stop_requested = True
-        self._progress.say("stopping: saving a checkpoint (press Ctrl-C again to leave at once)")
-
-    def _check_stop(self) -> None:
-        if self._stop_requested:
-            raise Stopped
 
     def _on_phase(self, phase: str) -> None:
         self._phase = phase
@@ -265,9 +371,7 @@ class Pipeline:
             "status": status,
             "stages": [result.to_json() for result in self._results],
         }
-        partial = self._directory / "summary.json.partial"
-        partial.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        os.replace(partial, self._directory / "summary.json")
+        write_whole(self._directory / "summary.json", json.dumps(summary, indent=1))
         for result in self._results:
             if result.before and status == "done":
                 self._progress.say("")
@@ -283,24 +387,15 @@ def push(directory: Path, repo: str, private: bool) -> None:
 
 
 @contextmanager
-def _stop_on_signals(request: Any) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a clean stop; a second one interrupts at once. Only the main thread may do this."""
-    seen = 0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 1:
-            raise KeyboardInterrupt
-        request()
-
-    try:
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: the caller keeps its own handlers
-        yield
-        return
+def _disk_errors(directory: Path) -> Iterator[None]:
+    """A disk that is full or failing ends the run with one message. Writers in other languages only leave a text."""
     try:
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in DISK and not any(f"(os error {code})" in str(error) for code in DISK):
+            raise
+        place = error.filename if isinstance(error, OSError) and error.filename else directory
+        raise DiskError(
+            f"{place} could not be written: {error}. Nothing durable is lost. Make room, then: opd resume {directory}"
+        ) from error

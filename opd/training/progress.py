@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
-        self._stage, self._steps, self._phase = "", 0, ""
+        self._stage, self._steps, self._done, self._phase = "", 0, 0, ""  # done: steps of an earlier process
         self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._history: list[float] = []
@@ -57,8 +57,9 @@ class Progress:
         if not self._quiet:
             self._console.print(renderable)
 
-    def start_stage(self, name: str, steps: int) -> None:
-        self._stage, self._steps, self._metrics, self._history, self._scores = name, steps, {}, [], []
+    def start_stage(self, name: str, steps: int, done: int = 0) -> None:
+        self._stage, self._steps, self._done, self._metrics = name, steps, done, {}
+        self._history, self._scores = [], []
         self._started = time.monotonic()
 
     def phase(self, name: str) -> None:
@@ -81,7 +82,8 @@ class Progress:
 
     def _left(self) -> float:
         done = self._metrics.get("step", 0)
-        return (time.monotonic() - self._started) / done * (self._steps - done) if done else float("nan")
+        here = done - self._done
+        return (time.monotonic() - self._started) / here * (self._steps - done) if here > 0 else float("nan")
 
     def _line(self) -> str:
         metrics = self._metrics

@@ -12,6 +12,10 @@ from rich.table import Table
 from opd.errors import RecipeError
 from opd.evaluation import Score
 
+SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
+PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
+         "evaluations_since_best", "plateau", "history")  # fmt: skip
+
 
 @dataclass
 class StageResult:
@@ -29,6 +33,7 @@ class StageResult:
     best_value: float = float("-inf")
     best_step: int | None = None
     evaluations_since_best: int = 0
+    plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float) -> bool:
@@ -50,6 +55,26 @@ class StageResult:
             "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
         }  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """Everything, for a checkpoint; `restored` gives it back. Paths are named within the stage's folder."""
+        tables = {name: {key: score.to_json() for key, score in getattr(self, name).items()} for name in SCORES}
+        teachers = {
+            name: {key: score.to_json() for key, score in scores.items()} for name, scores in self.teachers.items()
+        }
+        best = self.best.name if self.best else None
+        return {**{name: getattr(self, name) for name in PLAIN}, **tables, "teachers": teachers, "best": best}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
+        result = cls(**{name: state[name] for name in PLAIN})
+        for name in SCORES:
+            setattr(result, name, {key: Score(**score) for key, score in state[name].items()})
+        result.teachers = {
+            name: {key: Score(**score) for key, score in scores.items()} for name, scores in state["teachers"].items()
+        }
+        result.best = folder / state["best"] if state["best"] else None
+        return result
 
     def _domain(self, domain: str) -> dict[str, Any]:
         before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)

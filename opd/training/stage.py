@@ -120,7 +120,8 @@ class StageRun:
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
-            max_prompt_tokens=self.max_length - response, check_stop=self.check_stop, on_token=on_token,
+            max_prompt_tokens=self.max_length - response, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
+            on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)
 
@@ -153,12 +154,16 @@ class StageRun:
         """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
         prompts = {visit.prompt.id: visit.prompt for visit in visits}
         asked = [rollout for rollout in rollouts if self.rewards.judges(prompts[rollout.prompt_id])]
-        samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
         scores: dict[str, float | None] = {}
+        if self.trajectories.taken_up:  # an earlier process may have judged some
+            notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in asked}
+            scores = {key: found["score"] for key, found in notes.items() if "score" in found}
+        asked = [rollout for rollout in asked if rollout.id not in scores]
+        samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
         for rollout, judgement in zip(asked, self.rewards(samples), strict=True):
             scores[rollout.id] = judgement.score
             self.store.note(rollout.id, score=judgement.score)
-        return scores
+        return {rollout.id: scores[rollout.id] for rollout in rollouts if rollout.id in scores}
 
     def text(self, rollout: Rollout) -> str:
         return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)

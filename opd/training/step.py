@@ -19,7 +19,8 @@ from opd.rollout.draws import request_key
 from opd.teachers.router import by_teacher
 from opd.training.judged import Judged, Signals
 from opd.training.report import Clock, step_metrics
-from opd.types import Rollout, Signal, SignalKind, SignalNeed
+from opd.training.signal_store import ask
+from opd.types import Rollout, Signal, SignalKind
 
 if TYPE_CHECKING:
     from opd.training.stage import StageRun
@@ -91,7 +92,7 @@ def score(run: StageRun, rollouts: list[Rollout], step: int) -> Signals:
         found: dict[str, Signal] = {}
         signals[role, kind] = found
         for name, share in by_teacher(rollouts, run.routes[role]).items():
-            for rollout, signal in zip(share, run.teachers[name].score(share, SignalNeed(kind)), strict=True):
+            for rollout, signal in zip(share, ask(run, name, share, role, kind), strict=True):
                 found[rollout.id] = signal
             run.check_stop()
     return signals

@@ -1,0 +1,93 @@
+"""Ctrl-C and SIGTERM, turned into a request that the run obeys at its next token.
+
+    Ctrl-C    `Stopped`: a checkpoint is saved; a second one leaves at once
+    SIGTERM   `Preempted`: flush and leave within the grace time, with an exit code that says "resume me"
+
+Python runs signal handlers between bytecodes, so a long call into torch delays them. A watchdog thread hears of SIGTERM
+at once and ends the process when the grace time is over: what is on disk is consistent at every moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from opd.errors import Preempted, Stopped
+
+RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
+MARGIN = 0.9  # of the grace time; the rest is for the interpreter's own end
+
+
+class Signals:
+    """Use as a context manager. Outside the main thread it does nothing: the caller keeps its own handlers."""
+
+    def __init__(self, announce: Callable[[str], None], grace: float) -> None:
+        self.grace, self._announce = grace, announce
+        self._asked: int | None = None  # the first signal
+        self._since, self._said = 0.0, False
+        self._previous: dict[int, object] = {}
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._previous_wakeup = -1
+
+    def check(self) -> None:
+        if self._asked == signal.SIGTERM:
+            if not self._said:
+                self._said = True
+                self._announce(
+                    f"SIGTERM: flushing, and leaving within {self.grace:g} s; `opd resume` goes on from here"
+                )
+            raise Preempted
+        if self._asked is not None:
+            raise Stopped
+
+    @property
+    def left(self) -> float:
+        """Seconds of the grace time that are left."""
+        return self.grace * MARGIN - (time.monotonic() - self._since)
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+            reader, writer = self._wakeup = socket.socketpair()
+            writer.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(reader,), name="preemption", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._wakeup is None:
+            return
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._wakeup[1].close()  # the watchdog reads the end and leaves
+        self._wakeup = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is None:
+            self._asked, self._since = number, time.monotonic()
+            if number == signal.SIGINT:
+                self._announce("stopping: saving a checkpoint (press Ctrl-C again to leave at once)")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while signal.SIGTERM not in (heard := reader.recv(64)):
+                if not heard:
+                    return
+            deadline = time.monotonic() + self.grace * MARGIN
+            try:
+                while heard:
+                    reader.settimeout(max(deadline - time.monotonic(), 0.001))
+                    heard = reader.recv(64)
+            except TimeoutError:
+                print("opd: the grace time is over; leaving at once", file=sys.stderr, flush=True)
+                os._exit(RESUME_ME)

@@ -1,0 +1,177 @@
+"""Real processes, really killed: what the resume and crash tests share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opd
+import opd.training.pipeline  # slow to import: once, in the process that the others are forked from
+from opd import cli
+from opd.rollout.store import iterate
+from opd.training.progress import Progress
+from opd.types import Rollout
+
+RECIPE: dict[str, Any] = {
+    "student": "tiny/generalist",
+    "teachers": {"arithmetic": "tiny/arithmetic", "spelling": "tiny/spelling"},
+    "prompts": [
+        {"source": "task:addition", "domain": "arithmetic"},
+        {"source": "task:reverse", "domain": "spelling"},
+    ],
+    "rollout": {"prompts": 12, "samples": 2, "max_new_tokens": 20},
+    "sampler": {"slots": 5, "prefill_rows": 1, "prefill_chunk": 7},  # shapes whose prefill rounds unlike decoding
+    "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
+    "train": {"steps": 6, "lr": 1e-3, "warmup": 2, "schedule": "cosine", "micro_tokens": 600},
+    "eval": {"prompts": 6, "every": 3, "teachers": False},
+    "checkpoint": {"every": 2, "keep": 2, "resume": "exact"},
+    "store": {"commit_ms": 5},
+    "log": {"samples": 1, "samples_every": 2},
+    "device": "cpu",
+    "threads": 1,
+}
+SETTLED = (  # keys of a metrics line that no resume can repeat
+    "time/sample", "time/judge", "time/score", "time/update", "rewards/judged", "rewards/cached",
+)  # fmt: skip
+
+
+FORKS = multiprocessing.get_context("forkserver")  # imports torch once; every run is a process of its own
+FORKS.set_forkserver_preload(["tests.crash"])
+
+
+def start(log: Path, *arguments: str | Path, die: int | None = None) -> multiprocessing.process.BaseProcess:
+    """`opd ARGUMENTS` in a process that can be killed; what it prints goes to a file. `die`: it kills itself at this token."""
+    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments], die))
+    process.start()
+    return process
+
+
+def _command(log: str, arguments: list[str], die: int | None) -> None:
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    sys.argv = ["opd", *arguments]
+    if die is not None:
+        left = itertools.count(die, -1)
+        original = Progress.token
+
+        def token(self: Progress) -> None:
+            original(self)
+            if next(left) == 0:
+                time.sleep(0.1)  # long enough for a group commit: some tokens are durable
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Progress.token = token  # type: ignore[method-assign]
+    cli.main()
+
+
+def ended(process: multiprocessing.process.BaseProcess) -> int:
+    """The exit code; a negative one is the signal that ended it."""
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def written(directory: Path) -> int:
+    """Bytes in the rollout store: a clock that runs with the work and not with the machine."""
+    total = 0
+    for path in (directory / "rollouts").rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def interrupt(
+    process: multiprocessing.process.BaseProcess, directory: Path, total: int, draw: random.Random, number: int,
+    share: float = 1.0,
+) -> bool:  # fmt: skip
+    """Send a signal at a random moment within a share of the work that is left; False when the process was done before.
+
+    Mostly the store's growth is the clock; sometimes time is, which also strikes loading and steps that are done again.
+    """
+    already, began = written(directory), time.monotonic()
+    goal, pause, patience = already + share * draw.random() * (total - already), draw.random() * 0.1, 60.0
+    if share == 1.0 and draw.random() < 0.3:
+        patience = draw.random() * 3
+    while process.is_alive() and written(directory) < goal and time.monotonic() < began + patience:
+        time.sleep(0.002)
+    time.sleep(pause)
+    if not process.is_alive() or process.pid is None:
+        return False
+    os.kill(process.pid, number)
+    return True
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+COLUMNS = ("response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version")
+
+
+def durable(directory: Path) -> dict[str, Rollout]:
+    """Everything in the store of a dead run, unfinished rollouts too. Reading it changes nothing."""
+    store = opd.Run(directory).rollouts
+    return {rollout.id: rollout for rollout in [*iterate(store), *store.partial(store.unfinished())]}
+
+
+def kept(before: dict[str, Rollout], after: dict[str, Rollout]) -> None:
+    """Tokens that were durable are there still, unaltered, and at most more of them behind."""
+    for key, rollout in before.items():
+        for name in ("prompt_ids", *COLUMNS):
+            ours, theirs = getattr(after[key], name), getattr(rollout, name)
+            same_length = rollout.stop is not None or name == "prompt_ids"
+            assert len(ours) == len(theirs) if same_length else len(ours) >= len(theirs), (key, name)
+            assert ours[: len(theirs)].tobytes() == theirs.tobytes(), (key, name)
+
+
+def same_rollouts(run: opd.Run, reference: opd.Run) -> None:
+    """No token lost, doubled or altered; every number bit for bit."""
+    found, wanted = durable(run.directory), durable(reference.directory)
+    assert found.keys() == wanted.keys()
+    kept(wanted, found)
+    for key, rollout in wanted.items():
+        assert (found[key].stop, found[key].source) == (rollout.stop, rollout.source)
+        assert run.rollouts.entries[key].notes == reference.rollouts.entries[key].notes
+
+
+def same_run(run: opd.Run, reference: opd.Run) -> None:
+    """The run ended as if nothing had happened: weights, optimiser, rollouts, metrics, evaluations."""
+    assert run.summary["status"] == "done"
+    for ours, theirs in zip(run.summary["stages"], reference.summary["stages"], strict=True):
+        assert {**ours, "seconds": 0, "best": None} == {**theirs, "seconds": 0, "best": None}
+        assert (ours["best"] or {}).get("step") == (theirs["best"] or {}).get("step")
+    same_rollouts(run, reference)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        ours, theirs = (
+            [{key: value for key, value in line.items() if key not in SETTLED} for line in lines(one.directory / name)]
+            for one in (run, reference)
+        )
+        assert ours == theirs, name
+    same_weights(run, reference)
+    assert (run.directory / "checkpoints" / "latest").resolve() == run.model.resolve()
+
+
+def same_weights(run: opd.Run, reference: opd.Run) -> None:
+    assert run.model.name == reference.model.name
+    for theirs in reference.checkpoints:
+        ours = run.directory / theirs.relative_to(reference.directory)
+        for file in (
+            sorted(theirs.rglob("*.safetensors")) if ours.is_dir() else ()
+        ):  # a rescue may have replaced older ones
+            assert (ours / file.relative_to(theirs)).read_bytes() == file.read_bytes(), ours / file.name

@@ -1,0 +1,186 @@
+"""Minutes of killing: `make test-crash`, with COUNT=n for more. Every run ends as the one that nobody interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import opd
+from opd.errors import OpdError, StoreError
+from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, same_weights, start, written
+
+pytestmark = pytest.mark.crash
+COUNT = int(os.environ.get("COUNT") or 40)  # interruptions
+WORKERS = 2
+STAGES: dict[str, Any] = {
+    "stages": [
+        {"name": "warm", "rollout": {"data_share": 0.5, "teacher_share": 0.3}, "objective": [{"form": "cross_entropy", "on": ["data", "teacher"]}, {"form": "direct"}]},
+        {"name": "distil"},
+    ],
+    "train": {"steps": 4, "lr": 1e-3},
+    "checkpoint": {"every": 3, "keep": 1, "resume": "exact"},
+}  # fmt: skip
+RECIPES = {"one": RECIPE, "two": RECIPE | STAGES}
+
+
+def write(path: Path, recipe: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+@pytest.mark.parametrize("share", range(WORKERS))
+def test_kills_and_preemptions_at_random_moments(share: int, tmp_path: Path) -> None:
+    name = list(RECIPES)[share % len(RECIPES)]
+    draw = random.Random(os.environ.get("SEED", f"{share}"))
+    reference = opd.run(RECIPES[name], out=tmp_path / "reference")
+    recipe, total, left, trial = (
+        write(tmp_path / "recipe.yaml", RECIPES[name]),
+        written(reference.directory),
+        COUNT // WORKERS,
+        0,
+    )
+    while left > 0:
+        trial += 1
+        directory, log = tmp_path / f"run{trial}", tmp_path / f"log{trial}.txt"
+        command: tuple[str | Path, ...] = ("run", recipe, "--out", directory)
+        for _ in range(min(left, draw.randint(1, 6))):
+            number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+            before = durable(directory) if (directory / "resolved.yaml").exists() else {}
+            process = start(log, *command)
+            sent = interrupt(process, directory, total, draw, number)
+            code = ended(process)
+            wanted = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}[number]
+            early = -number  # before the run listens, or after it has ended
+            assert code in ((wanted, early, 0) if sent else (0,)), (code, log.read_text())
+            assert "Traceback" not in log.read_text(), log.read_text()
+            left -= 1
+            if (directory / "run.json").exists():
+                kept(before, durable(directory))
+                command = ("resume", directory)
+            else:  # struck before there was anything to resume
+                shutil.rmtree(directory, ignore_errors=True)
+        process = start(log, *command)
+        assert ended(process) == 0, log.read_text()
+        same_run(opd.Run(directory), reference)
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[opd.Run, Path]:
+    """The uninterrupted run, and the directory of one that was killed in its second stage, within a step."""
+    root = tmp_path_factory.mktemp("damage")
+    recipe = RECIPES["two"] | {
+        "checkpoint": {"every": 1, "keep": 2, "resume": "exact"},
+        "train": {"steps": 3, "lr": 1e-3},
+    }
+    reference = opd.run(recipe, out=root / "reference")
+    process = start(root / "log.txt", "run", write(root / "recipe.yaml", recipe), "--out", root / "run")
+    while not list((root / "run").glob("checkpoints/warm/step-*")) and process.is_alive():
+        time.sleep(0.01)
+    process.terminate()
+    assert ended(process) == 75, (root / "log.txt").read_text()
+    left = sampled(reference.directory) - sampled(root / "run")
+    process = start(root / "log.txt", "resume", root / "run", die=left - 60)
+    assert ended(process) == -signal.SIGKILL, (root / "log.txt").read_text()
+    assert {path.name for path in opd.Run(root / "run").checkpoints} >= {"step-000001", "step-000002"}
+    return reference, root / "run"
+
+
+def sampled(directory: Path) -> int:
+    """Tokens of finished rollouts that a sampler drew."""
+    found = durable(directory).values()
+    return sum(item.response_ids.size for item in found if item.source != "data" and item.stop is not None)
+
+
+def victims(directory: Path) -> list[Path]:
+    """Every file that a resumed run may read."""
+    found = [path for name in ("rollouts", "checkpoints") for path in sorted((directory / name).rglob("*"))]
+    files = [path.relative_to(directory) for path in found if path.is_file() and "latest" not in path.parts]
+    return [*files, Path("resolved.yaml"), Path("run.json")]
+
+
+def follow_advice(directory: Path, reference: opd.Run) -> None:
+    """Behind a repair a run may still have checkpoints that saw more of the log; what was lost is drawn again, alike."""
+    for newest in reversed(opd.Run(directory).checkpoints):
+        refusal = ""
+        try:
+            same_weights(opd.resume(directory), reference)
+        except StoreError as error:
+            refusal = str(error)
+        if not refusal:
+            return
+        assert f"delete {newest}" in refusal
+        shutil.rmtree(newest)
+    raise AssertionError("no checkpoint is left")
+
+
+@pytest.mark.parametrize("share", range(WORKERS))
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_every_damaged_file_is_repaired_or_named(
+    killed: tuple[opd.Run, Path], tmp_path: Path, how: str, share: int
+) -> None:
+    reference, dead = killed
+    draw = random.Random(f"{how}{share}")
+    outcomes = {}
+    cases = [file for file in victims(dead) for _ in range(4 if file.suffix == ".log" else 1)]
+    for number, file in list(enumerate(cases))[share::WORKERS]:
+        directory = tmp_path / f"run{number}"
+        shutil.copytree(dead, directory, symlinks=True)
+        path = directory / file
+        data = bytearray(path.read_bytes())
+        if how == "cut":
+            del data[draw.randrange(len(data)) :]
+        else:
+            at = draw.randrange(len(data))
+            data[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        said = (directory / "log.txt").stat().st_size
+        outcomes[file], refusal = "repaired", ""
+        try:
+            same_run(opd.resume(directory), reference)
+        except OpdError as error:
+            outcomes[file], refusal = "refused", str(error)
+            if file.suffix == ".log" and ended(start(tmp_path / "repair.txt", "store", "repair", directory)) == 0:
+                follow_advice(directory, reference)
+                outcomes[file] = "refused, then repaired"
+        words = refusal or (directory / "log.txt").read_text()[said:]
+        assert path.name in words or (not refusal and "checkpoints" not in file.parts), (file, words)
+        shutil.rmtree(directory)
+    print(how, {kind: sum(found == kind for found in outcomes.values()) for kind in set(outcomes.values())})
+    assert outcomes
+
+
+# A full disk
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """Small file systems of random sizes: the log, a checkpoint or a line of metrics is what no longer fits."""
+    probe = "mount -t tmpfs -o size=64k tmpfs /mnt"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-Urm", "sh", "-c", probe], check=False).returncode
+    ):
+        pytest.skip("no user and mount namespaces here (unshare -Urm), so no small file system can be made")
+    reference, mount, draw = opd.run(RECIPE, out=tmp_path / "reference"), tmp_path / "mount", random.Random(0)
+    mount.mkdir()
+    whole = sum(path.stat().st_size for path in reference.directory.rglob("*") if path.is_file()) // 1024
+    log = written(reference.directory) // 1024
+    sizes = [draw.randint(64, log), *(draw.randint(log, whole) for _ in range(3))]
+    command = [sys.executable, "-m", "tests.crash_disk", tmp_path / "recipe.yaml", reference.directory, mount, *sizes]
+    write(tmp_path / "recipe.yaml", RECIPE)
+    done = subprocess.run(["unshare", "-Urm", *map(str, command)], capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("resumed to the same end") == len(sizes)

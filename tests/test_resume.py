@@ -1,0 +1,372 @@
+"""Runs that are interrupted and go on: with real kills, and with every way a run can stand still."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pkgutil
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opd
+from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
+from opd.lock import RunLock
+from opd.rollout.store import RolloutStore
+from opd.teachers.local import LocalTeacher
+from opd.training.trajectories import Replay
+from opd.types import SampledToken
+from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, start, written
+from tests.helpers import save_tiny
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> opd.Run:
+    """The run that nobody interrupts."""
+    return opd.run(RECIPE, out=tmp_path_factory.mktemp("reference") / "run")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(json.dumps(RECIPE))
+    return path
+
+
+def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
+    draw, total, directory = random.Random(str(tmp_path)), written(reference.directory), tmp_path / "run"
+    command: tuple[str | Path, ...] = ("run", recipe, "--out", directory)
+    for _ in range(3):
+        process = start(tmp_path / "out.txt", *command)
+        assert interrupt(process, directory, total, draw, signal.SIGKILL, share=0.5)
+        assert ended(process) == -signal.SIGKILL, (tmp_path / "out.txt").read_text()
+        command = ("resume", directory)
+    run = opd.resume(directory)
+    same_run(run, reference)
+    code = ended(start(tmp_path / "again.txt", "resume", directory))
+    assert (code, "is finished" in (tmp_path / "again.txt").read_text()) == (0, True)
+    same_run(run, reference)
+
+
+def test_sigterm_says_resume_me_and_a_prefill_goes_on(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "out.txt"
+    process = start(log, "run", recipe, "checkpoint.resume=prefill", "checkpoint.every=0", "--out", directory, die=300)
+    assert ended(process) == -signal.SIGKILL  # before the first checkpoint, within a step
+    before = durable(directory)
+    assert any(item.stop is None and item.response_ids.size for item in before.values())
+    process = start(log, "resume", directory)
+    assert interrupt(process, directory, written(reference.directory), random.Random(1), signal.SIGTERM, share=0.5)
+    assert ended(process) == 75, log.read_text()
+    assert opd.Run(directory).summary["status"] == "preempted"
+    kept(before, durable(directory))
+    run = opd.resume(directory)
+    found, wanted = durable(directory), durable(reference.directory)
+    kept(before, found)
+    assert found.keys() == wanted.keys()
+    for key, item in wanted.items():  # keyed draws: the same tokens, unless a rounding decides
+        if found[key].response_ids.tolist() == item.response_ids.tolist() and item.version[0] < 4:
+            assert np.abs(found[key].logprob - item.logprob).max() < 1e-4
+    assert [line["step"] for line in run.metrics] == list(range(1, 7))
+
+
+# Runs small enough to stop and go on within this process
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, seed=seed) for seed, name in enumerate(("student", "teacher"))}
+
+
+def small(models: dict[str, str], **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "student": models["student"],
+        "teachers": {"a": models["teacher"]},
+        "prompts": [{"source": "task:addition", "domain": "a"}],
+        "rollout": {"prompts": 4, "max_new_tokens": 6},
+        "sampler": {"slots": 4},
+        "train": {"steps": 4, "lr": 1e-2},
+        "eval": {"prompts": 2},
+        "checkpoint": {"every": 1, "keep": 2, "resume": "exact"},
+        "device": "cpu",
+    }
+    return base | changes
+
+
+class Crash(BaseException):
+    """Ends a run where it stands: nothing is saved on the way out."""
+
+
+def strike(monkeypatch: pytest.MonkeyPatch, place: str, call: int, what: type[BaseException] | int) -> None:
+    """The given call of a function raises, or sends a signal and goes on; all others are as ever."""
+    original = pkgutil.resolve_name(place)
+    calls = itertools.count(1)
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            if not isinstance(what, int):
+                raise what
+            os.kill(os.getpid(), what)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(place.replace(":", "."), struck)
+
+
+SAMPLED = "opd.training.step:score"  # called once per step, when its rollouts are drawn and judged
+SCORED = "opd.training.step:micro_batches"  # and once they are scored
+
+
+@pytest.mark.parametrize("objective", ["direct", "policy_gradient"])
+def test_scores_and_signals_are_kept(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    spec = small(models, objective={"form": objective}, store={"hidden": True}, checkpoint={"resume": "exact"})
+    reference = opd.run(spec, out=tmp_path / "reference")
+    strike(monkeypatch, SCORED, 3, Crash)
+    with pytest.raises(Crash):
+        opd.run(spec, out=tmp_path / "run")
+    asked: list[int] = []
+    judged: list[int] = []
+    score, verify = LocalTeacher.score, opd.training.stage.verify
+    monkeypatch.setattr(LocalTeacher, "score", lambda *given: asked.append(len(given[1])) or score(*given))
+    monkeypatch.setattr(opd.training.stage, "verify", lambda given: judged.append(len(given)) or verify(given))
+    run = opd.resume(tmp_path / "run")
+    assert (sum(asked), sum(judged)) == (4, 4)  # the fourth step; three were scored and judged before
+    same_run(run, reference)
+
+
+def test_ctrl_c_within_a_step_skips_and_repeats_no_prompt(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream had handed out the prompts of step 3 when the checkpoint of step 2 was saved."""
+    spec = small(models, eval={"prompts": 2, "every": 2, "early_stop": {"patience": 9}}, checkpoint={"resume": "exact"})
+    reference = opd.run(spec, out=tmp_path / "reference")
+    strike(monkeypatch, SAMPLED, 3, signal.SIGINT)
+    with pytest.raises(Stopped):
+        opd.run(spec, out=tmp_path / "run")
+    stopped = opd.Run(tmp_path / "run")
+    assert (stopped.summary["status"], stopped.model.name) == ("stopped", "step-000002")
+    same_run(opd.resume(tmp_path / "run"), reference)
+
+
+def test_a_stop_during_an_evaluation_repeats_the_evaluation(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small(models, eval={"prompts": 2, "every": 2})
+    reference = opd.run(spec, out=tmp_path / "reference")
+    for call in (1, 3, 4):  # before, after step 2 (behind the teacher's), at the end
+        with monkeypatch.context() as patch:
+            strike(patch, "opd.training.stage:StageRun.evaluate", call, Stopped)
+            with pytest.raises(Stopped):
+                opd.run(spec, out=tmp_path / f"run{call}")
+        same_run(opd.resume(tmp_path / f"run{call}"), reference)
+
+
+def test_stages_lora_and_random_state_go_on(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    student = {"model": models["student"], "lora": {"rank": 4}}
+    stages = [{"name": "first"}, {"name": "second", "student": student | {"model": "stage:first"}}]
+    spec = small(models, student=student, stages=stages, train={"steps": 2, "lr": 1e-2}, checkpoint={"every": 1})
+    drawn: list[tuple[float, ...]] = []  # a reward that draws without a key of its own
+    verify = opd.training.stage.verify
+
+    def moody(samples: Any) -> Any:
+        drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
+        return verify(samples)
+
+    monkeypatch.setattr(opd.training.stage, "verify", moody)
+    reference = opd.run(spec, out=tmp_path / "reference")
+    last = drawn[-1]
+    strike(monkeypatch, SCORED, 4, Crash)
+    with pytest.raises(Crash):
+        opd.run(spec, out=tmp_path / "run")
+    torch.manual_seed(7)
+    run = opd.resume(tmp_path / "run")
+    same_run(run, reference)
+    assert drawn[-1][0] == last[0]
+    assert drawn[-1] == drawn[-2]  # the crashed process and the one after it
+    assert (run.model / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small(models)
+    reference = opd.run(spec, out=tmp_path / "reference")
+    strike(monkeypatch, SCORED, 4, Crash)
+    with pytest.raises(Crash):
+        opd.run(spec, out=tmp_path / "run")
+    run = opd.Run(tmp_path / "run")
+    assert [path.name for path in run.checkpoints] == ["step-000002", "step-000003"]
+    for name in ("optimiser.safetensors", "manifest.json", "trainer.json", "model.safetensors"):
+        copy = tmp_path / name
+        shutil.copytree(run.directory, copy, symlinks=True)
+        _flip(copy / "checkpoints" / "main" / "step-000003" / name)
+        resumed = opd.resume(copy)
+        said = (copy / "log.txt").read_text()
+        assert name in said
+        assert "damaged-step-000003" in said
+        assert (copy / "checkpoints" / "main" / "damaged-step-000003").is_dir()
+        same_run(resumed, reference)
+    for step in ("step-000002", "step-000003"):
+        _flip(run.directory / "checkpoints" / "main" / step / "model.safetensors")
+    with pytest.raises(RunDirectoryError, match=r"step-000003: model.safetensors was altered.*No other checkpoint"):
+        opd.resume(run.directory)
+    shutil.rmtree(run.directory / "checkpoints" / "main")
+    same_run(opd.resume(run.directory), reference)  # every rollout is in the store
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_what_is_carried_out_cannot_change_unnoticed(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike(monkeypatch, SAMPLED, 2, Crash)
+    with pytest.raises(Crash):
+        opd.run(small(models), out=tmp_path / "run")
+    for name in ("resolved.yaml", "run.json"):
+        good = (tmp_path / "run" / name).read_bytes()
+        _flip(tmp_path / "run" / name)
+        with pytest.raises(RunDirectoryError, match=name):
+            opd.resume(tmp_path / "run")
+        (tmp_path / "run" / name).write_bytes(good)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 2, "stage": "main"}\n{"step": 3, "st')
+    assert [line["step"] for line in opd.resume(tmp_path / "run").metrics] == [1, 2, 3, 4]
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        opd.resume(tmp_path / "nowhere")
+
+
+def test_prompts_that_changed_are_refused(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(40)))
+    strike(monkeypatch, SAMPLED, 2, Crash)
+    with pytest.raises(Crash):
+        opd.run(
+            small(models, prompts=[{"source": str(rows), "domain": "a"}], eval={"prompts": 0}), out=tmp_path / "run"
+        )
+    rows.write_text(rows.read_text().replace("+1=", "+2="))
+    with pytest.raises(DataError, match="reads differently now"):
+        opd.resume(tmp_path / "run")
+
+
+def test_prompts_that_share_an_id_are_refused(models: dict[str, str], tmp_path: Path) -> None:
+    twice = [{"source": "task:addition", "domain": "a"}] * 2
+    with pytest.raises(DataError, match="comes twice"):
+        opd.run(small(models, prompts=twice, eval={"prompts": 0}), out=tmp_path / "run")
+
+
+# Policy versions
+
+
+def test_a_rollout_continued_under_newer_weights_says_so(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of the policy as it was, then of the one that goes on; `refuse` ends the run instead."""
+    spec = small(
+        models, rollout={"prompts": 4, "max_new_tokens": 12}, checkpoint={"resume": "prefill"}, eval={"prompts": 0}
+    )
+    strike(monkeypatch, SAMPLED, 1, Crash)
+    with pytest.raises(Crash):
+        opd.run(spec, out=tmp_path / "run")
+    (tmp_path / "half").mkdir()
+    first = durable(tmp_path / "run")
+    for directory, rule in ((tmp_path / "half" / "allow", "allow"), (tmp_path / "half" / "refuse", "refuse")):
+        changed = spec | {"rollout": spec["rollout"] | {"mixed_versions": rule}}
+        strike(monkeypatch, "opd.training.trajectories:Trajectories.collect", 1, Crash)
+        with pytest.raises(Crash):
+            opd.run(changed, out=directory)
+        store = RolloutStore(directory / "rollouts")
+        for item in first.values():  # three tokens of an older policy each
+            store.begin(id=item.id, prompt_id=item.prompt_id, visit=item.visit, sample=item.sample, domain=item.domain,
+                        source=item.source, group=item.group, prompt_ids=item.prompt_ids)  # fmt: skip
+            for at in range(3):
+                store.append(SampledToken(item.id, int(item.response_ids[at]), float(item.logprob[at]),
+                                          float(item.logprob_sampled[at]), float(item.logprob_stop[at]), -7))  # fmt: skip
+        store.close()
+    run = opd.resume(tmp_path / "half" / "allow")
+    for key in first:
+        (item,) = run.rollouts.load([key])
+        assert item.version.tolist() == [-7] * 3 + [0] * (item.response_ids.size - 3)
+        assert run.rollouts.entries[key].versions == (-7, 0)
+    with pytest.raises(TrainingError, match=r"version -7.*version 0.*refuse"):
+        opd.resume(tmp_path / "half" / "refuse")
+
+
+def test_a_replay_that_differs_is_an_error(reference: opd.Run) -> None:
+    item = next(item for item in durable(reference.directory).values() if item.response_ids.size > 2)
+
+    def drawn(at: int, **changes: Any) -> SampledToken:
+        token = SampledToken(item.id, int(item.response_ids[at]), float(item.logprob[at]), float(item.logprob_sampled[at]),
+                             float(item.logprob_stop[at]), int(item.version[at]))  # fmt: skip
+        return token._replace(**changes)
+
+    replay = Replay(item)
+    assert all(replay.holds(drawn(at)) for at in range(item.response_ids.size))
+    assert not replay.holds(drawn(0))
+    for changes in ({"token": 3}, {"logprob": float(np.nextafter(item.logprob[0], np.float32(-9)))}, {"version": 9}):
+        with pytest.raises(TrainingError, match="token 0: drawn again"):
+            Replay(item).holds(drawn(0, **changes))
+
+
+# One owner
+
+
+def test_one_owner_per_run(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strike(monkeypatch, SAMPLED, 2, Crash)
+    with pytest.raises(Crash):
+        opd.run(small(models), out=tmp_path / "run")
+    with RunLock(tmp_path / "run") as lock:
+        assert lock.previous is None  # it was given back
+        with pytest.raises(RunLocked, match=rf"in use by process {os.getpid()} on .*, since"):
+            opd.resume(tmp_path / "run")
+        log = tmp_path / "out.txt"
+        assert ended(start(log, "resume", tmp_path / "run")) == 2
+        assert f"process {os.getpid()}" in log.read_text()
+        assert len(durable(tmp_path / "run")) == 8  # readers do not ask
+    assert opd.resume(tmp_path / "run").summary["status"] == "done"
+
+
+def test_exact_and_prefill_differ_and_only_exact_is_exact(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "out.txt", "run", recipe, "--out", tmp_path / "exact", die=400)
+    assert ended(process) == -signal.SIGKILL
+    before = durable(tmp_path / "exact")
+    open_ones = [item for item in before.values() if item.stop is None and item.response_ids.size]
+    assert open_ones
+    shutil.copytree(tmp_path / "exact", tmp_path / "prefill", symlinks=True)
+    same_run(opd.resume(tmp_path / "exact"), reference)
+    opd.resume(tmp_path / "prefill", mode="prefill")
+    found, wanted = durable(tmp_path / "prefill"), durable(reference.directory)
+    kept(before, found)
+    gaps = [np.abs(found[item.id].logprob - wanted[item.id].logprob).max() for item in open_ones]
+    assert 0 < max(gaps) < 1e-4
+
+
+def test_a_dead_owner_is_succeeded(recipe: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "out.txt", "run", recipe, "--out", tmp_path / "run", die=50)
+    assert ended(process) == -signal.SIGKILL
+    with RunLock(tmp_path / "run") as lock:
+        assert lock.previous is not None
+        assert lock.previous["pid"] == process.pid
+
+
+def test_an_unresumable_run_is_an_error_and_not_a_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "out.txt"
+    assert ended(start(log, "resume", tmp_path)) == 2
+    assert "Traceback" not in log.read_text()
+    assert issubclass(RunLocked, OpdError)

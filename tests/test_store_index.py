@@ -1,0 +1,153 @@
+"""Queries, export and planning from the index; reading a dead run beside a living one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd import Run
+from opd.errors import UserError
+from opd.rollout.store import RolloutStore, plan_epoch
+from opd.rollout.store.index import Index
+from tests.stores import begin, token, write_rollout
+
+
+def filled(directory: Path) -> RolloutStore:
+    store = RolloutStore(directory)
+    for number in range(12):
+        write_rollout(store, f"r{number}", number, domain="math" if number % 3 else "code")
+        if number != 5:
+            store.note(f"r{number}", score=number % 2, judge="strict" if number < 6 else "mild")
+    begin(store, "unfinished", domain="math")
+    store.append(token("unfinished", 1))
+    return store
+
+
+def test_where(tmp_path: Path) -> None:
+    living = filled(tmp_path)
+    living.commit(sync=True)
+    scanned = RolloutStore(tmp_path, read_only=True)
+    living.close()
+    for store in (scanned, RolloutStore(tmp_path, read_only=True)):
+        assert store.where(domain="math", reward=0).ids == ["r2", "r4", "r8", "r10"]
+        assert store.where(reward=None).ids == ["r5"]
+        assert store.where(length=lambda n: n > 9).ids == ["r10", "r11"]
+        assert store.where(domain=lambda name: name.startswith("c"), length=9).ids == ["r9"]
+        assert store.where(judge="strict", reward=1).ids == ["r1", "r3"]
+        assert store.where(prompt_id="p/r7").where(stop="stop").ids == ["r7"]
+        assert [rollout.id for rollout in store.where(version_max=3, domain="code")] == ["r3", "r6", "r9"]
+        assert len(store.where()) == 12
+        assert store.where(stop=None).ids == []
+        assert store.where(domain="code").column("length").tolist() == [0, 3, 6, 9]
+        assert store.where(id="r3").load()[0].response_ids.tolist() == [0, 1, 2]
+        with pytest.raises(UserError, match="'domian' is neither a column"):
+            store.where(domian="math")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    store = filled(tmp_path / "log")
+    store.where(domain="math").to_parquet(tmp_path / "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["id"] for row in rows] == store.where(domain="math").ids
+    for row, rollout in zip(rows, store.where(domain="math").load(), strict=True):
+        assert row["response_ids"] == rollout.response_ids.tolist()
+        np.testing.assert_allclose(row["logprob"], rollout.logprob)
+        assert (row["reward"], row["stop"], row["length"]) == (
+            None if rollout.id == "r5" else int(rollout.id[1:]) % 2,
+            "stop",
+            rollout.response_ids.size,
+        )
+
+
+def an_index(lengths: list[int], units: list[int]) -> Index:
+    index = Index()
+    for number, (length, unit) in enumerate(zip(lengths, units, strict=True)):
+        names = {"id": str(number), "prompt_id": "p", "visit": 0, "sample": 0, "domain": "d", "source": "student", "group": str(unit),
+                 "pair": ""}  # fmt: skip
+        row = index.begin(names, 1)
+        index.rows.set(row, length=length, stop=0 if number % 7 == 6 else 1)
+    return index
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=60), st.integers(1, 60), st.integers(0, 9))
+def test_an_epoch_has_everything_once(rows: list[tuple[int, int]], budget: int, seed: int) -> None:
+    index = an_index([length for length, _ in rows], [unit for _, unit in rows])
+    plan = plan_epoch(index, budget, seed)
+    assert sorted(plan.rows.tolist()) == np.flatnonzero(index["stop"]).tolist()
+    batches = [plan[number].tolist() for number in range(len(plan))]
+    assert all(batches)
+    assert [row for batch in batches for row in batch] == plan.rows.tolist()
+    where = {row: number for number, batch in enumerate(batches) for row in batch}
+    for batch, tokens in zip(batches, plan.tokens, strict=True):
+        units = {rows[row][1] for row in batch}
+        assert tokens == sum(rows[row][0] + 1 for row in batch)
+        assert tokens <= budget or len(units) == 1
+        for unit in units:
+            assert len({where[row] for row in where if rows[row][1] == unit}) == 1
+
+
+def test_an_epoch_is_a_function_of_its_seed() -> None:
+    index = an_index(list(range(300)), list(range(300)))
+    first, again, other = (plan_epoch(index, 1000, seed).rows.tolist() for seed in (1, 1, 2))
+    assert first == again != other
+    assert plan_epoch(index, 1000, 1, rows=np.array([3, 4])).tokens.sum() == 9
+    with pytest.raises(UserError, match="token_budget 0"):
+        plan_epoch(index, 0, 1)
+
+
+LIVING = """
+import sys, time
+from pathlib import Path
+from opd.rollout.store import RolloutStore
+from tests.stores import write_rollout
+store = RolloutStore(Path(sys.argv[1]) / "rollouts")
+for number in range(10**9):
+    write_rollout(store, f"r{number}", 5)
+    time.sleep(0.002)
+"""
+READING = """
+import sys
+import opd
+dead, living = opd.Run(sys.argv[1]), opd.Run(sys.argv[2])
+assert dead.rollouts.where(domain="math", reward=0).ids == ["r2", "r4", "r8", "r10"]
+assert len(dead.rollouts.where(domain="math").load()) == 8
+for rollout in living.rollouts.where():
+    assert rollout.response_ids.tolist() == [0, 1, 2, 3, 4]
+assert len(living.rollouts.where()) > 5
+assert not {"torch", "transformers", "pyarrow"} & set(sys.modules)
+"""
+
+
+def test_a_dead_run_opens_while_another_lives(tmp_path: Path) -> None:
+    """Without torch; so does the living one itself, and what it has finished so far can be read."""
+    root = Path(__file__).parent.parent
+    for name in ("dead", "living"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "resolved.yaml").write_text("name: x\n")
+    filled(tmp_path / "dead" / "rollouts").commit(sync=True)  # not closed: it died
+    before = {path: path.read_bytes() for path in (tmp_path / "dead").rglob("*.*")}
+    writer = subprocess.Popen([sys.executable, "-c", LIVING, str(tmp_path / "living")], cwd=root)
+    try:
+        log = tmp_path / "living" / "rollouts" / "segment-000000.log"
+        deadline = time.monotonic() + 60
+        while not (log.is_file() and log.stat().st_size > 20_000):
+            assert time.monotonic() < deadline
+            assert writer.poll() is None
+            time.sleep(0.05)
+        done = subprocess.run([sys.executable, "-c", READING, str(tmp_path / "dead"), str(tmp_path / "living")], check=False, cwd=root,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert writer.poll() is None
+    finally:
+        writer.kill()
+        writer.wait()
+    assert before == {path: path.read_bytes() for path in (tmp_path / "dead").rglob("*.*")}
+    assert len(Run(tmp_path / "living").rollouts.where()) > 5  # killed: what was durable is there
