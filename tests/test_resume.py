@@ -19,6 +19,7 @@ import torch
 import opd
 from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
 from opd.lock import RunLock
+from opd.rewards import Judge
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.training.trajectories import Replay
@@ -134,9 +135,14 @@ def test_scores_and_signals_are_kept(
         opd.run(spec, out=tmp_path / "run")
     asked: list[int] = []
     judged: list[int] = []
-    score, verify = LocalTeacher.score, opd.training.stage.verify
+    score, judge = LocalTeacher.score, Judge.__call__
     monkeypatch.setattr(LocalTeacher, "score", lambda *given: asked.append(len(given[1])) or score(*given))
-    monkeypatch.setattr(opd.training.stage, "verify", lambda given: judged.append(len(given)) or verify(given))
+
+    def counted(self: Judge, samples: Any) -> Any:
+        judged.append(sum(sample.rollout is not None for sample in samples))  # evaluation's have none
+        return judge(self, samples)
+
+    monkeypatch.setattr(Judge, "__call__", counted)
     run = opd.resume(tmp_path / "run")
     assert (sum(asked), sum(judged)) == (4, 4)  # the fourth step; three were scored and judged before
     same_run(run, reference)
@@ -177,13 +183,14 @@ def test_stages_lora_and_random_state_go_on(
     stages = [{"name": "first"}, {"name": "second", "student": student | {"model": "stage:first"}}]
     spec = small(models, student=student, stages=stages, train={"steps": 2, "lr": 1e-2}, checkpoint={"every": 1})
     drawn: list[tuple[float, ...]] = []  # a reward that draws without a key of its own
-    verify = opd.training.stage.verify
+    judge = Judge.__call__
 
-    def moody(samples: Any) -> Any:
-        drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
-        return verify(samples)
+    def moody(self: Judge, samples: Any) -> Any:
+        if all(sample.rollout is not None for sample in samples):  # evaluation has none
+            drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
+        return judge(self, samples)
 
-    monkeypatch.setattr(opd.training.stage, "verify", moody)
+    monkeypatch.setattr(Judge, "__call__", moody)
     reference = opd.run(spec, out=tmp_path / "reference")
     last = drawn[-1]
     strike(monkeypatch, SCORED, 4, Crash)
