@@ -289,6 +289,12 @@ def test_failed_verdicts_enter_no_baseline(scores: list[float | None], size: int
     np.testing.assert_allclose(found[kept], alone, atol=1e-12)
 
 
+@pytest.mark.parametrize("discount", [0.3, 0.95, 1.0])
+def test_future_returns_are_returns_without_the_tokens_own_part(discount: float) -> None:
+    values = np.random.default_rng(0).normal(size=7)
+    np.testing.assert_allclose(returns(values, discount, future_only=True), returns(values, discount) - values)
+
+
 def test_whitening_ignores_what_is_masked() -> None:
     values, masks = [np.array([1.0, 900.0]), np.array([3.0])], [np.array([True, False]), np.array([True])]
     found = whitened(values, masks)

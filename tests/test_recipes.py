@@ -22,6 +22,8 @@ def test_parses_and_opens_with_a_comment(name: str) -> None:
 def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path) -> None:
     assert len(shipped_recipes()[name].read_text(encoding="utf-8").splitlines()) <= 30
     small = ["train.steps=2", "rollout.prompts=8", "eval.prompts=8", "sampler.slots=8", "device=cpu"]
+    if name == "methods/hard-switch":  # both halves
+        small += ["objective.0.coefficient.until=1", "objective.1.coefficient.after=1"]
     run = opd.run(name, overrides=small, out=tmp_path / "run")
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert run.summary["status"] == "done"

@@ -22,6 +22,7 @@ from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.training.objective import Objective
+from opd.training.step import contrasts
 from opd.types import Author, Rollout, SampleRequest, Sampling
 from tests.helpers import EOS, save_tiny, tiny_model
 from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
@@ -187,6 +188,7 @@ def test_schedules() -> None:
     assert [round(line.at(step, None), 4) for step in (1, 3, 5, 9)] == [0.005, 0.003, 0.001, 0.001]
     assert [Schedule(until=3).at(step, None) for step in (3, 4)] == [1, 0]
     assert [Schedule(value=2, after=3).at(step, None) for step in (3, 4)] == [0, 2]
+    assert [Schedule(value=1, to=3, over=3, after=5).at(step, None) for step in (5, 6, 7, 8, 9)] == [0, 1, 2, 3, 3]
     until, after = Schedule(until="plateau"), Schedule(after="plateau")
     assert [until.at(9, plateau) for plateau in (None, 9, 8)] == [1, 1, 0]
     assert [after.at(9, plateau) for plateau in (None, 9, 8)] == [0, 0, 1]
@@ -219,22 +221,106 @@ def test_until_plateau_follows_the_evaluation(models: dict[str, str], tmp_path: 
     assert asked == [True, True, True, False, False, False]
 
 
-def test_dynamic_sampling_keeps_only_groups_with_contrast(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from opd.training.stage import StageRun
-
-    def judge(self: StageRun, rollouts: list[Rollout], visits: Any) -> dict[str, float | None]:
-        """Every other prompt is always right; the rest differ by sample."""
-        return {item.id: float(int(item.prompt_id.split("/")[-1]) % 2 == 0 or item.sample == 0) for item in rollouts}
-
-    monkeypatch.setattr(StageRun, "judge", judge)
+def test_dynamic_sampling_keeps_only_groups_with_contrast(models: dict[str, str], tmp_path: Path) -> None:
     objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
     rollout = {"prompts": 4, "samples": 2, "max_new_tokens": 4, "contrast": 4}
-    run = opd.run(recipe(models, objective=objective, rollout=rollout, train={"steps": 1}), out=tmp_path / "run")
-    sampled = RolloutStore(run.directory / "rollouts", read_only=True)
+    rewards = {"kind": "format", "pattern": "[a-m]"}  # some random answers have such a letter
+    spec = recipe(models, objective=objective, rollout=rollout, rewards=rewards, train={"steps": 1})
+    run = opd.run(spec, out=tmp_path / "run")
+    line, stored = run.metrics[0], RolloutStore(run.directory / "rollouts", read_only=True)
+    sampled = stored.load(list(stored.entries))
     assert len(sampled) > 8  # more than one round
-    assert run.metrics[0]["tokens"] < sum(item.response_ids.size for item in sampled.load(list(sampled.entries)))
+    assert line["tokens/sampled"] == sum(item.response_ids.size for item in sampled) > line["tokens"]
+    scores: dict[str, set[float]] = {}
+    for item in sampled:
+        scores.setdefault(item.group, set()).add(stored.entries[item.id].notes["score"])
+    contrasting = [group for group, found in scores.items() if len(found) > 1][:4]
+    kept = sum(item.response_ids.size for item in sampled if item.group in contrasting)
+    assert line["tokens"] == kept
+
+
+def test_dynamic_sampling_leaves_alone_what_nobody_judges() -> None:
+    unjudged, equal = some_rollouts(count=2), some_rollouts(count=2)
+    assert contrasts(unjudged, {})
+    assert not contrasts(equal, {item.id: 1.0 for item in equal})
+    assert contrasts([replace(item, source="data") for item in equal], {item.id: 1.0 for item in equal})
+    assert contrasts(equal, {equal[0].id: 1.0, equal[1].id: 0.0})
+
+
+def test_rewards_that_nobody_can_give_are_found_before_the_first_token(models: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "add 1+1"}\n' * 8)
+    objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
+    with pytest.raises(RecipeError, match="no prompt can be judged"):
+        opd.run(
+            recipe(models, prompts=[{"source": str(path), "domain": "a"}], objective=objective), out=tmp_path / "run"
+        )
+
+
+def test_gates_do_not_hide_tokens_from_judgements_of_whole_rollouts() -> None:
+    """A veto, or GSPO's ratio, is of the rollout; an entropy gate only says which of its tokens are trained on."""
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    old = stale(sampled_by(student, some_rollouts()))
+    gate: Any = {"kind": "entropy", "share": 0.3}
+    for extra in (
+        {"correction": {"kind": "none", "veto": 0.5}},
+        {"surrogate": {"kind": "gspo", "low": 0.1, "high": 0.1}},
+    ):
+        found = [
+            gradients(student, {"t": teacher}, [Term(form="policy_gradient", aggregate="constant", gate=gate, gated=gated, **extra)], old)[1]
+            for gated in ("drop", "zero")
+        ]  # fmt: skip
+        assert same(*found)
+
+
+def test_corrections_judge_the_sampler_and_not_the_policys_own_movement(models: dict[str, str], tmp_path: Path) -> None:
+    correction = {"kind": "icepop", "low": 0.999, "high": 1.001}
+    for index, objective in enumerate(({"form": "policy_gradient"}, {"form": "k2"}, {"form": "direct"})):
+        chosen = {"kind": "prefix", "high": 1.001} if objective["form"] == "direct" else correction
+        spec = recipe(models, objective=objective | {"correction": chosen}, train={"steps": 1, "lr": 1e-2, "epochs": 3})
+        line = opd.run(spec, out=tmp_path / str(index)).metrics[0]
+        assert line[f"corrected/0:{objective['form']}"] == 0
+        assert line["mismatch"] < 1e-4
+
+
+def test_tokens_of_others_have_no_ratio() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    written = [
+        replace(item, author=np.full_like(item.author, Author.TEACHER), logprob=item.logprob - 3)
+        for item in sampled_by(student, some_rollouts())
+    ]
+    term = Term(correction={"kind": "prefix", "high": 1.05})  # type: ignore[arg-type]
+    _, found, statistics = gradients(student, {"t": teacher}, [term], written)
+    _, wanted, _ = gradients(student, {"t": teacher}, [Term()], written)
+    assert same(found, wanted)
+    assert np.isnan(statistics[0].mismatch).all()
+
+
+def test_an_estimate_never_replaces_an_exact_divergence() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    terms = [Term(), Term(form="policy_gradient")]
+    values = [
+        np.nanmean(gradients(student, {"t": teacher}, order, rollouts)[2][0].reverse_kl)
+        for order in (terms, terms[::-1])
+    ]
+    assert values[0] == pytest.approx(values[1])
+
+
+def test_the_score_is_the_students_own(models: dict[str, str], tmp_path: Path) -> None:
+    rollout = {"prompts": 16, "max_new_tokens": 6, "data_share": 0.8}
+    run = opd.run(recipe(models, rollout=rollout, train={"steps": 1}), out=tmp_path / "run")
+    assert run.metrics[0]["score"] == 0  # the dataset's answers are right, an untrained student's are not
+
+
+def test_the_survey_sees_what_the_update_sees(models: dict[str, str], tmp_path: Path) -> None:
+    """Under autocast too: before the first update, proximal and current are the same."""
+    surrogate = {"kind": "ppo", "against": "proximal", "low": 1e-6, "high": 1e-6}
+    spec = recipe(
+        models, objective={"form": "policy_gradient", "surrogate": surrogate},
+        train={"steps": 1, "lr": 1e-12, "epochs": 2, "autocast": True},
+    )  # fmt: skip
+    assert opd.run(spec, out=tmp_path / "run").metrics[0]["clipped/0:policy_gradient"] == 0
 
 
 def test_mixed_sampling_draws_from_both_and_says_so() -> None:
@@ -264,10 +350,10 @@ def test_mixed_sampling_draws_from_both_and_says_so() -> None:
 
 def test_ratios_of_mixed_rollouts_are_against_the_mixture(models: dict[str, str], tmp_path: Path) -> None:
     rollout = {"prompts": 8, "max_new_tokens": 8, "teacher_mix": 0.5}
-    run = opd.run(
-        recipe(models, rollout=rollout, objective={"form": "policy_gradient"}, train={"steps": 1}), out=tmp_path / "run"
-    )
-    assert run.metrics[0]["mismatch"] > 0.05  # the student is not the mixture
+    objective = {"form": "policy_gradient", "surrogate": {"kind": "cispo", "low": 0.01, "high": 0.01}}
+    run = opd.run(recipe(models, rollout=rollout, objective=objective, train={"steps": 1}), out=tmp_path / "run")
+    assert run.metrics[0]["clipped/0:policy_gradient"] > 0.2  # the student is not the mixture,
+    assert run.metrics[0]["mismatch"] < 1e-5  # and trainer and sampler still agree about the student
     stored = RolloutStore(run.directory / "rollouts", read_only=True)
     assert {entry.source for entry in stored.entries.values()} == {"mixed:a"}
 
@@ -285,6 +371,11 @@ def test_what_means_nothing_is_refused() -> None:
         Objective([grpo], {}, Rollouts(samples=1), STOPS)
     with pytest.raises(RecipeError, match="ratios"):
         Objective([Term(correction={"kind": "prefix"})], {}, Rollouts(top_p=0.9), STOPS)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="samples"):
+        Objective([Term(gate="paced")], {}, Rollouts(samples=1), STOPS)  # type: ignore[arg-type]
+    for spec in (Rollouts(temperature=0.7), Rollouts(teacher_mix=0.2)):
+        with pytest.raises(RecipeError, match="k2"):
+            Objective([Term(form="k2")], {}, spec, STOPS)
     for wrong in (
         {"correction": "icepop"}, {"form": "cross_entropy", "correction": "tis"}, {"form": "k2", "surrogate": "ppo"},
         {"form": "policy_gradient", "correction": "prefix"}, {"form": "policy_gradient", "on": ["data"]},
@@ -292,6 +383,12 @@ def test_what_means_nothing_is_refused() -> None:
         {"form": "policy_gradient", "advantage": {"length_normalised": True}},
         {"form": "policy_gradient", "advantage": {"teacher_weight": 0}},
         {"form": "policy_gradient", "surrogate": {"kind": "cispo", "dual": 3}}, {"gate": {"kind": "teacher_entropy"}},
+        {"form": "policy_gradient", "advantage": {"student": "current", "whiten": True}}, {"beta": 0.3}, {"denominator": 2.0},
+        {"form": "policy_gradient", "advantage": {"baseline": "batch"}}, {"gated": "zero"}, {"on": []},
+        {"form": "policy_gradient", "surrogate": "cispo", "correction": {"kind": "tis"}}, {"coefficient": {"until": 4, "after": 6}},
+        {"form": "policy_gradient", "correction": {"kind": "tis", "low": 0.1}}, {"gate": {"kind": "entropy", "share": 0}},
+        {"gate": {"kind": "teacher_entropy", "above": 2, "below": 1}}, {"gate": {"kind": "selectkd", "accept": "speculative", "k": 3}},
+        {"form": "cross_entropy", "role": "other"},
     ):  # fmt: skip
         with pytest.raises(ValidationError):
             Term(**wrong)  # type: ignore[arg-type]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd.config.base import SETTINGS, Fraction, Positive
+from opd.config.base import SETTINGS, Fraction, Positive, changed
+from opd.config.gates import Gate, OutcomeGate, Paced, asks_teacher
 
 Moment = Positive | Literal["plateau"]
-
-
-def changed(settings: BaseModel) -> set[str]:
-    """Keys that differ from their defaults; a resolved recipe spells out all of them."""
-    fields = type(settings).model_fields.items()
-    return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
 
 
 class Schedule(BaseModel):
@@ -33,10 +28,13 @@ class Schedule(BaseModel):
     def _line(self) -> Schedule:
         if (self.to is None) != (self.over is None):
             raise ValueError("`to` and `over` belong together: {value: 5e-3, to: 1e-3, over: 100}")
+        if isinstance(self.until, int) and isinstance(self.after, int) and self.until <= self.after:
+            raise ValueError(f"after {self.after} and until {self.until}: that is never")
         return self
 
     def at(self, step: int, plateau: int | None) -> float:
         """The coefficient of a step, counted from 1. `plateau`: the step after which evaluation stopped improving."""
+        first = 0
         if self.until is not None:
             end = plateau if self.until == "plateau" else self.until
             if end is not None and step > end:
@@ -45,9 +43,10 @@ class Schedule(BaseModel):
             start = plateau if self.after == "plateau" else self.after
             if start is None or step <= start:
                 return 0.0
+            first = start
         if self.to is None or self.over is None:
             return self.value
-        return self.value + (self.to - self.value) * min((step - 1) / max(self.over - 1, 1), 1.0)
+        return self.value + (self.to - self.value) * min((step - first - 1) / max(self.over - 1, 1), 1.0)
 
 
 class Advantage(BaseModel):
@@ -89,16 +88,27 @@ class Advantage(BaseModel):
         returns = self.discount > 0
         if not returns and (self.length_normalised or self.future_only):
             raise ValueError("length_normalised and future_only belong to returns: set discount above 0")
-        if self.kl_baseline and (returns or self.whiten or self.clip is not None):
-            raise ValueError("kl_baseline belongs to the plain log-ratio: drop discount, whiten and clip")
+        if self.kl_baseline and (returns or self.whiten or self.clip is not None or self.extrapolation != 1):
+            raise ValueError(
+                "kl_baseline belongs to the plain log-ratio: drop discount, whiten, clip and extrapolation"
+            )
+        if self.whiten and self.student == "current":
+            raise ValueError("whiten needs the whole batch first: compare with behaviour or proximal, not with current")
         if not (self.teacher_weight or self.outcome_weight or self.reference_weight):
             raise ValueError("every weight is 0: there is no advantage")
         if self.teacher_weight == 0 and (
             returns or self.whiten or self.kl_baseline or self.clip or self.extrapolation != 1
         ):
             raise ValueError("teacher_weight is 0, so what shapes the teacher's part does nothing")
-        if self.outcome_weight == 0 and (self.std or self.overlong != "keep"):
-            raise ValueError("outcome_weight is 0, so std and overlong do nothing")
+        given = changed(self)
+        if self.outcome_weight == 0 and given & {"std", "overlong", "baseline"}:
+            raise ValueError("outcome_weight is 0, so baseline, std and overlong do nothing")
+        if "overlong_buffer" in given and self.overlong != "penalise":
+            raise ValueError("overlong_buffer belongs to overlong: penalise")
+        if self.baseline == "none" and self.std:
+            raise ValueError("std divides what a baseline has centred: set a baseline")
+        if "student" in given and not self.teacher_weight and not self.reference_weight:
+            raise ValueError("teacher_weight and reference_weight are 0, so `student` does nothing")
         return self
 
     @property
@@ -154,112 +164,12 @@ class Correction(BaseModel):
             raise ValueError(f"low {self.low} is above high {self.high}")
         if self.kind == "none" and self.veto is None:
             raise ValueError("kind none without a veto corrects nothing")
+        unread = {"none": {"low", "high"}, "tis": {"low"}, "prefix": {"low"}}.get(self.kind, set())
+        if unread & changed(self):
+            raise ValueError(f"{' and '.join(sorted(unread))} do nothing with kind: {self.kind}")
         return self
 
 
-# Gates: which tokens count, and how much. Each names its own dials.
-
-
-class OutcomeGate(BaseModel):
-    """By verdict: of the rollout (correct, wrong), or of its whole group (all_wrong, all_correct, contrast)."""
-
-    model_config = SETTINGS
-    kind: Literal["correct", "wrong", "all_wrong", "all_correct", "contrast"]
-    threshold: float = Field(0.5, description="a reward of at least this is correct")
-
-
-class FinishedGate(BaseModel):
-    """Rollouts that ended by themselves, not by the length limit."""
-
-    model_config = SETTINGS
-    kind: Literal["finished"]
-
-
-class EntropyGate(BaseModel):
-    """TIP: the share of the batch's tokens at which the student is least sure."""
-
-    model_config = SETTINGS
-    kind: Literal["entropy"]
-    share: Fraction = 0.5
-
-
-class SoftOrGate(BaseModel):
-    """TIP: the tokens with the largest h + d - h*d, with entropy h and reverse KL d scaled to [0, 1] over the batch."""
-
-    model_config = SETTINGS
-    kind: Literal["soft_or"]
-    share: Fraction = 0.5
-
-
-class RandomGate(BaseModel):
-    """A share of tokens at random: the control at equal budget for every other gate."""
-
-    model_config = SETTINGS
-    kind: Literal["random"]
-    share: Fraction = 0.5
-
-
-class TeacherEntropyGate(BaseModel):
-    """By the teacher's confidence: its entropy, in nats, at the position."""
-
-    model_config = SETTINGS
-    kind: Literal["teacher_entropy"]
-    below: float | None = Field(None, ge=0)
-    above: float | None = Field(None, ge=0)
-
-    @model_validator(mode="after")
-    def _bounded(self) -> TeacherEntropyGate:
-        if self.below is None and self.above is None:
-            raise ValueError("teacher_entropy needs `below` (the teacher is sure) or `above` (it is not), in nats")
-        return self
-
-
-class SelectKD(BaseModel):
-    """SelecTKD: the student proposes, the teacher accepts. What it rejects counts `rejected`."""
-
-    model_config = SETTINGS
-    kind: Literal["selectkd"]
-    accept: Literal["greedy", "speculative"] = Field(
-        "greedy",
-        description="greedy: the student's likeliest token is in the teacher's top k; speculative: min(1, T/S) of the sampled one",
-    )
-    k: Positive = Field(5, description="of greedy")
-    rejected: Fraction = 0.0
-
-
-class Paced(BaseModel):
-    """PACED: the weight of a prompt is p^a (1 - p)^b, with p its pass rate among this batch's samples."""
-
-    model_config = SETTINGS
-    kind: Literal["paced"]
-    a: float = Field(1.0, ge=0)
-    b: float = Field(1.0, ge=0)
-    threshold: float = Field(0.5, description="a reward of at least this is a pass")
-
-
-class Perplexity(BaseModel):
-    """SCOPE: rollouts weigh perplexity^power, normalised to mean 1 over those of their group that other gates let through."""
-
-    model_config = SETTINGS
-    kind: Literal["perplexity"]
-    of: Literal["student", "teacher"] = "student"
-    power: float = Field(1.0, description="1/tau favours what the model finds unlikely, -1/tau what it is sure of")
-
-
-class TurnWeights(BaseModel):
-    """SOD: turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), with d the mean |log student - log teacher|."""
-
-    model_config = SETTINGS
-    kind: Literal["turns"]
-    delta: float = Field(0.2, ge=0)
-    eps: float = Field(1e-6, gt=0)
-
-
-Gate = Annotated[
-    OutcomeGate | FinishedGate | EntropyGate | SoftOrGate | RandomGate | TeacherEntropyGate | SelectKD | Paced
-    | Perplexity | TurnWeights,
-    Field(discriminator="kind"),
-]  # fmt: skip
 Form = Literal["direct", "policy_gradient", "k2", "cross_entropy"]
 SAMPLED = ("policy_gradient", "k2")  # forms that need the log-prob a token was sampled with
 
@@ -291,6 +201,7 @@ class Term(BaseModel):
     role: str = Field("teacher", description="whose signal")
     on: list[Literal["student", "teacher", "data"]] | None = Field(
         None,
+        min_length=1,
         description="authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher for cross_entropy",
     )
     coefficient: Schedule = Schedule()
@@ -341,6 +252,16 @@ class Term(BaseModel):
                 raise ValueError(f"{key} belongs to form {' and '.join(forms)}, not to {form}")
         if self.support == "full" and {"k", "side", "closure"} & given:
             raise ValueError("k, side and closure belong to support: topk")
+        if "beta" in given and self.divergence != "jsd":
+            raise ValueError(f"beta belongs to jsd, not to {self.divergence}")
+        if "denominator" in given and self.aggregate != "constant":
+            raise ValueError(f"denominator belongs to aggregate: constant, not to {self.aggregate}")
+        if "gated" in given and not self.gate:
+            raise ValueError("gated says what becomes of tokens that a gate closes: there is no gate")
+        if self.form == "policy_gradient" and not self.advantage.teacher_weight and "divergence" in given:
+            raise ValueError("teacher_weight is 0, so the divergence does nothing")
+        if not self.roles and "role" in given:
+            raise ValueError("nobody is asked, so `role` does nothing")
         if form in SAMPLED and self.on not in (None, ["student"]):
             raise ValueError(f"{form} trains on tokens whose sampling log-prob is known, so `on` is [student]")
         if form == "policy_gradient" and self.divergence == "acceptance":
@@ -359,6 +280,10 @@ class Term(BaseModel):
             raise ValueError(
                 f"{correction.kind} weighs a token by its own ratio, which corrects nothing in a direct loss: it depends on the "
                 "prefix alone. Use kind: prefix, or a veto"
+            )
+        if self.surrogate.kind in ("cispo", "gspo") and self.surrogate.against == "behaviour":
+            raise ValueError(
+                f"{self.surrogate.kind} does not multiply by the ratio itself, so a correction on top needs surrogate.against: proximal"
             )
         if self.form != "direct" and correction.kind == "prefix":
             raise ValueError(f"prefix is for form: direct; {self.form} is corrected by icepop, tis or mis")
@@ -399,15 +324,9 @@ class Term(BaseModel):
             found.append(self.role)
         if self.form == "policy_gradient":
             found += self.advantage.roles
-        if any(_asks_teacher(gate) for gate in self.gate):
+        if any(asks_teacher(gate) for gate in self.gate):
             found.append(self.role)
         return tuple(dict.fromkeys(found))
-
-
-def _asks_teacher(gate: BaseModel) -> bool:
-    if isinstance(gate, Perplexity):
-        return gate.of == "teacher"
-    return isinstance(gate, (SoftOrGate, TeacherEntropyGate, SelectKD, TurnWeights))
 
 
 __all__ = ["SAMPLED", "Advantage", "Correction", "Form", "Gate", "Schedule", "Surrogate", "Term"]

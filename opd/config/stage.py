@@ -225,6 +225,17 @@ class Stage(BaseModel):
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, description="CPU threads of torch; default: torch's own choice")
 
+    @model_validator(mode="after")
+    def _plateau(self) -> Stage:
+        moments = [moment for term in self.objective for moment in (term.coefficient.until, term.coefficient.after)]
+        if "plateau" in moments and not (self.eval.every and self.eval.prompts):
+            raise ValueError("a coefficient waits for a plateau of the evaluation: set eval.every and eval.prompts")
+        if self.rollout.contrast and not any(term.outcome for term in self.objective):
+            raise ValueError(
+                "rollout.contrast drops groups by their rewards, but no term of the objective uses rewards"
+            )
+        return self
+
     @field_validator("student", mode="before")
     @classmethod
     def _student(cls, value: Any) -> Any:

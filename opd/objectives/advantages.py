@@ -74,7 +74,7 @@ def returns(
     running = 0.0
     for index in range(values_T.size - 1, -1, -1):
         own = values_T[index] + discount * running
-        found[index] = running if future_only else own
+        found[index] = discount * running if future_only else own
         running = own
     if length_normalised:
         left = np.arange(values_T.size, 0, -1) - (1 if future_only else 0)

@@ -95,10 +95,10 @@ def k2(current: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (current - teacher.detach()) ** 2
 
 
-def clipped(current: Tensor, old: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """(N,) bool: tokens whose gradient a two-sided clip cuts off, or (cispo) whose weight it changes."""
-    ratio = _ratio(current.detach(), old)
-    return ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
+def cut_off(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
+    """(N,) bool: tokens whose gradient a clip cuts off, for ratios that are those of tokens (ppo) or sequences (gspo)."""
+    found = ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
+    return found if dual is None else found | ((ratio > dual) & (advantage < 0))
 
 
 def _ratio(current: Tensor, old: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ class Judged:
         """Of the response tokens, under the model of a role."""
         found = self.signals[role, "logprobs_at"]
         return [np.asarray(found[rollout.id].values, dtype=np.float64) for rollout in rollouts]
+
+
+def autocast_head(projection: Projection) -> Projection:
+    """Under bf16 autocast on a GPU the head runs on tensor cores too; logits still come out in fp32."""
+    if projection.hidden.is_cuda and projection.hidden.dtype != projection.weight.dtype:
+        return replace(projection, weight=projection.weight.to(projection.hidden.dtype))
+    return projection
 
 
 def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:

@@ -11,20 +11,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opd.config import Rollouts, Term, Train
-from opd.config.objective import SAMPLED, Perplexity, SelectKD, SoftOrGate, TeacherEntropyGate, TurnWeights
+from opd.config.gates import Perplexity, SelectKD, SoftOrGate, TeacherEntropyGate, TurnWeights
+from opd.config.objective import SAMPLED
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
-from opd.objectives import Projection
 from opd.teachers.local import LocalTeacher
-from opd.training.judged import Judged
+from opd.training.judged import Judged, autocast_head
 from opd.training.prepare import TermPlan, plan_term
 from opd.training.survey import survey_need, take_survey
 from opd.training.terms import Micro, Statistics, term_loss
@@ -93,7 +93,7 @@ class Objective:
         self, student: LanguageModel, batch: Pack, plan: Plan, weights: Sequence[Mapping[str, np.ndarray]]
     ) -> tuple[Tensor, Statistics]:
         hidden_ND = student.hidden(batch.ids_T, batch.layout)[batch.predicting_N]
-        projection = _autocast_head(student.project(hidden_ND))
+        projection = autocast_head(student.project(hidden_ND))
         micro = Micro(
             batch, projection, plan.judged, self._teachers, self._merge, self._rollout.temperature, self._rollout.teacher_mix,
             Statistics.empty(hidden_ND.shape[0]),
@@ -127,15 +127,20 @@ def _needs(term: Term) -> list[tuple[str, SignalKind]]:
     return found
 
 
-def _autocast_head(projection: Projection) -> Projection:
-    """Under bf16 autocast on a GPU the head runs on tensor cores too; logits still come out in fp32."""
-    if projection.hidden.is_cuda and projection.hidden.dtype != projection.weight.dtype:
-        return replace(projection, weight=projection.weight.to(projection.hidden.dtype))
-    return projection
-
-
 def _refuse(term: Term, rollout: Rollouts) -> None:
     """Combinations of objective and sampling that mean nothing, found before the first token is drawn."""
+    for gate in term.gate:
+        if rollout.samples == 1 and gate.kind in ("paced", "perplexity", "contrast"):
+            raise RecipeError(
+                f"objective: gate {gate.kind} compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+            )
+    if term.form == "k2" and rollout.temperature != 1:
+        raise RecipeError(
+            f"rollout.temperature {rollout.temperature} with form: k2, whose gradient is reverse KL's only on samples of the policy "
+            "itself. Sample at temperature 1, or use policy_gradient."
+        )
+    if term.form == "k2" and rollout.teacher_mix:
+        raise RecipeError("rollout.teacher_mix with form: k2, which has no importance weight. Use policy_gradient.")
     if term.form not in SAMPLED and term.correction is None:
         return
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -148,6 +153,11 @@ def _refuse(term: Term, rollout: Rollouts) -> None:
             f"rollout.temperature 0 with a {term.form} term: greedy tokens carry no gradient. Sample at temperature 1."
         )
     advantage = term.advantage
+    if advantage.overlong == "penalise" and advantage.overlong_buffer >= rollout.max_new_tokens:
+        raise RecipeError(
+            f"objective: overlong_buffer {advantage.overlong_buffer} with rollout.max_new_tokens {rollout.max_new_tokens} penalises every answer. "
+            "Set it to a part of the limit."
+        )
     alone = rollout.samples == 1 and advantage.baseline in ("group", "leave_one_out")
     if term.form == "policy_gradient" and advantage.outcome_weight and alone:
         raise RecipeError(

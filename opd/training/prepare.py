@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from opd.config import Rollouts, Term
-from opd.config.objective import (
+from opd.config.gates import (
     EntropyGate,
     FinishedGate,
     Gate,
@@ -50,6 +50,7 @@ class TermPlan:
     term: Term
     name: str
     coefficient: float
+    own: dict[str, np.ndarray]  # rollout id -> (T,) bool: tokens of the term's authors, gated or not
     counted: dict[str, np.ndarray]  # rollout id -> (T,) bool: in the denominator
     factor: dict[str, np.ndarray]  # rollout id -> (T,) what gates leave of it, 0 where closed
     outcome: dict[str, float]  # rollout id -> outcome advantage, 0 where nobody was asked
@@ -72,21 +73,25 @@ def plan_term(
     """`deferred`: the advantage is formed later, from the log-probs of the policy being trained."""
     rollouts = judged.rollouts
     authors = [int(Author[author.upper()]) for author in term.authors]
-    outcomes, unjudged = _outcomes(term, judged, limits)
-    masks = [np.isin(rollout.author, authors) & (rollout.id not in unjudged) for rollout in rollouts]
+    own = [np.isin(rollout.author, authors) for rollout in rollouts]
+    outcomes, unjudged, cut_short = _outcomes(term, judged, own, limits)
+    masked = unjudged | cut_short
+    masks = [mask & (rollout.id not in masked) for mask, rollout in zip(own, rollouts, strict=True)]
     open_ones, factors = masks, [mask.astype(np.float64) for mask in masks]
     shares = {f"unjudged/{name}": len(unjudged) / max(len(rollouts), 1)} if term.outcome else {}
-    for gate in term.gate:
-        found = apply_gate(gate, term, judged, open_ones, seed)
+    for number, gate in enumerate(term.gate):
+        found = apply_gate(gate, term, judged, own, open_ones, seed)
         count = sum(int(mask.sum()) for mask in open_ones)
         changed = sum(int((value[mask] != 1).sum()) for mask, value in zip(open_ones, found, strict=True))
-        shares[f"gate/{name}/{gate.kind}"] = changed / max(count, 1)
+        repeated = any(other.kind == gate.kind for other in term.gate[:number])
+        shares[f"gate/{name}/{gate.kind}{number if repeated else ''}"] = changed / max(count, 1)
         factors = [np.nan_to_num(factor * value) for factor, value in zip(factors, found, strict=True)]
         closed = [np.isnan(value) | ((value == 0) & (gate.kind not in WEIGHTS)) for value in found]
         open_ones = [mask & ~shut for mask, shut in zip(open_ones, closed, strict=True)]
     counted = masks if term.gated == "zero" else open_ones
     plan = TermPlan(
         term, name, coefficient,
+        own={rollout.id: mask for rollout, mask in zip(rollouts, own, strict=True)},
         counted={rollout.id: mask for rollout, mask in zip(rollouts, counted, strict=True)},
         factor={rollout.id: factor for rollout, factor in zip(rollouts, factors, strict=True)},
         outcome=outcomes, advantage=None, shares=shares,
@@ -102,27 +107,31 @@ def plan_term(
     return plan
 
 
-def _outcomes(term: Term, judged: Judged, limits: Rollouts) -> tuple[dict[str, float], set[str]]:
-    """(outcome advantage by rollout, rollouts whose verification failed). A failed one is masked, never a zero."""
+def _outcomes(
+    term: Term, judged: Judged, own: Sequence[np.ndarray], limits: Rollouts
+) -> tuple[dict[str, float], set[str], set[str]]:
+    """(outcome advantage by rollout, those whose verification failed, those cut off and masked). Failed is never a zero."""
     if not term.outcome:
-        return {}, set()
+        return {}, set(), set()
     rollouts, spec = judged.rollouts, term.advantage
     failed = {rollout.id for rollout in rollouts if judged.scores.get(rollout.id, 0.0) is None}
     if term.form != "policy_gradient" or not spec.outcome_weight:
-        return {}, failed
-    if spec.overlong == "mask":
-        failed |= {rollout.id for rollout in rollouts if rollout.stop == "length"}
+        return {}, failed, set()
+    cut_short = {rollout.id for rollout in rollouts if rollout.stop == "length" and spec.overlong == "mask"}
     scores: list[float | None] = []
-    for rollout in rollouts:
-        score = None if rollout.id in failed else judged.scores.get(rollout.id)
+    for rollout, mask in zip(rollouts, own, strict=True):  # answers somebody else wrote enter no baseline
+        score = judged.scores.get(rollout.id) if mask.any() and rollout.id not in cut_short else None
         if score is not None and spec.overlong == "penalise":
             score += overlong_penalty(rollout.response_ids.size, limits.max_new_tokens, spec.overlong_buffer)
         scores.append(score)
     values = outcome_advantages(scores, [rollout.group for rollout in rollouts], spec.baseline, spec.std)
-    return {rollout.id: float(np.nan_to_num(value)) for rollout, value in zip(rollouts, values, strict=True)}, failed
+    advantages = {rollout.id: float(np.nan_to_num(value)) for rollout, value in zip(rollouts, values, strict=True)}
+    return advantages, failed, cut_short
 
 
-def apply_gate(gate: Gate, term: Term, judged: Judged, open_ones: Sequence[np.ndarray], seed: int) -> Arrays:  # noqa: PLR0911  one case per gate
+def apply_gate(  # noqa: PLR0911  one case per gate
+    gate: Gate, term: Term, judged: Judged, own: Sequence[np.ndarray], open_ones: Sequence[np.ndarray], seed: int
+) -> Arrays:
     """One factor per token and rollout. A gate sees only the tokens that those before it left open; NaN: cannot be said."""
     rollouts, survey = judged.rollouts, judged.survey
     names, lengths = [rollout.id for rollout in rollouts], [rollout.response_ids.size for rollout in rollouts]
@@ -151,7 +160,7 @@ def apply_gate(gate: Gate, term: Term, judged: Judged, open_ones: Sequence[np.nd
         return speculative([f"accept/{name}" for name in names], students, teachers, gate.rejected, seed)
     return [
         turn_weights(np.abs(rollout.logprob - teacher), runs(mask), gate.delta, gate.eps)
-        for rollout, teacher, mask in zip(rollouts, teachers, open_ones, strict=True)
+        for rollout, teacher, mask in zip(rollouts, teachers, own, strict=True)
     ]
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from opd.types import Author, Rollout
 
 if TYPE_CHECKING:
-    from opd.config import Stage
     from opd.models.packing import Pack
     from opd.training.terms import Statistics
 
@@ -35,16 +34,16 @@ class Clock:
 
 
 def step_metrics(
-    spec: Stage, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, Statistics]],
+    stage: str, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, Statistics]],
     scores: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
+    updates: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher judged."""
-    updates = min(spec.train.minibatches, len({rollout.group for rollout in rollouts})) * spec.train.epochs
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if rollout.source != "data"]
     metrics: dict[str, Any] = {
         "step": step,
-        "stage": spec.name,
+        "stage": stage,
         "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates,
     }
     by_domain: dict[str, list[np.ndarray]] = {}
@@ -64,10 +63,15 @@ def step_metrics(
     metrics["response_length"] = float(lengths.mean())
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
     metrics["mismatch"] = _mean(np.concatenate([found.mismatch for _, found in statistics]))
-    judged = [score for score in scores.values() if score is not None]
+    own = {
+        rollout.id
+        for rollout in rollouts
+        if rollout.source not in ("data",) and not rollout.source.startswith("teacher:")
+    }
+    judged = [score for name, score in scores.items() if score is not None and name in own]
     metrics["score"] = float(np.mean(judged)) if judged else None
     if scores:
-        metrics["unjudged"] = 1 - len(judged) / len(scores)
+        metrics["unjudged"] = sum(score is None for score in scores.values()) / len(scores)
     metrics |= {f"kl/{domain}": _mean(values) for domain, values in joined.items()}
     metrics |= _shares([found.counts for _, found in statistics])
     metrics |= dict(extra)

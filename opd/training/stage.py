@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
+from opd.config.gates import Perplexity, SelectKD, TurnWeights
 from opd.data.render import decode, render_prompt
 from opd.data.sources import Source, open_source
 from opd.data.stream import PromptStream, Visit
@@ -56,6 +57,12 @@ class StageRun:
         self.routes = routes(spec.teachers, self.domains, roles)
         self.rewards = Judge(spec.rewards, self.domains)
         _check_trajectories(spec)
+        if any(term.outcome for term in spec.objective) and not any(
+            self.rewards.judges(visit.prompt) for visit in probe
+        ):
+            raise RecipeError(
+                "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
+            )
 
         device, student = str(self.device), spec.student
         self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
@@ -139,8 +146,9 @@ class StageRun:
         return self._mixed_engines[name]
 
     def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Engine:
+        dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
         return Engine(
-            model.inference_copy(), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
+            model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
     def publish(self, version: int | None = None) -> None:
@@ -229,6 +237,15 @@ def _check_trajectories(spec: Stage) -> None:
             raise RecipeError(
                 f"objective term {number} ({term.form}) trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
                 "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
+            )
+    for term in spec.objective:
+        others = [author for author in term.authors if author != "student" and present[author] > 0]
+        by_student = [gate.kind for gate in term.gate if isinstance(gate, TurnWeights) or (isinstance(gate, Perplexity) and gate.of == "student")
+                      or (isinstance(gate, SelectKD) and gate.accept == "speculative")]  # fmt: skip
+        if others and by_student:
+            raise RecipeError(
+                f"objective: gate {by_student[0]} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} tokens. "
+                "Set `on: [student]`."
             )
     teachers = any(teacher.role == "teacher" for teacher in spec.teachers.values())
     for key in ("teacher_share", "teacher_mix"):

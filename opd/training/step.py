@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from opd.errors import TrainingError
@@ -31,41 +32,53 @@ def train_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
     run.rewards.drain()  # what evaluation judged is not this step's
 
-    rollouts, scores = sample_and_judge(run, clock)
+    rollouts, scores, sampled = sample_and_judge(run, clock)
 
     with clock("score"):
         signals = score(run, rollouts, step)
 
     with clock("update"):
         judged = Judged(rollouts, signals, scores)
-        plan = run.objective.prepare(run.student, judged, step, lambda share: micro_batches(run, share))
+        with autocast(run):
+            plan = run.objective.prepare(run.student, judged, step, lambda share: micro_batches(run, share))
         statistics: list[tuple[Pack, Statistics]] = []
+        norms: list[float] = []
         for share in updates(run, rollouts, step):
             weights = plan.weights(share)
             found: list[tuple[Pack, Statistics]] = []
             for batch in micro_batches(run, share):
-                with torch.autocast(run.device.type, torch.bfloat16, enabled=run.spec.train.autocast):
+                with autocast(run):
                     loss, seen = run.objective(run.student, batch, plan, weights)
                 if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                     loss.backward()
+                if norms:  # the policy has moved: what differs from the sampler now is that
+                    seen.mismatch[:] = np.nan
                 found.append((batch, seen))
                 run.check_stop()
-            norm = run.optimiser.clip()
-            refuse_non_finite(run, step, found, norm)
+            norms.append(run.optimiser.clip())
+            refuse_non_finite(run, step, found, norms[-1])
             rate = run.optimiser.step(step)
             statistics += found
         run.publish()
 
     judging = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
-    extra = {"lr": rate, "grad_norm": norm, **plan.shares, **judging}
-    return step_metrics(run.spec, step, rollouts, statistics, scores, clock.seconds, extra)
+    extra = {"lr": rate, "grad_norm": max(norms), **sampled, **plan.shares, **judging}
+    return step_metrics(run.spec.name, step, rollouts, statistics, scores, clock.seconds, extra, updates=len(norms))
 
 
-def sample_and_judge(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[str, float | None]]:
-    """The batch and its verdicts. With `rollout.contrast`, groups whose rewards are all equal make room for others."""
+def autocast(run: StageRun) -> torch.autocast:
+    return torch.autocast(run.device.type, torch.bfloat16, enabled=run.spec.train.autocast)
+
+
+def sample_and_judge(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[str, float | None], dict[str, float]]:
+    """The batch, its verdicts, and what dynamic sampling took.
+
+    With `rollout.contrast`, groups whose rewards are all equal make room for others; if all are, the last round stays.
+    """
     spec = run.spec.rollout
     scores: dict[str, float | None] = {}
     kept: dict[str, list[Rollout]] = {}
+    tokens = drawn = 0
     for _ in range(max(spec.contrast, 1)):
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
@@ -75,14 +88,18 @@ def sample_and_judge(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[s
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
+        tokens, drawn = tokens + sum(rollout.response_ids.size for rollout in rollouts), drawn + len(groups)
         kept |= {name: members for name, members in groups.items() if not spec.contrast or contrasts(members, scores)}
         if len(kept) >= spec.prompts:
             break
-    return [rollout for members in (kept or groups).values() for rollout in members], scores
+    taken = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    return [rollout for members in (kept or groups).values() for rollout in members], scores, taken
 
 
 def contrasts(members: Sequence[Rollout], scores: dict[str, float | None]) -> bool:
-    return len({scores[rollout.id] for rollout in members if scores.get(rollout.id) is not None}) > 1
+    """Whether a group's rewards differ. One that nobody can judge, or that the dataset wrote, is not at issue."""
+    judged = [scores[rollout.id] for rollout in members if rollout.id in scores]
+    return not judged or members[0].source == "data" or len({score for score in judged if score is not None}) > 1
 
 
 def score(run: StageRun, rollouts: list[Rollout], step: int) -> Signals:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config import Train
-from opd.config.objective import EntropyGate, SelectKD, SoftOrGate, TeacherEntropyGate, Term
+from opd.config import Term, Train
+from opd.config.gates import EntropyGate, SelectKD, SoftOrGate, TeacherEntropyGate
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
 from opd.objectives import Projection, statistics, token_logprobs
 from opd.objectives.projection import MergeGroups, log_probs
 from opd.teachers.local import LocalTeacher
-from opd.training.judged import ByRollout, Judged, by_teacher, token_ids
+from opd.training.judged import ByRollout, Judged, autocast_head, by_teacher, token_ids
 
 CHUNK = 512  # rows whose logits are held at once when ranking
 
@@ -37,6 +37,7 @@ def survey_need(terms: Iterable[Term], train: Train) -> SurveyNeed:
     need = SurveyNeed()
     several = train.epochs * train.minibatches > 1
     for term in terms:
+        need.proximal |= several and term.correction is not None  # a policy's own movement is not a mismatch
         if term.form == "policy_gradient":
             proximal = term.surrogate.against == "proximal" or term.advantage.student == "proximal"
             need.proximal |= proximal and several
@@ -59,7 +60,7 @@ def take_survey(
     """Fill `judged.survey` for every rollout of the batches."""
     found = judged.survey
     for batch in batches:
-        projection = student.project(student.hidden(batch.ids_T, batch.layout)[batch.predicting_N])
+        projection = autocast_head(student.project(student.hidden(batch.ids_T, batch.layout)[batch.predicting_N]))
         device = projection.hidden.device
         if need.proximal:
             ids = token_ids(batch, device)

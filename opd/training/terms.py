@@ -11,12 +11,13 @@ from torch import Tensor
 
 from opd.models.packing import Pack
 from opd.objectives import Projection, divergence, importance_sampling, statistics, token_logprobs
-from opd.objectives.corrections import LOG_LIMIT, correction_weight, prefix_weight, veto_weight
-from opd.objectives.policy_gradient import cispo, clipped, gspo, k2, ppo
+from opd.objectives.corrections import LOG_LIMIT, correction_weight, prefix_weight, segment_mean, veto_weight
+from opd.objectives.policy_gradient import cispo, cut_off, gspo, k2, ppo
 from opd.objectives.projection import MergeGroups
 from opd.teachers.local import LocalTeacher
 from opd.training.judged import Judged, by_teacher, concatenated, segments, token_ids
 from opd.training.prepare import TermPlan, token_advantages
+from opd.types import Author
 
 
 @dataclass
@@ -59,9 +60,26 @@ class Micro:
         return self.tensor(concatenated(self.batch.rollouts, name)[rows])
 
     def behaviour(self, rows: np.ndarray) -> Tensor:
-        """Log-probs under the distribution drawn from, in the transform of `current`."""
-        plain = self.temperature == 1.0 and not self.mixed
-        return self.column("logprob" if plain else "logprob_sampled", rows)
+        """Log-probs under the distribution drawn from, in the transform of `current`: what ratios are taken against."""
+        return self.column("logprob_sampled", rows) if self.mixed else self.sampler(rows)
+
+    def sampler(self, rows: np.ndarray) -> Tensor:
+        """The student's own log-probs as the sampler computed them: what mismatch is measured against."""
+        return self.column("logprob" if self.temperature == 1.0 else "logprob_sampled", rows)
+
+    def proximal(self, rows: np.ndarray, current: Tensor) -> Tensor:
+        """The trainer's at the start of this batch's updates; with one update per batch, the current ones."""
+        survey = self.judged.survey.proximal
+        if not survey:
+            return current.detach()
+        return self.tensor(np.concatenate([survey[item.id] for item in self.batch.rollouts])[rows]).float()
+
+    def log_ratio(self, rows: np.ndarray, current: Tensor) -> Tensor:
+        """log rho, trainer over sampler, of the student's tokens; 0 where somebody else wrote them. Noted as mismatch."""
+        found = self.proximal(rows, current) - self.sampler(rows)
+        theirs = concatenated(self.batch.rollouts, "author")[rows] != Author.STUDENT
+        self.statistics.mismatch[rows] = np.where(theirs, np.nan, found.abs().cpu().numpy())
+        return found.masked_fill(self.tensor(theirs), 0.0)
 
     def current(self, rows: np.ndarray) -> Tensor:
         """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
@@ -77,6 +95,11 @@ class Micro:
         projection, ids = self.projection.rows(self.tensor(rows)), token_ids(self.batch, self.device)[self.tensor(rows)]
         return token_logprobs(projection.detach(), ids, merge=self.merge)
 
+    def estimate(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Reverse KL by one sample, where no term has computed it exactly."""
+        known = self.statistics.reverse_kl[rows]
+        self.statistics.reverse_kl[rows] = np.where(np.isnan(known), values, known)
+
     def count(self, name: str, changed: Tensor) -> None:
         self.statistics.counts[name] = (int(changed.sum()), changed.numel())
 
@@ -90,9 +113,8 @@ def term_loss(plan: TermPlan, micro: Micro, weight_N: np.ndarray) -> Tensor:
         ids = token_ids(micro.batch, micro.device)[micro.tensor(rows)]
         found = token_logprobs(micro.projection.rows(micro.tensor(rows)), ids, merge=micro.merge)
         return -(found * micro.tensor(weight_N[rows])).sum()
-    if term.correction is not None or term.surrogate.kind == "gspo":  # sequences are judged whole, open or not
-        counted = np.concatenate([plan.counted[rollout.id] for rollout in micro.batch.rollouts])
-        rows = np.flatnonzero(counted | (weight_N != 0))
+    if term.correction is not None or term.surrogate.kind == "gspo":  # sequences are judged whole, gated or not
+        rows = np.flatnonzero(np.concatenate([plan.own[rollout.id] for rollout in micro.batch.rollouts]))
     return (_k2 if term.form == "k2" else _policy_gradient)(plan, micro, weight_N, rows)
 
 
@@ -101,7 +123,8 @@ def _direct(plan: TermPlan, micro: Micro, weight_N: np.ndarray) -> Tensor:
     if term.correction is not None:
         weight_N = _prefix_corrected(plan, micro, weight_N)
     ids = token_ids(micro.batch, micro.device)
-    behaviour = concatenated(micro.batch.rollouts, "logprob")
+    sampler = concatenated(micro.batch.rollouts, "logprob")
+    sampler = np.where(concatenated(micro.batch.rollouts, "author") == Author.STUDENT, sampler, np.nan)
     total = micro.projection.hidden.new_zeros((), dtype=torch.float32)
     signals = micro.judged.signals[term.role, "hidden"]
     for rows, teacher in by_teacher(micro.batch, signals, micro.teachers, weight_N != 0, micro.device):
@@ -114,8 +137,8 @@ def _direct(plan: TermPlan, micro: Micro, weight_N: np.ndarray) -> Tensor:
         )  # fmt: skip
         found_all.reverse_kl[rows] = found.reverse_kl.cpu().numpy()
         found_all.entropy[rows] = found.entropy.cpu().numpy()
-        if term.temperature == 1.0 and found.statistics.logprob is not None:
-            found_all.mismatch[rows] = np.abs(found.statistics.logprob.cpu().numpy() - behaviour[rows])
+        if term.temperature == 1.0 and found.statistics.logprob is not None and term.correction is None:
+            found_all.mismatch[rows] = np.abs(found.statistics.logprob.cpu().numpy() - sampler[rows])
         total = total + found.loss
     return total
 
@@ -126,9 +149,7 @@ def _prefix_corrected(plan: TermPlan, micro: Micro, weight_N: np.ndarray) -> np.
     assert correction is not None
     rows = np.arange(weight_N.size)
     with torch.no_grad():
-        log_ratio = micro.current(rows) - micro.behaviour(rows)
-    micro.statistics.mismatch[rows] = log_ratio.abs().cpu().numpy()  # of what is masked too
-    log_ratio = log_ratio.nan_to_num(0.0)  # data has no behaviour: ratio 1
+        log_ratio = micro.log_ratio(rows, micro.current(rows))
     segment = micro.tensor(segments(micro.batch))
     factor = torch.ones_like(log_ratio)
     if correction.kind == "prefix":
@@ -145,32 +166,25 @@ def _k2(plan: TermPlan, micro: Micro, weight_N: np.ndarray, rows: np.ndarray) ->
     teacher = micro.tensor(np.concatenate(micro.judged.logprobs(plan.term.role, micro.batch.rollouts))[rows]).float()
     ids = token_ids(micro.batch, micro.device)[micro.tensor(rows)]
     plain = token_logprobs(micro.projection.rows(micro.tensor(rows)), ids, merge=micro.merge)
-    micro.statistics.reverse_kl[rows] = (plain.detach() - teacher).cpu().numpy()
-    losses = k2(plain, teacher)
+    micro.estimate(rows, (plain.detach() - teacher).cpu().numpy())
+    losses, log_ratio = k2(plain, teacher), micro.log_ratio(rows, plain)
     if plan.term.correction is not None:
-        current = plain.detach() if micro.temperature == 1.0 else micro.current(rows).detach()
-        losses = losses * _correction(plan, micro, current - micro.behaviour(rows), rows, included=False)
+        losses = losses * _correction(plan, micro, log_ratio, rows, weight_N, included=False)
     return (losses * micro.tensor(weight_N[rows])).sum()
 
 
 def _policy_gradient(plan: TermPlan, micro: Micro, weight_N: np.ndarray, rows: np.ndarray) -> Tensor:
-    term, found = plan.term, micro.statistics
-    current, behaviour = micro.current(rows), micro.behaviour(rows)
-    survey = micro.judged.survey.proximal
-    proximal = current.detach()
-    if survey:
-        proximal = micro.tensor(np.concatenate([survey[item.id] for item in micro.batch.rollouts])[rows]).float()
+    term, current = plan.term, micro.current(rows)
     advantage = _advantage(plan, micro, rows, current)
-    old = proximal if term.surrogate.against == "proximal" else behaviour
-    losses = _surrogate(plan, micro, current, old, advantage, rows)
+    decoupled = term.surrogate.against == "proximal"
+    old = micro.proximal(rows, current) if decoupled else micro.behaviour(rows)
+    losses = _surrogate(plan, micro, current, old, advantage, rows, weight_N)
+    log_ratio = micro.log_ratio(rows, current)
     if term.correction is not None:
-        decoupled = term.surrogate.against == "proximal"
-        log_ratio = (proximal if decoupled else current.detach()) - behaviour
-        losses = losses * _correction(plan, micro, log_ratio, rows, included=not decoupled)
-    found.mismatch[rows] = (proximal - behaviour).abs().cpu().numpy()
+        losses = losses * _correction(plan, micro, log_ratio, rows, weight_N, included=not decoupled)
     if term.advantage.teacher_weight:
         teacher = np.concatenate(micro.judged.logprobs(term.role, micro.batch.rollouts))[rows]
-        found.reverse_kl[rows] = concatenated(micro.batch.rollouts, "logprob")[rows] - teacher  # k1: one sample of it
+        micro.estimate(rows, concatenated(micro.batch.rollouts, "logprob")[rows] - teacher)  # k1: one sample of it
     return (losses * micro.tensor(weight_N[rows])).sum()
 
 
@@ -204,21 +218,34 @@ def _exact_kl(plan: TermPlan, micro: Micro, rows: np.ndarray) -> np.ndarray:
 
 
 def _surrogate(
-    plan: TermPlan, micro: Micro, current: Tensor, old: Tensor, advantage: Tensor, rows: np.ndarray
+    plan: TermPlan,
+    micro: Micro,
+    current: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    rows: np.ndarray,
+    weight_N: np.ndarray,
 ) -> Tensor:
     spec = plan.term.surrogate
     if spec.kind == "importance_sampling":
         return importance_sampling(current, old, advantage)
+    log_ratio, segment = (current - old).detach().clamp(-LOG_LIMIT, LOG_LIMIT), _segment(micro, rows)
     if spec.kind == "gspo":
-        segment = _segment(micro, rows)
-        return gspo(current, old, advantage, segment, spec.low, spec.high)
-    micro.count(f"clipped/{plan.name}", clipped(current, old, advantage, spec.low, spec.high))
-    if spec.kind == "cispo":
-        return cispo(current, old, advantage, spec.low, spec.high)
-    return ppo(current, old, advantage, spec.low, spec.high, spec.dual)
+        changed = cut_off(segment_mean(log_ratio, segment).exp()[segment], advantage, spec.low, spec.high)
+        losses = gspo(current, old, advantage, segment, spec.low, spec.high)
+    elif spec.kind == "cispo":
+        changed = (log_ratio.exp() - 1 > spec.high) | (1 - log_ratio.exp() > spec.low)
+        losses = cispo(current, old, advantage, spec.low, spec.high)
+    else:
+        changed = cut_off(log_ratio.exp(), advantage, spec.low, spec.high, spec.dual)
+        losses = ppo(current, old, advantage, spec.low, spec.high, spec.dual)
+    micro.count(f"clipped/{plan.name}", changed[micro.tensor(weight_N[rows] != 0)])
+    return losses
 
 
-def _correction(plan: TermPlan, micro: Micro, log_ratio: Tensor, rows: np.ndarray, *, included: bool) -> Tensor:
+def _correction(
+    plan: TermPlan, micro: Micro, log_ratio: Tensor, rows: np.ndarray, weight_N: np.ndarray, *, included: bool
+) -> Tensor:
     """(rows,) detached weights w(rho); masked tokens keep their place in the denominator.
 
     `included`: the surrogate's own ratio is rho already, so what is still missing is w(rho) / rho, not rho once more.
@@ -234,7 +261,7 @@ def _correction(plan: TermPlan, micro: Micro, log_ratio: Tensor, rows: np.ndarra
     if spec.veto is not None:
         veto = veto_weight(log_ratio, segment, spec.veto)
         found, changed = found * veto, changed | (veto == 0)
-    micro.count(f"corrected/{plan.name}", changed)
+    micro.count(f"corrected/{plan.name}", changed[micro.tensor(weight_N[rows] != 0)])
     return found
 
 
