@@ -19,6 +19,17 @@ from typing import Any
 from opd.errors import RunDirectoryError, RunLocked
 
 NAME = "run.lock"
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    """A forked process shares the lock for as long as it lives; it is the parent's alone."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class RunLock:
@@ -44,15 +55,17 @@ class RunLock:
             raise RunDirectoryError(f"{self.path}: this file system has no locks ({error.strerror}), so a second process could "
                                     "write into the run. Put the run directory on another one.") from None  # fmt: skip
         self._handle, self.previous = handle, holder(self.path.parent)
+        _held.add(handle)
         self._write(json.dumps(_myself()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._handle is not None
-        self._write("")
-        os.close(self._handle)
+        if self._handle in _held:  # not in a process forked off since
+            self._write("")
+            os.close(self._handle)
+            _held.discard(self._handle)
         self._handle = None
 
     def _write(self, text: str) -> None:

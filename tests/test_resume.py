@@ -9,6 +9,7 @@ import pkgutil
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch
 import opd
 from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
 from opd.lock import RunLock
-from opd.rewards import Judge
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
+from opd.training.stage import StageRun
 from opd.training.trajectories import Replay
 from opd.types import SampledToken
-from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, start, written
+from tests.crash import FORKS, RECIPE, durable, ended, interrupt, kept, same_run, start, written
 from tests.helpers import save_tiny
 
 
@@ -53,7 +54,8 @@ def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: 
     same_run(run, reference)
     code = ended(start(tmp_path / "again.txt", "resume", directory))
     assert (code, "is finished" in (tmp_path / "again.txt").read_text()) == (0, True)
-    same_run(run, reference)
+    (directory / "summary.json").unlink()  # as if killed between the last checkpoint and the summary
+    same_run(opd.resume(directory), reference)
 
 
 def test_sigterm_says_resume_me_and_a_prefill_goes_on(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
@@ -135,14 +137,9 @@ def test_scores_and_signals_are_kept(
         opd.run(spec, out=tmp_path / "run")
     asked: list[int] = []
     judged: list[int] = []
-    score, judge = LocalTeacher.score, Judge.__call__
+    score, note = LocalTeacher.score, RolloutStore.note
     monkeypatch.setattr(LocalTeacher, "score", lambda *given: asked.append(len(given[1])) or score(*given))
-
-    def counted(self: Judge, samples: Any) -> Any:
-        judged.append(sum(sample.rollout is not None for sample in samples))  # evaluation's have none
-        return judge(self, samples)
-
-    monkeypatch.setattr(Judge, "__call__", counted)
+    monkeypatch.setattr(RolloutStore, "note", lambda *given, **facts: judged.append(1) or note(*given, **facts))
     run = opd.resume(tmp_path / "run")
     assert (sum(asked), sum(judged)) == (4, 4)  # the fourth step; three were scored and judged before
     same_run(run, reference)
@@ -182,15 +179,14 @@ def test_stages_lora_and_random_state_go_on(
     student = {"model": models["student"], "lora": {"rank": 4}}
     stages = [{"name": "first"}, {"name": "second", "student": student | {"model": "stage:first"}}]
     spec = small(models, student=student, stages=stages, train={"steps": 2, "lr": 1e-2}, checkpoint={"every": 1})
-    drawn: list[tuple[float, ...]] = []  # a reward that draws without a key of its own
-    judge = Judge.__call__
+    drawn: list[tuple[float, ...]] = []  # a judge that draws without a key of its own
+    judge = StageRun.judge
 
-    def moody(self: Judge, samples: Any) -> Any:
-        if all(sample.rollout is not None for sample in samples):  # evaluation has none
-            drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
-        return judge(self, samples)
+    def moody(*given: Any) -> Any:
+        drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
+        return judge(*given)
 
-    monkeypatch.setattr(Judge, "__call__", moody)
+    monkeypatch.setattr(StageRun, "judge", moody)
     reference = opd.run(spec, out=tmp_path / "reference")
     last = drawn[-1]
     strike(monkeypatch, SCORED, 4, Crash)
@@ -370,6 +366,35 @@ def test_a_dead_owner_is_succeeded(recipe: Path, tmp_path: Path) -> None:
     with RunLock(tmp_path / "run") as lock:
         assert lock.previous is not None
         assert lock.previous["pid"] == process.pid
+
+
+def _hold(directory: str, child: str) -> None:
+    with RunLock(Path(directory)):
+        pid = os.fork()
+        if not pid:
+            time.sleep(60)
+            os._exit(0)
+        Path(child).write_text(str(pid))
+        time.sleep(60)
+
+
+def test_a_child_that_outlives_the_owner_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A lock is shared with forked processes; a reward's worker must not lock a dead run."""
+    process = FORKS.Process(target=_hold, args=(str(tmp_path), str(tmp_path / "child")))
+    process.start()
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    with pytest.raises(RunLocked, match=rf"process {process.pid} on"), RunLock(tmp_path):
+        pass
+    process.kill()
+    ended(process)
+    child = int((tmp_path / "child").read_text())
+    try:
+        os.kill(child, 0)  # alive
+        with RunLock(tmp_path) as lock:
+            assert lock.previous is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_an_unresumable_run_is_an_error_and_not_a_traceback(tmp_path: Path) -> None:

@@ -369,6 +369,22 @@ def test_repair_keeps_all_that_is_whole(log: tuple[Path, Snapshot], tmp_path: Pa
         assert all(any(name in line for line in lines) for name in missing) or number % 2
 
 
+def test_repair_of_a_log_that_was_cut(log: tuple[Path, Snapshot], tmp_path: Path) -> None:
+    """The index saw more than is left: the log is refused, and repair keeps the rest and names what is gone."""
+    source, known = log
+    for number, path in enumerate(segments(source)):
+        run = tmp_path / f"run{number}"
+        directory = copy(source, run / "rollouts")
+        os.truncate(directory / path.name, path.stat().st_size // 2)
+        assert outcome(directory) == "refused"
+        lines = repair(run)
+        kept = snapshot(RolloutStore(directory))
+        gone = known.keys() - kept.keys()
+        assert gone
+        assert all(found == known[name] for name, found in kept.items())
+        assert all(any(name in line for line in lines if line.startswith("lost")) for name in gone)
+
+
 def test_repair_cuts_unfinished_rollouts_at_the_damage(tmp_path: Path) -> None:
     """Tokens behind a hole may not be the next ones; a finish record behind it is whole in itself."""
     store = RolloutStore(tmp_path / "rollouts", commit_ms=0)

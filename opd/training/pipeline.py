@@ -98,7 +98,8 @@ class Pipeline:
             )
         standings = locate(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
-        if all(standing.output for standing in standings) and summary.is_file():
+        ended = summary.is_file() and '"status": "done"' in summary.read_text(encoding="utf-8", errors="replace")
+        if ended and all(standing.output for standing in standings):
             self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
             return []
         require_rollouts(self._directory, standings)

@@ -160,18 +160,24 @@ class StageRun:
 
     def judge(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
+        every, known = rollouts, self._judged_before(rollouts)
+        rollouts = [rollout for rollout in rollouts if rollout.id not in known]
         prompts = {visit.prompt.id: visit.prompt for visit in visits}
         asked = [rollout for rollout in rollouts if self.rewards.judges(prompts[rollout.prompt_id])]
-        scores: dict[str, float | None] = {}
-        if self.trajectories.taken_up:  # an earlier process may have judged some
-            notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in asked}
-            scores = {key: found["score"] for key, found in notes.items() if "score" in found}
-        asked = [rollout for rollout in asked if rollout.id not in scores]
         samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
+        scores: dict[str, float | None] = {}
         for rollout, judgement in zip(asked, self.rewards(samples), strict=True):
             scores[rollout.id] = judgement.score
             self.store.note(rollout.id, score=judgement.score)
-        return {rollout.id: scores[rollout.id] for rollout in rollouts if rollout.id in scores}
+        known |= scores
+        return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
+
+    def _judged_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+        """Verdicts that an earlier process of this run left in the store."""
+        if not self.trajectories.taken_up:
+            return {}
+        notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in rollouts}
+        return {key: found["score"] for key, found in notes.items() if "score" in found}
 
     def text(self, rollout: Rollout) -> str:
         return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)

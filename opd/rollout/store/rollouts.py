@@ -296,13 +296,13 @@ class RolloutStore:
         self._settle()
         return self._log.end
 
-    def require(self, position: Position, who: str) -> None:
+    def require(self, position: Position, who: str, other: str = "") -> None:
         """Refuse a log that has lost what was durable when `who` was written. A repaired log says itself what it lost."""
         if self._log.holds(position) or position.log == self._repaired_from():
             return
         raise StoreError(
             f"{self._log.path(position.segment)}, byte {position.offset}: {who} was written when the log reached this byte, "
-            "and it no longer does: durable rollouts are lost. Put the right files back, or see `opd store repair`."
+            f"and it no longer does: durable rollouts are lost. Put the right files back{other}."
         )
 
     def _repaired_from(self) -> str | None:
@@ -348,7 +348,7 @@ class RolloutStore:
                 state.replay(segment, frame, str(self._log.path(segment)))
             return loaded, state
         index, end = loaded
-        self.require(end, path.name)
+        self.require(end, path.name, ", or save the rest with `opd store repair`")
         state = State(index)
         since = state.unfinished_since(end)
         start = START if not self._read_only else end if since == end.place else self._log.before(since)
