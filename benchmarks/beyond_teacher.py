@@ -45,10 +45,10 @@ def objective(weight: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--teacher-steps", type=int, default=150, help="supervised steps of the imperfect teacher")
-    parser.add_argument("--wrong", type=float, default=0.7, help="share of wrong answers where the shift is 5")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--weights", type=float, nargs="+", default=[0.0, 1.0, 3.0])
+    parser.add_argument("--teacher-steps", type=int, default=200, help="supervised steps of the imperfect teacher")
+    parser.add_argument("--wrong", type=float, default=0.9, help="share of wrong answers where the shift is 5")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--weights", type=float, nargs="+", default=[0.0, 2.0, 5.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=400)
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
@@ -65,7 +65,7 @@ def main() -> None:
     model = directory / "teacher" / "checkpoints" / "main" / f"step-{args.teacher_steps:06d}"
     jobs = {
         f"weight {weight:g}, seed {seed}": FIXED | {
-            "teachers": {DOMAIN: str(model)}, "rollout": {"prompts": 32, "samples": 8, "max_new_tokens": 16},
+            "teachers": {DOMAIN: str(model)}, "rollout": {"prompts": 16, "samples": 8, "max_new_tokens": 16},
             "objective": objective(weight), "train": {"steps": args.steps, "lr": 6e-4, "warmup": 5, "schedule": "linear"},
             "eval": {"prompts": args.prompts, "every": 15}, "seed": seed,
         }
