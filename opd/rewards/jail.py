@@ -156,9 +156,12 @@ def build_root(config: dict[str, Any]) -> None:
     check(libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
     mount("tmpfs", NEW, "tmpfs", NOSUID, "size=1m,mode=755")
+    os.mkdir(NEW + "/tmp")
+    size = f"size={config['disk']},nr_inodes=4096,mode=1777"
+    mount("tmpfs", NEW + "/tmp", "tmpfs", NOSUID | NODEV | NOEXEC, size)
     for path, target in config["links"].items():
         os.symlink(target, NEW + path)
-    for source, target in config["binds"].items():
+    for source, target in config["binds"].items():  # some may lie below /tmp, which is there by now
         place = NEW + target
         if os.path.isdir(OLD + source):
             os.makedirs(place, mode=0o755, exist_ok=True)
@@ -179,9 +182,6 @@ def build_root(config: dict[str, Any]) -> None:
         protect(NEW + "/proc", READ_ONLY)
     except PermissionError:
         pass  # a container with a masked /proc: the program gets an empty one
-    os.mkdir(NEW + "/tmp")
-    size = f"size={config['disk']},nr_inodes=4096,mode=1777"
-    mount("tmpfs", NEW + "/tmp", "tmpfs", NOSUID | NODEV | NOEXEC, size)
     check(libc.umount2(OLD.encode(), DETACH), "umount of the old root")
     os.chdir(NEW)
     check(libc.pivot_root(b".", b"."), "pivot_root")

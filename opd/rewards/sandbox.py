@@ -150,13 +150,13 @@ def _bubblewrap(links: Mapping[str, str], binds: Mapping[str, str], limits: Limi
         shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox", "--clearenv",
     ]  # fmt: skip
+    command += ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]  # before what may lie below it
     for path, target in links.items():
         command += ["--symlink", target, path]
     for source, target in binds.items():
         command += ["--ro-bind", source, target]
     command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    room = ["--size", str(limits.disk), "--perms", "1777", "--tmpfs", "/tmp"]
-    return [*command, *room, "--chdir", "/tmp", "--remount-ro", "/", "--"]
+    return [*command, "--chdir", "/tmp", "--remount-ro", "/", "--"]
 
 
 class _Watch:
