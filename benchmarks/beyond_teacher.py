@@ -2,8 +2,9 @@
 
     python benchmarks/beyond_teacher.py --workers 2
 
-The teacher learned from answers that end in a wrong letter in most questions of one kind (a shift by 5: one in five).
-It gets the rest right. Writes benchmarks/results/beyond-teacher.json and docs/figures/beyond-teacher.svg.
+The teacher learned from answers that end in a wrong letter in most questions of one kind (a shift by 5: one in five) and
+gets the rest right. The student starts from a model that cannot do the task, so it has no better knowledge of its own
+(reverse KL is mode-seeking: a student that is sure of the right letter would not unlearn it). Writes benchmarks/results/beyond-teacher.json and docs/figures/beyond-teacher.svg.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--teacher-steps", type=int, default=200, help="supervised steps of the imperfect teacher")
     parser.add_argument("--wrong", type=float, default=0.9, help="share of wrong answers where the shift is 5")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--weights", type=float, nargs="+", default=[0.0, 2.0, 5.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=400)
@@ -65,7 +66,7 @@ def main() -> None:
     model = directory / "teacher" / "checkpoints" / "main" / f"step-{args.teacher_steps:06d}"
     jobs = {
         f"weight {weight:g}, seed {seed}": FIXED | {
-            "teachers": {DOMAIN: str(model)}, "rollout": {"prompts": 16, "samples": 8, "max_new_tokens": 16},
+            "student": "tiny/spelling", "teachers": {DOMAIN: str(model)}, "rollout": {"prompts": 16, "samples": 8, "max_new_tokens": 16},
             "objective": objective(weight), "train": {"steps": args.steps, "lr": 6e-4, "warmup": 5, "schedule": "linear"},
             "eval": {"prompts": args.prompts, "every": 15}, "seed": seed,
         }
