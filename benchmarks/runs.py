@@ -44,7 +44,8 @@ def _curve(name: str, recipe: dict[str, Any], directory: Path) -> dict[str, Any]
 def carry_out(name: str, recipe: dict[str, Any], directory: Path) -> Path:
     """One recipe in a process of its own, unless its run directory is there and complete."""
     out, path = directory / name, directory / f"{name}.yaml"
-    if not (out / "summary.json").is_file():
+    summary = out / "summary.json"
+    if not summary.is_file() or json.loads(summary.read_text(encoding="utf-8"))["status"] != "done":
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted study left
         path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         command = [sys.executable, "-m", "opd.cli", "run", str(path), "--out", str(out)]
