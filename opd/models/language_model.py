@@ -8,6 +8,7 @@ projection = model.project(hidden_TD)                     # logits, not multipli
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +185,20 @@ class LanguageModel:
             for name, parameter in module.named_parameters():
                 parameter.data = tensors[name]
             self.adapter.save_pretrained(directory / "adapter")
+            _sort_targets(directory / "adapter" / "adapter_config.json")
         stops = tuple(dict.fromkeys(self.stop_ids + stop))
         if stops:
             module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def _sort_targets(path: Path) -> None:
+    """peft writes its target modules in the order of a set, which differs between copies: same adapter, same bytes."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"].sort()
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _share(module: Any) -> Any:
