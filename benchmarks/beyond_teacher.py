@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import FIGURES, RESULTS, run_all, save
+from runs import RESULTS, run_all, save, save_figure
 
 TASK, DOMAIN, STUDENT, TEACHER = "task:addition", "arithmetic", "tiny/spelling", "tiny/generalist"
 
@@ -76,11 +76,7 @@ def draw(results: dict[str, Any]) -> None:
             axis.plot([x / 1000 for x, _ in curve], [y for _, y in curve], color=f"C{number}", label=label, alpha=0.8)
     axis.axhline(results["teacher_score"], color="0.4", linestyle=":", label="the imperfect teacher")
     axis.set(xlabel="sampled tokens (thousands)", ylabel="held-out score (greedy)", title="Past an imperfect teacher")
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(FIGURES / "beyond-teacher.svg")
+    save_figure(figure, axis, "beyond-teacher.svg")
 
 
 if __name__ == "__main__":

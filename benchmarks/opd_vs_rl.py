@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from runs import FIGURES, RESULTS, run_all, save, tokens_to
+from runs import RESULTS, run_all, save, save_figure, tokens_to
 
 TASK, DOMAIN, STUDENT, TEACHER = "task:addition", "arithmetic", "tiny/spelling", "tiny/arithmetic"
 ROLLOUTS = 128
@@ -131,11 +131,7 @@ def draw(results: dict[str, Any]) -> None:
         ylabel="held-out score (greedy)",
         title="The same start and rollouts per step; one line per seed",
     )
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(FIGURES / "opd-vs-rl.svg")
+    save_figure(figure, axis, "opd-vs-rl.svg")
 
 
 if __name__ == "__main__":

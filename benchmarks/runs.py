@@ -79,6 +79,14 @@ def tokens_to(curve: list[list[float]], level: float) -> float | None:
     return None
 
 
+def save_figure(figure: Any, axis: Any, name: str) -> None:
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(FIGURES / name)
+
+
 def save(name: str, values: dict[str, Any]) -> None:
     facts = {
         "command": " ".join(["python", *sys.argv]),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from opd.errors import OpdError, Preempted, Stopped, UserError
+from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
 
 app = typer.Typer(
     name="opd",
@@ -26,7 +26,6 @@ store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
-RESUME_ME = 75  # EX_TEMPFAIL: SIGTERM came, and `opd resume` goes on
 
 
 def main() -> None:

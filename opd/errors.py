@@ -66,5 +66,8 @@ class Stopped(Exception):
     """Raised inside a run when the user asked it to stop; caught by `training.pipeline`."""
 
 
+RESUME_ME = 75  # exit code of a preempted run; EX_TEMPFAIL of sysexits.h: try again later
+
+
 class Preempted(Stopped):
     """SIGTERM: the machine is wanted back. What is durable is enough to go on from."""

@@ -22,8 +22,8 @@ from opd.files import read_sealed, write_sealed
 from opd.models import load_model
 from opd.training import pipeline
 from opd.training.checkpoint import Saver, point_latest, retain, save_checkpoint, steps_in, verify_checkpoint
+from opd.training.interrupts import Interrupts
 from opd.training.optimiser import Optimiser
-from opd.training.signals import Signals
 from tests.crash import FORKS, ended
 from tests.helpers import save_tiny
 
@@ -184,12 +184,12 @@ def test_retention_and_the_latest_one(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [path.name for path in steps_in(folder)]
 
 
-# Signals
+# Ctrl-C and SIGTERM
 
 
 def _stuck(path: str) -> None:
     """A process whose main thread is away in C code, where no Python signal handler runs."""
-    with Signals(print, grace=1.0):
+    with Interrupts(print, grace=1.0):
         Path(path).touch()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
@@ -206,7 +206,7 @@ def test_the_grace_time_holds_even_in_a_long_call(tmp_path: Path) -> None:
 def test_sigterm_is_obeyed_at_the_next_check_and_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     said: list[str] = []
-    with Signals(said.append, grace=30) as signals:
+    with Interrupts(said.append, grace=30) as signals:
         signals.check()
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(2):

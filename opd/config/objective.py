@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.base import SETTINGS, Fraction, Positive, changed
-from opd.config.gates import Gate, OutcomeGate, Paced, asks_teacher
+from opd.config.gates import Gate, OutcomeGate, Paced
 
 Moment = Positive | Literal["plateau"]
 
@@ -324,7 +324,7 @@ class Term(BaseModel):
             found.append(self.role)
         if self.form == "policy_gradient":
             found += self.advantage.roles
-        if any(asks_teacher(gate) for gate in self.gate):
+        if any(gate.signal for gate in self.gate):
             found.append(self.role)
         return tuple(dict.fromkeys(found))
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from opd.config import Rollouts, Term, Train
-from opd.config.gates import Perplexity, SelectKD, SoftOrGate, TeacherEntropyGate, TurnWeights
 from opd.config.objective import SAMPLED
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
@@ -118,12 +117,7 @@ def _needs(term: Term) -> list[tuple[str, SignalKind]]:
         found += [(role, "logprobs_at") for role in term.advantage.roles]
         if term.advantage.kl_baseline:
             found.append((term.role, "hidden"))
-    for gate in term.gate:
-        greedy = isinstance(gate, SelectKD) and gate.accept == "greedy"
-        if greedy or isinstance(gate, (SoftOrGate, TeacherEntropyGate)):
-            found.append((term.role, "hidden"))
-        elif isinstance(gate, (SelectKD, TurnWeights)) or (isinstance(gate, Perplexity) and gate.of == "teacher"):
-            found.append((term.role, "logprobs_at"))
+    found += [(term.role, gate.signal) for gate in term.gate if gate.signal]
     return found
 
 

@@ -20,6 +20,7 @@ from opd.files import write_whole
 from opd.lock import RunLock
 from opd.rollout.store import REPAIRED, RolloutStore
 from opd.training.checkpoint import Saver, point_latest, read_state, retain, save_checkpoint
+from opd.training.interrupts import Interrupts
 from opd.training.progress import Progress
 from opd.training.results import StageResult, results_table, watched
 from opd.training.resume import (
@@ -34,7 +35,6 @@ from opd.training.resume import (
     write_before,
     write_result,
 )
-from opd.training.signals import Signals
 from opd.training.stage import StageRun, checkpoint_directory, model_card
 from opd.training.step import train_step
 from opd.training.trackers import Tracker, open_trackers
@@ -59,7 +59,7 @@ class Pipeline:
         self._results: list[StageResult] = []
         self._phase = "loading"
         self._trackers: list[Tracker] = []
-        self._signals = Signals(self._progress.say, recipe.stages[0].checkpoint.grace)
+        self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
         self._started = 0.0  # when the stage would have begun, had it run in one go
@@ -67,7 +67,7 @@ class Pipeline:
     def run(self, resume: bool = False) -> None:
         """Every stage in turn. Whatever happens, the run directory is left complete up to that moment."""
         status = "failed"
-        with _disk_errors(self._directory), RunLock(self._directory) as lock, self._signals, self._progress:
+        with _disk_errors(self._directory), RunLock(self._directory) as lock, self._interrupts, self._progress:
             standings = self._take_up(lock) if resume else [Standing() for _ in self._recipe.stages]
             if not standings:
                 return
@@ -123,7 +123,7 @@ class Pipeline:
             self._outputs[spec.name] = standing.output
             self._consumed = read_state(standing.output)["rollouts"]
             return
-        self._signals.grace = spec.checkpoint.grace
+        self._interrupts.grace = spec.checkpoint.grace
         self._progress.start_stage(spec.name, spec.train.steps, result.steps)
         self._started = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
@@ -133,7 +133,7 @@ class Pipeline:
                 spec,
                 store,
                 self._resolve_model,
-                check_stop=self._signals.check,
+                check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
             )
@@ -278,7 +278,7 @@ class Pipeline:
         """Save what is there when a run ends early, where that makes sense; says where the weights are."""
         run.store.commit(sync=True)
         preempted = isinstance(stop, Preempted)
-        self._saver.wait(self._signals.left / 2 if preempted else None)
+        self._saver.wait(self._interrupts.left / 2 if preempted else None)
         last = "no checkpoint had been saved"
         if result.saved is not None:
             last = f"the last checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
@@ -288,7 +288,7 @@ class Pipeline:
             return f"step {result.steps + 1} was half done and is not saved; {last}"
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
             return f"the weights are not finite; {last}"
-        if preempted and (self._saver.busy or self._save_seconds(run) > self._signals.left / 2):
+        if preempted and (self._saver.busy or self._save_seconds(run) > self._interrupts.left / 2):
             return (
                 f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
             )

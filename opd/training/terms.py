@@ -27,7 +27,7 @@ class Statistics:
     loss: dict[str, float] = field(default_factory=dict)
     reverse_kl: np.ndarray = field(default_factory=lambda: np.empty(0))
     entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
-    mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log current - log behaviour| of student tokens
+    mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log trainer - log sampler| of student tokens
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # share of tokens: (clipped or masked, all)
 
     @classmethod

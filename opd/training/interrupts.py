@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from opd.errors import Preempted, Stopped
+from opd.errors import RESUME_ME, Preempted, Stopped
 
-RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
 MARGIN = 0.9  # of the grace time; the rest is for the interpreter's own end
 
 
-class Signals:
+class Interrupts:
     """Use as a context manager. Outside the main thread it does nothing: the caller keeps its own handlers."""
 
     def __init__(self, announce: Callable[[str], None], grace: float) -> None:
@@ -51,7 +50,7 @@ class Signals:
         """Seconds of the grace time that are left."""
         return self.grace * MARGIN - (time.monotonic() - self._since)
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
