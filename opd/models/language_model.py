@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from opd.divergence import Projection
 from opd.errors import ModelError
 from opd.models import attention
 from opd.models.attention import Packed
 from opd.models.tokenizers import stop_ids
-from opd.objectives import Projection
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
