@@ -15,7 +15,7 @@ from opd import config
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "families", "overrides", "files", "lock"},
+    {"errors", "types", "settings", "families", "overrides", "files", "lock", "text"},
     {"divergence"},
     {"objective"},
     {"objectives"},
