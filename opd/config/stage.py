@@ -9,8 +9,9 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.base import SETTINGS, Count, Dtype, Fraction, Positive
-from opd.config.objective import Term
 from opd.config.rewards import RewardSpec, read_rewards
+from opd.objective.direct import Direct
+from opd.objective.term import AnyTerm
 
 
 class Lora(BaseModel):
@@ -211,7 +212,7 @@ class Stage(BaseModel):
     prompts: list[PromptSource] = Field(min_length=1)
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
-    objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
+    objective: list[AnyTerm] = Field(default_factory=lambda: [Direct()], min_length=1)
     rewards: dict[str, list[RewardSpec]] = Field(
         default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
     )
@@ -230,7 +231,7 @@ class Stage(BaseModel):
         moments = [moment for term in self.objective for moment in (term.coefficient.until, term.coefficient.after)]
         if "plateau" in moments and not (self.eval.every and self.eval.prompts):
             raise ValueError("a coefficient waits for a plateau of the evaluation: set eval.every and eval.prompts")
-        if self.rollout.contrast and not any(term.outcome for term in self.objective):
+        if self.rollout.contrast and not any(term.needs().rewards for term in self.objective):
             raise ValueError(
                 "rollout.contrast drops groups by their rewards, but no term of the objective uses rewards"
             )

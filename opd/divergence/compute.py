@@ -22,7 +22,7 @@ from opd.divergence.chunked import (
     scale_,
     wide_dtype,
 )
-from opd.divergence.formulas import Form, Kind
+from opd.divergence.formulas import Form
 from opd.divergence.mixture import Source
 from opd.divergence.plan import Backend, Plan, make_plan, values_plan
 from opd.divergence.projection import MergeGroups, Projection, without_autocast
@@ -46,7 +46,7 @@ class Divergence:
 
 @without_autocast
 def divergence(
-    kind: Kind,
+    kind: str | Form,
     student: Projection,
     teacher: Source | TopK,
     *,
@@ -66,13 +66,16 @@ def divergence(
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
+    `kind`: a name, or a `Form` with its parameter.
+
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
     none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
     called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
     the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
     """
-    form, truncation = Form.of(kind, params), Truncation(support, k, side, closure)
+    form = kind if isinstance(kind, Form) else Form.of(kind, params)
+    truncation = Truncation(support, k, side, closure)
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
@@ -181,7 +184,7 @@ def statistics(
     student: Projection,
     teacher: Source | None = None,
     *,
-    kind: Kind = "reverse_kl",
+    kind: str = "reverse_kl",
     temperature: float = 1.0,
     merge: MergeGroups = (),
     tokens: Tensor | None = None,

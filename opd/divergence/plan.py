@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from opd.divergence.formulas import KINDS
 from opd.divergence.mixture import Mixture, Source
 from opd.divergence.projection import Projection
 from opd.divergence.rows import Job
@@ -73,6 +74,8 @@ def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) ->
         return f"support {job.truncation.support!r} runs in torch"
     if job.overlap:
         return "top-k overlap needs whole sorted rows, which run in torch"
+    if job.form is not None and job.form.kind not in KINDS:
+        return f"divergence {job.form.kind!r} has no kernel"
     return heads_obstacle([student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])])
 
 

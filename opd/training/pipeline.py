@@ -36,7 +36,7 @@ from opd.training.resume import (
     write_result,
 )
 from opd.training.stage import StageRun, checkpoint_directory, model_card
-from opd.training.step import train_step
+from opd.training.step import run_step
 from opd.training.trackers import Tracker, open_trackers
 
 KNOBS = {
@@ -169,7 +169,7 @@ class Pipeline:
         while result.steps < run.spec.train.steps and not enough:
             run.check_stop()
             self._saver.check()
-            metrics = train_step(run, result.steps + 1)
+            metrics = run_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
             self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.config.gates import Perplexity, SelectKD, TurnWeights
 from opd.data.render import decode, render_prompt
 from opd.data.sources import Source, open_source
 from opd.data.stream import PromptStream, Visit
@@ -18,6 +17,7 @@ from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
+from opd.objective.objective import Objective
 from opd.rewards import Judge
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
@@ -26,7 +26,6 @@ from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
 from opd.text import code
 from opd.training.average import weight_average
-from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
 from opd.training.results import watched_domains
 from opd.training.trajectories import Trajectories
@@ -57,8 +56,7 @@ class StageRun:
         roles = [role for term in spec.objective for role in term.roles]
         self.routes = routes(spec.teachers, self.domains, roles)
         self.rewards = Judge(spec.rewards, self.domains)
-        _check_trajectories(spec)
-        if any(term.outcome for term in spec.objective) and not any(
+        if any(term.needs().rewards for term in spec.objective) and not any(
             self.rewards.judges(visit.prompt) for visit in probe
         ):
             raise RecipeError(
@@ -231,33 +229,6 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
     return device
-
-
-def _check_trajectories(spec: Stage) -> None:
-    """A term that can never see a token is a mistake, found now and not at step 400."""
-    rollout = spec.rollout
-    present: Mapping[str, float] = {
-        "student": 1 - rollout.data_share - rollout.teacher_share, "data": rollout.data_share, "teacher": rollout.teacher_share,
-    }  # fmt: skip
-    for number, term in enumerate(spec.objective):
-        if not any(present[author] > 0 for author in term.authors):
-            raise RecipeError(
-                f"objective term {number} ({term.form}) trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
-                "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
-            )
-    for term in spec.objective:
-        others = [author for author in term.authors if author != "student" and present[author] > 0]
-        by_student = [gate.kind for gate in term.gate if isinstance(gate, TurnWeights) or (isinstance(gate, Perplexity) and gate.of == "student")
-                      or (isinstance(gate, SelectKD) and gate.accept == "speculative")]  # fmt: skip
-        if others and by_student:
-            raise RecipeError(
-                f"objective: gate {by_student[0]} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} tokens. "
-                "Set `on: [student]`."
-            )
-    teachers = any(teacher.role == "teacher" for teacher in spec.teachers.values())
-    for key in ("teacher_share", "teacher_mix"):
-        if getattr(rollout, key) and not teachers:
-            raise RecipeError(f"rollout.{key} is set, but there is no teacher to sample from.")
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
