@@ -88,18 +88,16 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
-    for rewards in stage.rewards.values():
-        for reward in rewards:
-            if reward.function is not None and (path := _module_file(reward.function)) is not None:
-                yield path, str(path.absolute()), f"reward {reward.function.rpartition(':')[2]}"
+    for function in [reward.function for rewards in stage.rewards.values() for reward in rewards if reward.function]:
+        if (module := _module_file(function)) is not None:
+            yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
 
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
-    wanted = [(stage.student, "student"), *((teacher, f"teacher {name}") for name, teacher in stage.teachers.items())]
-    for model, what in wanted:
-        if not model.model.startswith(STAGE_PREFIX):
-            yield model.model, model.revision, what
+    found = [(stage.student.model, stage.student.revision, "student")]
+    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
 
 def _prompt_files(source: PromptSource) -> list[Path]:
