@@ -23,8 +23,8 @@ def recipe_schema() -> Schema:
     schema = Stage.model_json_schema()
     for definition in schema["$defs"].values():
         _shorten(definition.get("properties", {}), schema["$defs"])
-    for name in ("Student", "TeacherSpec", "Hub"):  # a stage gives some of their keys, the defaults the others
-        schema["$defs"][name].pop("required", None)
+    for partial in ("Student", "TeacherSpec", "Hub"):  # a stage gives some of their keys, the defaults the others
+        schema["$defs"][partial].pop("required", None)
     properties = schema["properties"]
     _shorten(properties, schema["$defs"])
     keys = {key: _or(NULL, value) for key, value in properties.items()}
