@@ -31,6 +31,7 @@ from opd.files import (
     write_whole,
 )
 from opd.lock import NAME, Gone, RunLock, claim, make
+from opd.text import plain
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
@@ -140,9 +141,10 @@ def run(
     from rich.console import Console
 
     from opd.config import Recipe, load_recipe
+    from opd.config.names import check_output
 
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    wanted, shown = Path(out) if out else RUNS / loaded.name, console or Console()
+    wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
         if (lock.directory / SEALS).exists():
@@ -153,7 +155,8 @@ def run(
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():
-            shown.print(f"run directory: {lock.directory}", highlight=False, markup=False, soft_wrap=True)
+            place = plain(f"run directory: {lock.directory}")
+            shown.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
     return Run(lock.directory)
 
 

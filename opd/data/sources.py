@@ -250,6 +250,8 @@ def _dataset(name: str, split: str) -> Iterator[Mapping[str, Any]]:
         )
     import datasets
 
+    datasets.disable_progress_bars()  # downloads keep theirs
+
     path = Path(name).expanduser()
     try:
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():

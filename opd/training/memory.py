@@ -14,6 +14,7 @@ KNOBS = {
     "score": "teachers.NAME.batch_tokens",
     "update": "train.micro_tokens, or set student.gradient_checkpointing: true",
     "evaluate": "sampler.slots or eval.max_new_tokens",
+    "evaluate teachers": "sampler.slots or eval.max_new_tokens",
 }
 
 

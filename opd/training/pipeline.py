@@ -141,7 +141,8 @@ class Pipeline:
             if spec.name != self._recipe.stages[0].name:  # time has passed since the run began or was taken up
                 self._check_inputs([spec])
         self._interrupts.grace = spec.checkpoint.grace
-        self._progress.start_stage(spec.name, spec.train.steps, result.steps)
+        every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
+        self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
         with explain_memory(lambda: self._phase):
@@ -225,6 +226,8 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
+        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()
             result.teacher_of = dict(run.routes.get("teacher", {}))
@@ -273,6 +276,7 @@ class Pipeline:
 
     def _save(self, run: StageRun, result: StageResult, background: bool) -> Path:
         spec, boundary = run.spec.checkpoint, self._boundary
+        self._on_phase("save")
         self._saver.wait()
         where = checkpoint_directory(self._directory, run.spec.name, result.steps)
         where.parent.mkdir(parents=True, exist_ok=True)
