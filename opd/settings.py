@@ -29,7 +29,7 @@ from opd import families
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
-    from opd.config import Rollouts, Train
+    from opd.config import Rollouts, Stage, Train
     from opd.objective.term import Term
 
 MANY = 1_000_000_000  # no count in a recipe is larger
@@ -72,6 +72,11 @@ class StageView:
     terms: Sequence[Term]
     roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
     term: Term | None = None
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageView:
+        roles = frozenset(teacher.role for teacher in stage.teachers.values())
+        return cls(stage.rollout, stage.train, stage.objective, roles)
 
 
 class Choice(BaseModel):
@@ -126,9 +131,7 @@ class Choice(BaseModel):
                 **{key: own[field][key] for key in ("description",) if key in own[field]},
             }
             for option in options.values():
-                for key, part in handler.resolve_ref_schema(handler(option.__pydantic_core_schema__))[
-                    "properties"
-                ].items():
+                for key, part in handler.resolve_ref_schema(schema_of(option, handler))["properties"].items():
                     if key != option.key:
                         own[key] = part if key not in own or own[key] == part else {"anyOf": [own[key], part]}
         node["properties"] = {cls.key: {"const": cls.name}, **own}
@@ -153,9 +156,7 @@ class Family:
 
     def find(self, name: object) -> type[Choice]:
         if not isinstance(name, str) or name not in self.names():
-            near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.names())}"
-            raise ValueError(f"unknown {self.name.replace('_', ' ')} {name!r}; {hint}")
+            raise ValueError(f"unknown {self.name} {name!r}; {nearest(str(name), self.names())}")
         return families.find(self.name, name)
 
     def read(self, value: Any) -> Choice:
@@ -201,7 +202,7 @@ class Family:
                 continue
             if not any(_is_default(owner, key, settings[key]) for owner in owners):
                 names = " and ".join(owner.name for owner in owners)
-                raise ValueError(f"{key} belongs to {self.key} {names}, not to {chosen.name}")
+                raise ValueError(f"{key} belongs to {self.name} {names}, not to {chosen.name}")
             del settings[key]
 
     def _owners(self, key: str) -> list[type[Choice]]:
@@ -214,10 +215,15 @@ class Family:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         options = self.classes()
-        references = {name: handler(option.__pydantic_core_schema__) for name, option in options.items()}
+        references = {name: schema_of(option, handler) for name, option in options.items()}
         short = [name for name, option in options.items() if not _required(option)]
         named = [{"enum": short}] if self.key == "kind" and short else []
         return {"anyOf": [*named, *references.values()]}
+
+
+def schema_of(model: type[BaseModel], handler: Any) -> dict[str, Any]:
+    """A reference to the model's JSON schema, which joins the definitions of the schema being made."""
+    return handler.generate_json_schema.generate_inner(model.__pydantic_core_schema__)
 
 
 def _dumped(choice: Choice, info: SerializationInfo) -> dict[str, Any]:
@@ -227,6 +233,12 @@ def _dumped(choice: Choice, info: SerializationInfo) -> dict[str, Any]:
         exclude_unset=info.exclude_unset,
         exclude_none=info.exclude_none,
     )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What may have been meant."""
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def family_of(model: type[BaseModel], field: str) -> Family:
@@ -269,12 +281,10 @@ def _without_nesting(error: ValidationError, chosen: type[Choice]) -> Validation
         kind: str | PydanticCustomError = detail["type"]
         context = detail.get("ctx", {})
         if kind == "extra_forbidden":
-            known = sorted(_keys_at(chosen, place[:-1]))
-            near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
-            kind = PydanticCustomError("unknown_key", "unknown key. {hint}", {"hint": hint})
+            hint = nearest(str(place[-1]), sorted(_keys_at(chosen, place[:-1])))
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint})
         elif kind == "unknown_key":
-            kind = PydanticCustomError("unknown_key", "unknown key. {hint}", context)
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", context)
         lines.append(InitErrorDetails(type=kind, loc=place, input=detail["input"], ctx=context))
     return ValidationError.from_exception_data(error.title, lines)
 

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema
 
 from opd import families
 from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, Teacher
-from opd.settings import SETTINGS, Family, Needs, changed
+from opd.settings import SETTINGS, Family, Needs, changed, nearest, schema_of
 
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
 
@@ -48,7 +48,7 @@ class Advantage(BaseModel):
         parts += [Family("advantage").read(entry) for entry in (more if isinstance(more, list) else [more])]
         unknown = next((key for key in rest if key != "student"), None)
         if unknown is not None:
-            raise ValueError(f"unknown key {unknown!r}; known keys here: {', '.join(known)}")
+            raise ValueError(f"unknown key {unknown!r}; {nearest(str(unknown), known)}")
         return {**rest, "parts": [part for part in parts if not isinstance(part, AdvantagePart) or part.acts]}
 
     @model_validator(mode="after")
@@ -87,7 +87,7 @@ class Advantage(BaseModel):
         node = handler.resolve_ref_schema(reference)
         parts = node["properties"].pop("parts")
         for name in FLAT:
-            own = handler.resolve_ref_schema(handler(families.find("advantage", name).__pydantic_core_schema__))
+            own = handler.resolve_ref_schema(schema_of(families.find("advantage", name), handler))
             node["properties"] |= {key: value for key, value in own["properties"].items() if key != "kind"}
         also = parts["items"]
         node["properties"]["also"] = {
