@@ -52,6 +52,18 @@ def some_rollouts(seed: int = 0, count: int = 7) -> list[Rollout]:
     return items
 
 
+def in_order(pack: Pack, statistics: Any, rollouts: list[Rollout]) -> Any:
+    """Per-token values in the order of the rollouts given, whatever order they were packed in."""
+    ends = np.cumsum(pack.response_lengths)
+    rows = {
+        item.id: np.arange(end - item.response_ids.size, end) for item, end in zip(pack.rollouts, ends, strict=True)
+    }
+    order = np.concatenate([rows[item.id] for item in rollouts if item.id in rows])
+    for name in ("reverse_kl", "entropy", "mismatch"):
+        setattr(statistics, name, getattr(statistics, name)[order])
+    return statistics
+
+
 class KeepGradients:
     """An optimiser that changes nothing, so that the gradients of a step can be looked at."""
 
@@ -65,7 +77,7 @@ class KeepGradients:
 
 
 def gradients(student: LanguageModel, teachers: dict[str, LanguageModel], terms: list[Any], rollouts: list[Rollout], budget: int = 10**6,
-              spec: Rollouts | None = None, stops: tuple[int, ...] = STOPS, scores: Any = None) -> tuple[float, dict[str, torch.Tensor], list[Any]]:  # fmt: skip
+              spec: Rollouts | None = None, stops: tuple[int, ...] = STOPS, scores: Any = None, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor], list[Any]]:  # fmt: skip
     """Loss and gradients of one step on given rollouts, through the step itself."""
     judges = {name: LocalTeacher(name, "teacher", model, 64, stops) for name, model in teachers.items()}
     objective = Objective(terms, judges, spec or Rollouts(), stops)
@@ -79,8 +91,8 @@ def gradients(student: LanguageModel, teachers: dict[str, LanguageModel], terms:
     student.module.requires_grad_(True)
     student.module.zero_grad()
     batch = TrainingBatch(rollouts, signals, scores or {})
-    result = train_step(student, batch, objective, KeepGradients(), train=Train(micro_tokens=budget))
-    found = [statistics for _, statistics in result.statistics]
+    result = train_step(student, batch, objective, KeepGradients(), train=Train(micro_tokens=budget, autocast=autocast))
+    found = [in_order(pack, statistics, rollouts) for pack, statistics in result.statistics]
     return (
         sum(value for statistics in found for value in statistics.loss.values()),
         {

@@ -12,7 +12,11 @@ from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive,
 from opd.config.names import check_name
 from opd.config.rewards import RewardSpec, read_rewards
 from opd.objective.direct import Direct
-from opd.objective.term import AnyTerm
+from opd.objective.term import AnyTerm, Term
+
+
+def usual_objective() -> list[Term]:
+    return [Direct()]
 
 
 class Lora(BaseModel):
@@ -220,7 +224,7 @@ class Stage(BaseModel):
     prompts: list[PromptSource] = Field(min_length=1)
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
-    objective: list[AnyTerm] = Field(default_factory=lambda: [Direct()], min_length=1)
+    objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
     rewards: dict[str, list[RewardSpec]] = Field(
         default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
     )

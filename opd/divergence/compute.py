@@ -24,7 +24,7 @@ from opd.divergence.chunked import (
 )
 from opd.divergence.formulas import Form
 from opd.divergence.mixture import Source
-from opd.divergence.plan import Backend, Plan, make_plan, values_plan
+from opd.divergence.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergence.projection import MergeGroups, Projection, without_autocast
 from opd.divergence.rows import Job, RowStatistics, reference_rows
 from opd.divergence.supports import Closure, Side, Support, TopRows, Truncation
@@ -41,7 +41,7 @@ class Divergence:
     teacher_entropy: Tensor  # (N,); of the known events and the tail, if the teacher is a TopK
     reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
     statistics: RowStatistics  # the above and what was asked for beside them
-    plan: Plan  # which backend ran, and why
+    plan: KernelPlan  # which backend ran, and why
 
 
 @without_autocast
@@ -80,7 +80,7 @@ def divergence(
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
     job = Job(form, size, merge, temperature, truncation, weight, tokens, ids, overlap)
-    plan = make_plan(job, student, rows, backend, memory, CHUNK_BYTES)
+    plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
     if not student.count:
         return _empty(student, plan)
     if plan.backend == "reference":
@@ -99,14 +99,14 @@ def divergence(
     return _result(loss, statistics, plan)
 
 
-def _result(loss: Tensor, found: RowStatistics, plan: Plan) -> Divergence:
+def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
     assert found.value is not None
     assert found.teacher_entropy is not None
     assert found.reverse_kl is not None
     return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
 
 
-def _empty(student: Projection, plan: Plan) -> Divergence:
+def _empty(student: Projection, plan: KernelPlan) -> Divergence:
     """No rows: a loss of 0 that still has a graph, so that backward leaves zeros."""
     tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
     loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))

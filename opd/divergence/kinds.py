@@ -21,14 +21,14 @@ Closure = Literal["tail", "renormalised", "generalised", "none"]
 
 
 class DivergenceKind(Choice):
-    """A divergence with its parameter. One of your own overrides `form`, and has no kernel: it runs in torch."""
+    """A divergence with its parameters. See `OwnDivergence` for one of your own."""
 
     family: ClassVar[str] = "divergence"
     f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
     of_one_token: ClassVar[bool] = True  # a sampled token has an advantage that its own two log-probs determine
 
     @property
-    def parameters(self) -> dict[str, float]:
+    def parameters(self) -> dict[str, Any]:
         """By the names that `opd.divergence.divergence` gives them."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
@@ -42,6 +42,25 @@ class DivergenceKind(Choice):
         from opd.divergence.sampled import divergence_advantage
 
         return divergence_advantage(self.name, student, teacher, **self.parameters)
+
+
+class OwnDivergence(DivergenceKind):
+    """Base of divergences that are not in this list: `value` is all they need. They have no kernel and run in torch.
+
+    With `of_one_token = True` and `advantage`, a policy gradient can use it too.
+    """
+
+    f_divergence: ClassVar[bool] = False
+    of_one_token: ClassVar[bool] = False
+
+    def value(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
+        raise NotImplementedError
+
+    def form(self) -> Form:
+        from opd.divergence.own import OwnForm
+
+        return OwnForm(self.name, formula=self.value)
 
 
 class ReverseKL(DivergenceKind):

@@ -306,7 +306,7 @@ def outcome_advantages(
     """
     rewards = np.array([np.nan if score is None else score for score in scores], dtype=np.float64)
     known = ~np.isnan(rewards)
-    found = np.full(rewards.size, np.nan)
+    advantages = np.full(rewards.size, np.nan)
     unit = np.zeros(rewards.size, dtype=int) if baseline == "batch" else np.unique(groups, return_inverse=True)[1]
     for number in np.unique(unit[known]):
         members = known & (unit == number)
@@ -319,8 +319,8 @@ def outcome_advantages(
             centred = values - values.mean()
         if std:
             centred = centred / ((values.std(ddof=1) if values.size > 1 else 0.0) + STD_FLOOR)
-        found[members] = centred
-    return found
+        advantages[members] = centred
+    return advantages
 
 
 def extrapolated(teacher_T: np.ndarray, student_T: np.ndarray, reference_T: np.ndarray, factor: float) -> np.ndarray:
@@ -336,7 +336,7 @@ def returns(
 ) -> np.ndarray:
     """Discounted sums of this and all later tokens' values: R_t = sum over i >= t of discount^(i-t) * value_i.
 
-    `future_only` starts them at t + 1, for when the token's own part is trained directly (MiniLLM's single-step
+    `future_only` starts them at t + 1, for when the token's here part is trained directly (MiniLLM's single-step
     decomposition). `length_normalised` divides by the number of tokens summed over, so that long answers are not
     worth more or less for their length (MiniLLM again).
 
@@ -345,16 +345,16 @@ def returns(
     >>> returns(np.array([1.0, 2.0, 4.0]), 1.0, length_normalised=True, future_only=True).tolist()
     [3.0, 4.0, 0.0]
     """
-    found = np.zeros(values_T.size, dtype=np.float64)
+    sums = np.zeros(values_T.size, dtype=np.float64)
     running = 0.0
     for index in range(values_T.size - 1, -1, -1):
-        own = values_T[index] + discount * running
-        found[index] = discount * running if future_only else own
-        running = own
+        here = values_T[index] + discount * running
+        sums[index] = discount * running if future_only else here
+        running = here
     if length_normalised:
         left = np.arange(values_T.size, 0, -1) - (1 if future_only else 0)
-        found /= np.maximum(left, 1)
-    return found
+        sums /= np.maximum(left, 1)
+    return sums
 
 
 def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, float] | None:
@@ -363,10 +363,10 @@ def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[
     return (every.mean(), every.std()) if every.size >= 2 else None
 
 
-def whitened_by(values: Sequence[np.ndarray], found: tuple[float, float] | None) -> list[np.ndarray]:
-    if found is None:
+def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None) -> list[np.ndarray]:
+    if scale is None:
         return [np.zeros_like(value) for value in values]
-    mean, std = found
+    mean, std = scale
     return [(value - mean) / (std + 1e-8) for value in values]
 
 

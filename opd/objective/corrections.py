@@ -156,11 +156,11 @@ def correction_weight(
     ratio_N = log_ratio_N.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
     if kind == "none":
         return torch.ones_like(ratio_N)
-    judged_N = ratio_N if level == "token" else _sequence_ratio(log_ratio_N, segment_N, mean=level == "geometric")
+    compared_N = ratio_N if level == "token" else _sequence_ratio(log_ratio_N, segment_N, mean=level == "geometric")
     if kind == "tis":
-        return judged_N.clamp(max=high)
-    inside_N = (judged_N >= low) & (judged_N <= high)
-    return inside_N * (judged_N if level == "sequence" else ratio_N)
+        return compared_N.clamp(max=high)
+    inside_N = (compared_N >= low) & (compared_N <= high)
+    return inside_N * (compared_N if level == "sequence" else ratio_N)
 
 
 def prefix_weight(log_ratio_N: Tensor, segment_N: Tensor, high: float) -> Tensor:

@@ -72,22 +72,22 @@ class Direct(CorrectedTerm):
         return total
 
     def _untempered(
-        self, micro: MicroBatch, found: RowStatistics, student: Projection, teacher: Projection, tokens: Tensor
+        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection, tokens: Tensor
     ) -> RowStatistics:
         """Statistics at temperature 1, for which a tempered divergence needs another pass."""
         from opd.divergence import statistics
 
         if self.temperature == 1.0:
-            return found
+            return known
         return statistics(student.detach(), teacher, merge=micro.merge, tokens=tokens)
 
-    def _note(self, micro: MicroBatch, rows: np.ndarray, found: RowStatistics) -> None:
-        assert found.reverse_kl is not None
-        assert found.logprob is not None
-        micro.statistics.reverse_kl[rows] = found.reverse_kl.cpu().numpy()
-        micro.statistics.entropy[rows] = found.entropy.cpu().numpy()
+    def _note(self, micro: MicroBatch, rows: np.ndarray, statistics: RowStatistics) -> None:
+        assert statistics.reverse_kl is not None
+        assert statistics.logprob is not None
+        micro.statistics.reverse_kl[rows] = statistics.reverse_kl.cpu().numpy()
+        micro.statistics.entropy[rows] = statistics.entropy.cpu().numpy()
         if self.correction is None:
-            micro.note_mismatch(rows, found.logprob.cpu().numpy())
+            micro.note_mismatch(rows, statistics.logprob.cpu().numpy())
 
     def _corrected(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> np.ndarray:
         """A direct loss at t depends on the tokens before t alone, so their ratios, truncated, are its correction."""

@@ -63,13 +63,13 @@ def _compare(
     ranks = {int(need[2]): torch.zeros(count) for need in needs if need[:2] == ("accepted", role)}
     everything = np.ones(count, dtype=bool)
     for rows, teacher in teacher_projections(pack, batch.signals[role, "hidden"], teachers, everything, device):
-        own = projection.rows(torch.from_numpy(rows).to(device))
+        student = projection.rows(torch.from_numpy(rows).to(device))
         if ("comparison", role) in needs:
-            values = statistics(own, teacher, merge=merge)
+            values = statistics(student, teacher, merge=merge)
             for name in names:
                 columns[name][rows] = getattr(values, name).cpu().float()
         for k, accepted in ranks.items():
-            accepted[rows] = proposal_accepted(own, teacher, k, merge).cpu().float()
+            accepted[rows] = proposal_accepted(student, teacher, k, merge).cpu().float()
     if ("comparison", role) in needs:
         _spread(result.entropy, pack, columns["entropy"])
         _spread(result.reverse_kl.setdefault(role, {}), pack, columns["reverse_kl"])

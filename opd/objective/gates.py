@@ -306,11 +306,11 @@ def speculative(
     names: Sequence[str], students: Sequence[np.ndarray], teachers: Sequence[np.ndarray], rejected: float, seed: int
 ) -> Arrays:
     """Accept the sampled token with probability min(1, T/S), as speculative decoding would; rejected ones weigh `rejected`."""
-    found = []
+    factors = []
     for name, student, teacher in zip(names, students, teachers, strict=True):
         accept = _uniforms(f"{seed}/{name}", student.size) < np.exp(np.minimum(teacher - student, 0.0))
-        found.append(np.where(accept, 1.0, rejected))
-    return found
+        factors.append(np.where(accept, 1.0, rejected))
+    return factors
 
 
 def _uniforms(key: str, count: int) -> np.ndarray:
@@ -329,14 +329,14 @@ def perplexity_weights(
     >>> perplexity_weights(np.log([0.5, 0.25]), ["a", "a"], np.ones(2, bool), 1.0).round(3).tolist()
     [0.667, 1.333]
     """
-    found = np.zeros(mean_logprobs.size)
+    scaled = np.zeros(mean_logprobs.size)
     for name in np.unique(groups):
         members = np.flatnonzero((np.asarray(groups) == name) & open_ones)
         if members.size:
             logits = -power * mean_logprobs[members]
             weights = np.exp(logits - logits.max())
-            found[members] = weights / weights.mean()
-    return found
+            scaled[members] = weights / weights.mean()
+    return scaled
 
 
 def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: float, eps: float) -> np.ndarray:
@@ -345,11 +345,11 @@ def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: flo
     >>> turn_weights(np.array([0.1, 0.1, 0.4, 0.05]), [(0, 2), (2, 3), (3, 4)], 0.2, 1e-9).round(3).tolist()
     [1.0, 1.0, 0.25, 1.2]
     """
-    found = np.ones(gap_T.size)
+    weights = np.ones(gap_T.size)
     means = [gap_T[start:end].mean() for start, end in turns]
     for (start, end), mean in zip(turns, means, strict=True):
-        found[start:end] = min((means[0] + eps) / (mean + eps), 1 + delta)
-    return found
+        weights[start:end] = min((means[0] + eps) / (mean + eps), 1 + delta)
+    return weights
 
 
 def runs(mask_T: np.ndarray) -> list[tuple[int, int]]:

@@ -94,10 +94,10 @@ def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold:
     [0.5, 0.5, 0.5, 0.0]
     """
     passed = np.array([np.nan if score is None else float(score >= threshold) for score in scores])
-    found = np.full(passed.size, np.nan)
+    rates = np.full(passed.size, np.nan)
     for number in np.unique(groups):
         members = np.asarray(groups) == number
         known = passed[members & ~np.isnan(passed)]
         if known.size:
-            found[members] = known.mean()
-    return found
+            rates[members] = known.mean()
+    return rates

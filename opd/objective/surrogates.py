@@ -125,8 +125,8 @@ def gspo(current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor, low: 
 
 def cut_off(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
     """(N,) bool: tokens whose gradient a clip cuts off, for ratios that are those of tokens (ppo) or sequences (gspo)."""
-    found = ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
-    return found if dual is None else found | ((ratio > dual) & (advantage < 0))
+    outside = ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
+    return outside if dual is None else outside | ((ratio > dual) & (advantage < 0))
 
 
 def _ratio(current: Tensor, old: Tensor) -> Tensor:
