@@ -28,7 +28,16 @@ FORMAT = 2  # of run directories; from 2 on, the lines of metrics.jsonl and samp
 SEAL, CRC = "sha256", "crc"
 CRC_TAIL = len(f', "{CRC}": "00000000"}}')
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+DENIED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 HASH_CHUNK = 16 << 20
 HASH_CACHED = 16 << 20  # bytes; smaller files are read each time, which takes no time and cannot be fooled
 
