@@ -17,6 +17,7 @@ from opd.config.read import (
 from opd.config.rewards import RewardSpec
 from opd.config.stage import (
     Checkpoint,
+    Data,
     EarlyStop,
     Eval,
     Hub,
@@ -36,6 +37,7 @@ from opd.config.stage import (
 __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
+    "Data",
     "EarlyStop",
     "Eval",
     "Hub",
