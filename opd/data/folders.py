@@ -100,6 +100,7 @@ def _datasets(name: str) -> Any:
         )
     import datasets
 
+    datasets.disable_progress_bars()  # downloads keep theirs
     return datasets
 
 
