@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,12 @@ from opd.errors import DataError
 from opd.types import Prompt
 
 TASK, GYM = "task:", "reasoning_gym:"
+Wanted = Callable[[Prompt], bool]
 GYM_HELD_OUT, GYM_TRAIN_SEED, GYM_HELD_OUT_SEED = 1000, 0, 1_000_003
+
+
+def anything(prompt: Prompt) -> bool:
+    return True
 
 
 class Generator:
@@ -49,11 +55,13 @@ class TaskSource(Generator):
         identity = f"{self.name}{self._suffix}/{split}/{index}"
         return replace(prompt, id=identity, fields={**prompt.fields, "verifier": self.name})
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         prompts: dict[Any, Prompt] = {}
         for index in range(20 * count + 1000):  # a generator may repeat itself; every held-out prompt counts once
             prompt = self._prompt("heldout", index)
-            prompts.setdefault(json.dumps(prompt.messages), prompt)
+            question = json.dumps(prompt.messages)
+            if question not in prompts and wanted(prompt):
+                prompts[question] = prompt
             if len(prompts) == count:
                 break
         return list(prompts.values())
@@ -95,9 +103,10 @@ class GymSource(Generator):
             self._skip.append(raw)
         return self._prompt(self._train[self._skip[index]], f"train/{index}")
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         unique = {self._held[index]["question"]: index for index in reversed(range(GYM_HELD_OUT))}
-        return [self._prompt(self._held[index], f"heldout/{index}") for index in sorted(unique.values())[:count]]
+        prompts = (self._prompt(self._held[index], f"heldout/{index}") for index in sorted(unique.values()))
+        return list(islice(filter(wanted, prompts), count))
 
     def _prompt(self, entry: Mapping[str, Any], where: str) -> Prompt:
         fields = {"answer": entry["answer"], "completion": entry["answer"], "entry": dict(entry), "verifier": self.name}

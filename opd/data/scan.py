@@ -35,18 +35,24 @@ class Scanned:
     """What all sources of a stage hold."""
 
     longest: int  # tokens of the longest prompt that is used
-    room: int  # tokens a prompt may have: the longest, and more where sources have no end
+    open_ended: bool  # later prompts may be longer: a source has no end, or the template prints the date
     mean: float  # tokens of a prompt, weighted by the sources' shares
     unusable: tuple[np.ndarray | None, ...]  # per source: which training rows are skipped; None: it has no end
     notes: tuple[str, ...]  # what was skipped, in words
 
+    def room(self, others: int, limit: int, max_prompt_tokens: int | None) -> int:
+        """Tokens that a prompt may have in a sampler's slot: the longest of all, held-out ones too, and slack where it takes some."""
+        longest = max(self.longest, others)
+        return max(longest, min(limit, max_prompt_tokens or int(longest * SLACK) + 8)) if self.open_ended else longest
+
 
 def scan(
     sources: Sequence[Source], specs: Sequence[PromptSource], tokenizer: Any, *, limit: int, why: str,
-    max_prompt_tokens: int | None = None, completions: bool = False, bad_rows: BadRows = "stop", told: Told = silent,
+    completions: bool = False, bad_rows: BadRows = "stop", told: Told = silent,
 ) -> Scanned:  # fmt: skip
     """`limit` is the most tokens a prompt may have, for the reason `why`; `completions`: every row needs one."""
-    longest, means, unusable, notes, endless = 0, [], [], [], 0
+    longest, means, notes = 0, [], []
+    unusable: list[np.ndarray | None] = []
     for source, spec in zip(sources, specs, strict=True):
         if isinstance(source, RowSource):
             lengths, reasons = row_lengths(source, spec, tokenizer, told)
@@ -61,16 +67,16 @@ def scan(
             lengths = lengths[~bad]
         else:
             lengths = _probe(source, spec, tokenizer, limit, why)
-            endless = max(endless, int(lengths.max()))
             unusable.append(None)
         longest = max(longest, int(lengths.max()))
         means.append(float(lengths.mean()))
     shares = np.asarray([spec.share for spec in specs])
-    later = (max_prompt_tokens or int(endless * SLACK) + 8) if endless else 0
-    return Scanned(
-        longest=longest, room=max(longest, min(limit, later)), mean=float(np.average(means, weights=shares)),
-        unusable=tuple(unusable), notes=tuple(notes),
-    )  # fmt: skip
+    open_ended = any(source.size is None for source in sources) or prints_the_date(tokenizer)
+    return Scanned(longest, open_ended, float(np.average(means, weights=shares)), tuple(unusable), tuple(notes))
+
+
+def prints_the_date(tokenizer: Any) -> bool:
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def _judge(
@@ -80,7 +86,7 @@ def _judge(
     bad = lengths < 0
     for index in np.flatnonzero(lengths > limit)[:SHOWN]:
         reasons[int(index)] = (
-            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {limit:,} fit ({why})"
+            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit ({why})"
         )
     bad |= lengths > limit
     if completions:
@@ -138,12 +144,11 @@ def _cache_file(source: RowSource, spec: PromptSource, tokenizer: Any) -> Path |
     """Named after everything that lengths depend on; None where that cannot be told."""
     from transformers import PreTrainedTokenizerFast
 
-    template = json.dumps(tokenizer.chat_template)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or "strftime_now" in template:
-        return None  # a tokenizer in Python, or a template that prints the date
-    contents = [sha256(path) for path in source.files()] or [source.fingerprint]
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
+        return None
+    contents = [source.fingerprint, *(sha256(path) for path in source.files())]
     facts = [FORMAT, contents, spec.model_dump(mode="json", exclude={"share"}), source.size, tokenizer.backend_tokenizer.to_str(),
-             tokenizer.eos_token_id, tokenizer.special_tokens_map, template]  # fmt: skip
+             tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template]  # fmt: skip
     key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
     root = cache_directory()
     return root / "scans" / f"{key}.json" if root is not None else None

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from opd.config import PromptSource
-from opd.data.generators import GYM, TASK, GymSource, TaskSource
+from opd.data.generators import GYM, TASK, GymSource, TaskSource, Wanted, anything
 from opd.data.parse import BadRow
 from opd.data.prompts import CHECKABLE, renamed, row_prompt
 from opd.data.rows import Row, Rows, kind_of, open_rows
@@ -44,8 +44,8 @@ class Source(Protocol):
 
     def train(self, index: int) -> Prompt: ...
 
-    def held_out(self, count: int) -> list[Prompt]:
-        """At most this many of each domain."""
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        """At most this many of each domain, of those that are wanted."""
 
     def examples(self) -> list[Prompt]:
         """Training prompts that between them have every domain, with something to check answers by and without."""
@@ -188,14 +188,14 @@ class RowSource:
         """Indices of the training rows that are prompts."""
         return (int(index) for index in np.flatnonzero(self.survey.usable[: self.size]))
 
-    def held_out(self, count: int | None, wanted: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
-        """At most `count` of each domain (None: all), in order; unusable rows are left out."""
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        """In order; unusable rows are left out."""
         found: list[Prompt] = []
         domains: dict[str, int] = {}
         for index in np.flatnonzero(self._held_survey.usable[self._held_from :]):
             prompt = self._prompt(self._held, self._held_from + int(index), f"heldout/{index}")
             taken = domains.get(prompt.domain, 0)
-            if (count is None or taken < count) and wanted(prompt):
+            if taken < count and wanted(prompt):
                 domains[prompt.domain] = taken + 1
                 found.append(prompt)
         return found

@@ -40,11 +40,11 @@ class PromptStream:
         self._taken = np.zeros(len(sources), dtype=np.int64)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._unusable: Sequence[np.ndarray | None] = [None] * len(sources)
-        self._fits: Callable[[Visit], bool] = lambda visit: True
+        self._fits: Callable[[Visit], bool] | None = None
         self.skipped = 0  # visits to prompts that cannot be used
 
-    def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool]) -> None:
-        """Which rows of each finite source to skip, and what to ask of the prompts of the others."""
+    def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool] | None) -> None:
+        """Which rows of each finite source to skip, and what to ask of prompts where they could not all be looked at."""
         self._unusable, self._fits = unusable, fits
 
     def take(self, count: int) -> list[Visit]:
@@ -75,7 +75,7 @@ class PromptStream:
         if unusable is not None and unusable[index]:
             return None
         found = Visit(self._sources[source].train(index), visit, source)
-        return found if self._fits(found) else None
+        return found if self._fits is None or self._fits(found) else None
 
     def _order(self, source: int, visit: int, size: int) -> np.ndarray:
         cached = self._orders.get(source)

@@ -138,6 +138,7 @@ class Pipeline:
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
+                say=self._progress.say,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
@@ -172,6 +173,7 @@ class Pipeline:
             metrics = train_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
+            result.skipped = run.stream.skipped
             self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
             enough = self._close_step(run, result)
         if enough and result.steps < run.spec.train.steps:
