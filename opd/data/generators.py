@@ -18,6 +18,7 @@ from opd.errors import DataError
 from opd.types import Prompt
 
 TASK, GYM = "task:", "reasoning_gym:"
+Split = Literal["all", "heldout", "train"]
 Wanted = Callable[[Prompt], bool]
 GYM_HELD_OUT, GYM_TRAIN_SEED, GYM_HELD_OUT_SEED = 1000, 0, 1_000_003
 
@@ -38,6 +39,16 @@ class Generator:
 
     def train(self, index: int) -> Prompt:
         raise NotImplementedError
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        raise NotImplementedError
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
+        if split == "all" or count is None:
+            raise DataError(f"prompts {self.name!r}: there is no end to them. Choose heldout or train, and how many.")
+        if split == "heldout":
+            return self.held_out(count, wanted)
+        return [prompt for index in range(count) if wanted(prompt := self.train(index))]
 
     def examples(self) -> list[Prompt]:
         return [self.train(0)]

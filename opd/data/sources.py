@@ -8,13 +8,14 @@ anything else         rows of a file, a folder or a Hugging Face dataset (`data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
 from opd.config import PromptSource
-from opd.data.generators import GYM, TASK, GymSource, TaskSource, Wanted, anything
+from opd.data.generators import GYM, TASK, GymSource, Split, TaskSource, Wanted, anything
 from opd.data.parse import BadRow
 from opd.data.prompts import CHECKABLE, renamed, row_prompt
 from opd.data.rows import Row, Rows, kind_of, open_rows
@@ -46,6 +47,9 @@ class Source(Protocol):
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         """At most this many of each domain, of those that are wanted."""
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
+        """Of a split, at most `count` of each domain (None: all there are)."""
 
     def examples(self) -> list[Prompt]:
         """Training prompts that between them have every domain, with something to check answers by and without."""
@@ -189,16 +193,25 @@ class RowSource:
         return (int(index) for index in np.flatnonzero(self.survey.usable[: self.size]))
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        return self.prompts("heldout", count, wanted)
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
         """In order; unusable rows are left out."""
         found: list[Prompt] = []
         domains: dict[str, int] = {}
-        for index in np.flatnonzero(self._held_survey.usable[self._held_from :]):
-            prompt = self._prompt(self._held, self._held_from + int(index), f"heldout/{index}")
+        for prompt in chain(*(self._split(part) for part in ("train", "heldout") if split in (part, "all"))):
             taken = domains.get(prompt.domain, 0)
-            if taken < count and wanted(prompt):
+            if (count is None or taken < count) and wanted(prompt):
                 domains[prompt.domain] = taken + 1
                 found.append(prompt)
         return found
+
+    def _split(self, split: str) -> Iterator[Prompt]:
+        if split == "train":
+            yield from map(self.train, self.usable())
+        else:
+            for index in np.flatnonzero(self._held_survey.usable[self._held_from :]):
+                yield self._prompt(self._held, self._held_from + int(index), f"heldout/{index}")
 
     def examples(self) -> list[Prompt]:
         return [self.train(index) for index in self.survey.examples.values() if index < (self.size or 0)]

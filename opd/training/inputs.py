@@ -104,7 +104,7 @@ class Choice:
     tokenizer: Any
     limit: int
     why: str
-    stop: bool
+    remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
     ids: dict[str, np.ndarray] = field(default_factory=dict)
     unjudged: int = 0
     too_long: int = 0
@@ -115,15 +115,18 @@ class Choice:
             return False
         ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs)
         if ids.size > self.limit:
-            if self.stop:
-                raise DataError(
-                    f"held-out prompt {prompt.id!r} has {ids.size:,} tokens, and at most {max(self.limit, 0):,} fit ({self.why}). "
-                    "Shorten it, or leave such rows out: `data: {bad_rows: skip}`."
-                )
+            if self.remedy:
+                fit = f"at most {max(self.limit, 0):,} fit ({self.why})"
+                raise DataError(f"prompt {prompt.id!r} has {ids.size:,} tokens, and {fit}. {self.remedy}")
             self.too_long += 1
             return False
         self.ids[prompt.id] = ids
         return True
+
+    def notes(self, source: str) -> list[str]:
+        """What was left out, in words."""
+        left = {"have nothing to be judged by": self.unjudged, f"are too long ({self.why})": self.too_long}
+        return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
 
 
 def choose_held_out(
@@ -133,18 +136,14 @@ def choose_held_out(
     """At most `count` questions of each domain. Rows without end cannot be mended: there, what is too long is left out."""
     found = HeldOut()
     for spec, source in zip(specs, sources, strict=True):
-        choice = Choice(spec, judges, tokenizer, limit, why, stop=bad_rows == "stop" and source.size is not None)
+        mend = bad_rows == "stop" and source.size is not None
+        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
+        choice = Choice(spec, judges, tokenizer, limit, why, remedy)
         for prompt in source.held_out(count, choice):
             asked = found.questions.setdefault(prompt.domain, [])
             if len(asked) < count:
                 asked.append(Question(prompt, choice.ids[prompt.id]))
-        name = plain(source.name)
-        if choice.unjudged:
-            found.notes.append(
-                f"evaluation: {choice.unjudged:,} held-out prompts of {name} have nothing to be judged by"
-            )
-        if choice.too_long:
-            found.notes.append(f"evaluation: {choice.too_long:,} held-out prompts of {name} are too long ({why})")
+        found.notes += choice.notes(source.name)
     if not any(found.questions.values()):
         found.notes.append(
             "evaluation: there is none, since no held-out prompt can be judged. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
