@@ -47,9 +47,16 @@ class Scanned:
 
 
 def scan(
-    sources: Sequence[Source], specs: Sequence[PromptSource], tokenizer: Any, *, limit: int, why: str,
-    completions: bool = False, bad_rows: BadRows = "stop", told: Told = silent,
-) -> Scanned:  # fmt: skip
+    sources: Sequence[Source],
+    specs: Sequence[PromptSource],
+    tokenizer: Any,
+    *,
+    limit: int,
+    why: str,
+    completions: bool = False,
+    bad_rows: BadRows = "stop",
+    told: Told = silent,
+) -> Scanned:
     """`limit` is the most tokens a prompt may have, for the reason `why`; `completions`: every row needs one."""
     longest, means, notes = 0, [], []
     unusable: list[np.ndarray | None] = []
@@ -147,8 +154,16 @@ def _cache_file(source: RowSource, spec: PromptSource, tokenizer: Any) -> Path |
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
         return None
     contents = [source.fingerprint, *(sha256(path) for path in source.files())]
-    facts = [FORMAT, contents, spec.model_dump(mode="json", exclude={"share"}), source.size, tokenizer.backend_tokenizer.to_str(),
-             tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template]  # fmt: skip
+    facts = [
+        FORMAT,
+        contents,
+        spec.model_dump(mode="json", exclude={"share"}),
+        source.size,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.eos_token_id,
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+    ]
     key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
     root = cache_directory()
     return root / "scans" / f"{key}.json" if root is not None else None

@@ -130,9 +130,16 @@ class Choice:
 
 
 def choose_held_out(
-    sources: Sequence[Source], specs: Sequence[PromptSource], judges: Callable[[Prompt], bool], tokenizer: Any, *,
-    count: int, limit: int, why: str, bad_rows: BadRows,
-) -> HeldOut:  # fmt: skip
+    sources: Sequence[Source],
+    specs: Sequence[PromptSource],
+    judges: Callable[[Prompt], bool],
+    tokenizer: Any,
+    *,
+    count: int,
+    limit: int,
+    why: str,
+    bad_rows: BadRows,
+) -> HeldOut:
     """At most `count` questions of each domain. Rows without end cannot be mended: there, what is too long is left out."""
     found = HeldOut()
     for spec, source in zip(specs, sources, strict=True):
