@@ -26,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from opd.config.paths import is_directory, is_file
 from opd.data.parse import BadRow, csv_cells, csv_row, json_row, json_value, object_of, require_text, text_of
 from opd.errors import DataError
 
@@ -197,12 +198,12 @@ class JoinedRows:
 
 def open_rows(name: str, split: str) -> Rows:
     path = Path(name).expanduser()
-    if path.is_dir():
+    if is_directory(path):
         from opd.data.folders import open_folder
 
         return open_folder(path, split)
     kind = kind_of(path)
-    if path.is_file():
+    if is_file(path):
         if kind is None:
             raise DataError(
                 f"prompts {name!r}: files of this kind cannot be read. Known: {', '.join(READERS)}, and .gz of text."

@@ -12,12 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from opd.config import PromptSource, RewardSpec, SamplerSpec
+from opd.config.overrides import apply_override
+from opd.config.read import read_text
 from opd.config.rewards import read_rewards
 from opd.data.sources import Split, open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
-from opd.overrides import apply_override
 from opd.rewards import Judge
 from opd.rollout.engine import Engine
 from opd.text import cell, plain
@@ -56,7 +57,7 @@ def evaluate_model(
     rewards: str | None = None,
 ) -> Measured:
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
-    specs = [PromptSource(source=source) for source in sources]
+    specs = [_source(source) for source in sources]
     judged = parse_rewards(rewards)
     opened = open_sources(specs, judged=bool(judged))
     judge = Judge(judged, {prompt.domain for source in opened for prompt in source.examples()})
@@ -99,22 +100,28 @@ def parse_rewards(text: str | None) -> dict[str, list[RewardSpec]]:
     """`--rewards`: as in a recipe, `numeric` or `{kind: format, pattern: …}`; or the name of a YAML or JSON file with that."""
     if text is None:
         return {}
-    path = Path(text).expanduser()
+    path, base = Path(text), None
     if path.suffix in (".yaml", ".yml", ".json"):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"--rewards {str(path)!r} cannot be read: {error}.") from None
+        text, base = read_text(path), path.parent
     raw: dict[str, Any] = {}
-    apply_override(raw, f"rewards={text}")
+    apply_override(raw, f"rewards={text}", base)
     try:
         return TypeAdapter(dict[str, list[RewardSpec]]).validate_python(read_rewards(raw["rewards"]))
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in detail["loc"])
-        raise RecipeError(
-            f"--rewards: {where}: {detail['msg'].removeprefix('Value error, ')}; got {detail['input']!r}."
-        ) from None
+        raise RecipeError(f"--rewards: {_first(error)}") from None
+
+
+def _source(name: str) -> PromptSource:
+    try:
+        return PromptSource(source=name)
+    except ValidationError as error:
+        raise RecipeError(f"--prompts: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    detail = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in detail["loc"])
+    return f"{where}: {detail['msg'].removeprefix('Value error, ')}; got {detail['input']!r}."
 
 
 def scores_table(name: str, scores: Mapping[str, Score], what: str = "held-out prompts") -> Table:
