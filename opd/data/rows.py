@@ -218,6 +218,14 @@ def open_rows(name: str, split: str) -> Rows:
     return open_hub(name, split)
 
 
+def local_files(name: str) -> list[Path]:
+    """The file itself, or every file of a folder; none for what is not on this disk."""
+    path = Path(name).expanduser()
+    if is_file(path):
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file()) if is_directory(path) else []
+
+
 def kind_of(path: Path) -> str | None:
     """`.jsonl` for rows.jsonl and rows.jsonl.gz; None: not a kind of file with rows."""
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -22,7 +22,7 @@ from opd.config import PromptSource
 from opd.data.render import render_prompts
 from opd.data.sources import PROGRESS, SHOWN, BadRows, RowSource, Source, Told, refusal, silent
 from opd.errors import DataError, RunDirectoryError
-from opd.files import cache_directory, read_sealed, sha256, write_sealed
+from opd.files import cache_directory, content_hash, read_sealed, write_sealed
 
 PROBE = 256  # prompts looked at of a source without end
 SLACK = 1.25  # room for the later prompts of such a source, beyond the longest of those
@@ -153,7 +153,7 @@ def _cache_file(source: RowSource, spec: PromptSource, tokenizer: Any) -> Path |
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
         return None
-    contents = [source.fingerprint, *(sha256(path) for path in source.files())]
+    contents = [source.fingerprint, *(content_hash(path) for path in source.files())]
     facts = [
         FORMAT,
         contents,

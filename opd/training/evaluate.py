@@ -22,7 +22,7 @@ from opd.models import load_model
 from opd.rewards import Judge
 from opd.rollout.engine import Engine
 from opd.text import cell, plain
-from opd.training.inputs import Choice
+from opd.training.prompts import Choice
 from opd.training.stage import pick_device
 from opd.types import Sampling
 

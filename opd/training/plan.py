@@ -11,7 +11,7 @@ from opd.models import load_config, load_tokenizer, parameter_count
 from opd.models.tokenizers import require_same
 from opd.rewards import Judge
 from opd.teachers.router import routes
-from opd.training.inputs import look_at_prompts, open_prompts
+from opd.training.prompts import look_at_prompts, open_prompts
 from opd.training.stage import pick_device
 
 BYTES = {"float32": 4, "bfloat16": 2}

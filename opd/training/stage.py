@@ -26,9 +26,9 @@ from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
 from opd.text import code, plain
 from opd.training.average import weight_average
-from opd.training.inputs import look_at_prompts, open_prompts, response_limit
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
+from opd.training.prompts import look_at_prompts, open_prompts, response_limit
 from opd.training.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling
 
