@@ -244,7 +244,7 @@ def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str
         with pytest.raises(DataError, match=words):
             open_source(PromptSource(source=source, **change))
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
-    with pytest.raises(DataError, match="options .* are for task"):
+    with pytest.raises(DataError, match=r"options .* are for task"):
         open_source(PromptSource(source=rows, options={"digits": 3}))
     with pytest.raises(DataError, match="a file has no split 'test'"):
         open_source(PromptSource(source=rows, split="test"))
