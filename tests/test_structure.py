@@ -16,7 +16,7 @@ ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
     {"errors", "types", "config", "overrides", "files", "lock"},
-    {"objectives", "data"},
+    {"objectives", "data", "sandbox"},
     {"models"},
     {"rollout", "rewards", "teachers"},
     {"evaluation"},

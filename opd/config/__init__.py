@@ -14,7 +14,7 @@ from opd.config.read import (
     shipped_recipes,
     validate,
 )
-from opd.config.rewards import RewardSpec
+from opd.config.rewards import Rewards, RewardSpec
 from opd.config.stage import (
     Checkpoint,
     EarlyStop,
@@ -44,6 +44,7 @@ __all__ = [
     "PromptSource",
     "Recipe",
     "RewardSpec",
+    "Rewards",
     "Rollouts",
     "SamplerSpec",
     "Stage",

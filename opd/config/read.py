@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from opd.config.rewards import rewards_schema
 from opd.config.stage import Recipe, Stage
 from opd.errors import RecipeError
 from opd.overrides import apply_override, merge
@@ -160,10 +161,7 @@ def recipe_schema() -> dict[str, Any]:
     properties["prompts"]["items"] = {"anyOf": [short, properties["prompts"]["items"]]}
     term = properties["objective"]["items"]
     properties["objective"] = {"anyOf": [term, {"type": "array", "items": term}]}
-    reward = {"anyOf": [short, properties["rewards"]["additionalProperties"]["items"]]}
-    rewards = {"anyOf": [*reward["anyOf"], {"type": "array", "items": reward}]}
-    by_domain = {"type": "object", "additionalProperties": rewards}
-    properties["rewards"] = {"anyOf": [*rewards["anyOf"], by_domain]}
+    properties["rewards"] = rewards_schema(properties["rewards"])
     properties["log"] = {"anyOf": [short, {"type": "array", "items": short}, properties["log"]]}
     stage = {"type": "object", "additionalProperties": False, "properties": dict(properties), "required": ["name"]}
     schema["properties"] = {**properties, "name": {"type": "string"}, "stages": {"type": "array", "items": stage}}

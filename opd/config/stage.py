@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.base import SETTINGS, Count, Dtype, Fraction, Positive
 from opd.config.objective import Term
-from opd.config.rewards import RewardSpec, read_rewards
+from opd.config.rewards import Rewards, read_rewards
 
 
 class Lora(BaseModel):
@@ -212,9 +212,7 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
-    rewards: dict[str, list[RewardSpec]] = Field(
-        default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
-    )
+    rewards: Rewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

@@ -136,6 +136,7 @@ class Pipeline:
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
+                say=self._progress.say,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None

@@ -11,6 +11,7 @@ from opd.data.render import render_prompt
 from opd.data.sources import open_source
 from opd.models import load_config, load_tokenizer, parameter_count
 from opd.models.tokenizers import require_same
+from opd.rewards import check_rewards
 from opd.teachers.router import routes
 from opd.training.stage import PROBE, pick_device
 
@@ -69,6 +70,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     for spec in stage.prompts:
         source = open_source(spec)
         prompts += [(source.train(index), spec) for index in range(min(PROBE, source.size or PROBE))]
+    check_rewards(stage.rewards, [prompt for prompt, _ in prompts])
     lengths = [render_prompt(prompt, tokenizer, spec.chat_template_kwargs).size for prompt, spec in prompts]
     table = routes(
         stage.teachers,
