@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
+from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
     name="opd",
@@ -26,10 +28,30 @@ store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
+ERROR = 8000  # characters of a message
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from opd import __version__
+
+        print(f"opd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """On-policy distillation: the student samples, the teachers score every token."""
 
 
 def main() -> None:
     """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
     try:
         app()
     except Preempted:
@@ -39,8 +61,11 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(STOPPED)
+    except BrokenPipeError:  # `opd schema | head`
+        sys.stdout = None
+        sys.exit(1)
     except OpdError as error:
-        print(f"opd: {error}", file=sys.stderr)
+        print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -57,27 +82,29 @@ def run(
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
+    from opd.config.names import check_output
 
     loaded = load_recipe(recipe, overrides or ())
+    wanted = check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.training.plan import make_plan
 
         plans = make_plan(loaded)
-        print(loaded.to_yaml())
+        print(printable(loaded.to_yaml()))
         for plan in plans:
-            print("\n".join(plan.lines()))
+            print("\n".join(map(plain, plan.lines())))
         return
     from rich.console import Console
 
     from opd.run import new_directory
     from opd.run import run as start
 
-    directory = new_directory(out or Path("runs") / loaded.name)
+    directory = new_directory(wanted)
     console = Console()
     try:
         start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
     finally:
-        console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+        console.print(f"run directory: {plain(directory)}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class Mode(StrEnum):
@@ -107,7 +134,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure pass@1 and pass@k of a model on held-out prompts."""
@@ -141,7 +168,7 @@ def list_recipes() -> None:
 
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        print(f"{name:32} {first}")
+        print(plain(f"{name:32} {first}"))
 
 
 @recipes.command("show")
@@ -149,7 +176,7 @@ def show_recipe(name: str) -> None:
     """Print a shipped recipe."""
     from opd.config import find_recipe
 
-    print(find_recipe(name).read_text(encoding="utf-8"), end="")
+    print(printable(find_recipe(name).read_text(encoding="utf-8")), end="")
 
 
 @recipes.command("copy")
@@ -161,10 +188,14 @@ def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Defau
     target = to or Path(source.name)
     if target.is_dir():
         target = target / source.name
-    if target.exists():
-        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml")
-    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    print(f"wrote {target}; run it with: opd run {target}")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(target)!r} cannot be written: {error}.") from None
+    print(plain(f"wrote {target}; run it with: opd run {target}"))
 
 
 @models.command("list")
@@ -173,7 +204,7 @@ def list_models() -> None:
     from opd.models.catalog import catalog
 
     for line in catalog():
-        print(line)
+        print(plain(line))
 
 
 @models.command("export")
@@ -181,8 +212,11 @@ def export_model(name: str, to: Path) -> None:
     """Write a model as a plain Hugging Face directory."""
     from opd.models.catalog import export
 
-    export(name, to)
-    print(f"wrote {to}")
+    try:
+        export(name, to)
+    except OSError as error:
+        raise UserError(f"{str(to)!r} cannot be written: {error.strerror or error}.") from None
+    print(plain(f"wrote {to}"))
 
 
 @models.command("build")
@@ -202,7 +236,7 @@ def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -
     from opd.rollout.store.repair import check
 
     report = check(run)
-    print("\n".join(report.lines()))
+    print("\n".join(map(plain, report.lines())))
     if report.damages:
         raise typer.Exit(1)
 
@@ -214,7 +248,7 @@ def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the 
     from opd.rollout.store.repair import find_log, repair
 
     with RunLock(find_log(run).parent):
-        print("\n".join(repair(run)))
+        print("\n".join(map(plain, repair(run))))
 
 
 if __name__ == "__main__":

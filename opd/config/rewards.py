@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -120,16 +120,18 @@ def read_rewards(value: Any) -> Any:
         return {"domains": {DEFAULT: _list(rest)}, **own}
     if isinstance(rest.get("domains"), Mapping) and len(rest) == 1:  # spelt out, as in a resolved recipe
         rest = rest["domains"]
-    return {"domains": {str(domain): _list(entry) for domain, entry in rest.items()}, **own}
+    return {"domains": {str(domain): _list(entry) for domain, entry in rest.items() if entry is not None}, **own}
 
 
 def rewards_schema(spelt_out: Mapping[str, Any]) -> dict[str, Any]:
     """JSON schema of every way to write rewards."""
-    reward = [{"type": "string"}, {"$ref": "#/$defs/RewardSpec"}]
-    some = [*reward, {"type": "array", "items": {"anyOf": reward}}]
+    words = [{"enum": list(get_args(Kind))}, {"type": "string", "pattern": ":"}]
+    reward = [*words, {"$ref": "#/$defs/RewardSpec"}]
+    some = [*reward, {"type": "array", "items": {"anyOf": reward}, "minItems": 1}]
     own = {key: Rewards.model_json_schema()["properties"][key] for key in RESERVED}
-    by_domain = {"type": "object", "properties": own, "additionalProperties": {"anyOf": some}}
-    return {"anyOf": [*some, spelt_out, by_domain, {"type": "null"}]}
+    alone = {"type": "object", "properties": own, "required": ["kind", "stop_after"]}  # a single reward with it
+    by_domain = {"type": "object", "properties": own, "additionalProperties": {"anyOf": [*some, {"type": "null"}]}}
+    return {"anyOf": [*some, alone, spelt_out, by_domain]}
 
 
 def _list(value: Any) -> list[Any]:

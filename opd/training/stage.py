@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
+from opd.text import code
 from opd.training.average import weight_average
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
@@ -235,12 +237,13 @@ class StageRun:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.") from None
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
     return device
 
 
@@ -273,15 +276,17 @@ def _check_trajectories(spec: Stage) -> None:
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
-    teachers = "\n".join(f"- {name}: `{teacher.model}`" for name, teacher in spec.teachers.items()) or "- none"
-    terms = "\n".join(f"- {term.model_dump_json(exclude_defaults=True)}" for term in spec.objective)
+    teachers = (
+        "\n".join(f"- {code(name)}: {code(teacher.model)}" for name, teacher in spec.teachers.items()) or "- none"
+    )
+    terms = "\n".join(f"- {code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
         f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {spec.name}, step {step}\n\nTrained with opd from `{spec.student.model}`.\n\n"
+        f"# {code(spec.name)}, step {step}\n\nTrained with opd from {code(spec.student.model)}.\n\n"
         f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
     )
 
