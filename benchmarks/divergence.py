@@ -358,7 +358,7 @@ def cpu_worker(name: str, n: int, v: int, ds: int, dt: int) -> None:
     )
 
 
-def table_cpu(n: int = 2048, v: int = 49152, ds: int = 576, dt: int = 576) -> dict[str, Any]:
+def table_cpu(n: int, v: int, ds: int = 576, dt: int = 576) -> dict[str, Any]:
     rows = []
     for name in (
         "naive torch",
@@ -378,6 +378,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--widths", nargs="+", type=int, default=[1024, 2048])
+    parser.add_argument("--tokens", type=int, default=2048, help="CPU")
+    parser.add_argument("--vocabulary", type=int, default=49152, help="CPU")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -397,7 +399,7 @@ def main() -> None:
     elif arguments.sweep:
         name, found = "divergence-sweep", {"rows": sweep(1024)}
     elif arguments.device == "cpu":
-        found = table_cpu()
+        found = table_cpu(arguments.tokens, arguments.vocabulary)
     else:
         offer_datasets_stub()
         found = table_cuda(arguments.kinds, arguments.widths, not arguments.no_peers)
