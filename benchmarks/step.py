@@ -288,8 +288,8 @@ def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, fl
     import numpy as np
     import torch
 
+    from opd.divergence import divergence
     from opd.models.packing import Pack
-    from opd.objectives import divergence
     from opd.types import Author, Rollout
 
     rollouts = []

@@ -143,7 +143,7 @@ def load_model(
     if lora is not None:
         model.add_lora(lora)
     if gradient_checkpointing:
-        model.module.gradient_checkpointing_enable({"use_reentrant": False})
+        model.checkpoint_layers()
     return model
 
 
