@@ -58,8 +58,7 @@ class Variant:
     """A way to run TRL. `compact` projects real tokens only, which stock TRL does on GPUs but not on a CPU."""
 
     name: str
-    batch: int
-    accumulate: int
+    accumulate: int  # the prompts of a step are split into so many batches
     optimiser: str
     compact: bool
 
@@ -67,10 +66,10 @@ class Variant:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("stock", 16, 1, "adamw_torch_fused", compact=False),
-        Variant("compact", 16, 1, "adamw_torch_fused", compact=True),
-        Variant("accumulate", 4, 4, "adamw_torch_fused", compact=True),
-        Variant("unfused", 16, 1, "adamw_torch", compact=True),
+        Variant("stock", 1, "adamw_torch_fused", compact=False),
+        Variant("compact", 1, "adamw_torch_fused", compact=True),
+        Variant("accumulate", 4, "adamw_torch_fused", compact=True),
+        Variant("unfused", 1, "adamw_torch", compact=True),
     )
 }
 
@@ -395,7 +394,7 @@ def work_trl(pipe: Connection, job: Job, variant: Variant) -> None:
     config = DistillationConfig(
         output_dir=str(job.directory / "trl"), max_steps=job.steps, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, adam_beta2=0.95, max_grad_norm=CLIP, optim=variant.optimiser,
-        per_device_train_batch_size=variant.batch, gradient_accumulation_steps=variant.accumulate,
+        per_device_train_batch_size=len(job.prompts) // variant.accumulate, gradient_accumulation_steps=variant.accumulate,
         gradient_checkpointing=False, bf16=False, use_cpu=True, beta=1.0, temperature=1.0, top_p=1.0, top_k=0,
         max_completion_length=job.new_tokens, shuffle_dataset=False, save_strategy="no", logging_steps=1,
         report_to="none", disable_tqdm=True,
