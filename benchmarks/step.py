@@ -223,6 +223,9 @@ class ForcedLengths:
     def __init__(self, engine: Any, lengths: dict[tuple[int, ...], int]) -> None:
         self.engine, self.lengths = engine, lengths
 
+    def load(self, weights: Any) -> None:
+        self.engine.load(weights)
+
     def sample(self, requests: Iterable[Any]) -> Iterator[Any]:
         for_each = (
             replace(
