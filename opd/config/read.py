@@ -13,12 +13,11 @@ from pydantic import ValidationError
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
 from opd.config.paths import anchored, is_directory, is_file
-from opd.config.refusals import refuse_recipe, refuse_stage
+from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.config.text import LONGEST, cut, parse_yaml, plain, shown
 from opd.errors import RecipeError
 
-STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 MISTAKES = 10  # named in one message
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
