@@ -11,6 +11,7 @@ from opd.config.read import (
     resolve,
     shipped_recipes,
     validate,
+    written,
 )
 from opd.config.rewards import RewardSpec
 from opd.config.schema import recipe_schema
@@ -59,4 +60,5 @@ __all__ = [
     "resolve",
     "shipped_recipes",
     "validate",
+    "written",
 ]
