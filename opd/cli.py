@@ -79,6 +79,10 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Use this very directory, and go on if a run has begun there: for job scripts."),
+    ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
@@ -96,15 +100,9 @@ def run(
         return
     from rich.console import Console
 
-    from opd.run import new_directory
     from opd.run import run as start
 
-    directory = new_directory(wanted)
-    console = Console()
-    try:
-        start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
-    finally:
-        console.print(f"run directory: {plain(directory)}", highlight=False, markup=False, emoji=False, soft_wrap=True)
+    start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
 
 
 class Mode(StrEnum):
@@ -138,13 +136,14 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure pass@1 and pass@k of a model on held-out prompts."""
+    from opd.files import json_text
     from opd.training.evaluate import evaluate_model
 
     scores = evaluate_model(
         model, prompts, k=k, count=n, temperature=temperature, max_new_tokens=max_new_tokens, device=device, seed=seed
     )
     if as_json:
-        print(json.dumps({domain: score.to_json() for domain, score in scores.items()}, indent=1))
+        print(json_text({domain: score.to_json() for domain, score in scores.items()}, indent=1))
         return
     from rich.console import Console
 

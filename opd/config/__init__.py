@@ -11,6 +11,7 @@ from opd.config.read import (
     resolve,
     shipped_recipes,
     validate,
+    written,
 )
 from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
@@ -60,4 +61,5 @@ __all__ = [
     "resolve",
     "shipped_recipes",
     "validate",
+    "written",
 ]

@@ -123,7 +123,7 @@ class SamplerSpec(BaseModel):
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
-    lr: float = Field(1e-4, gt=0, le=100)
+    lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = Field(0.0, ge=0, le=1000)
