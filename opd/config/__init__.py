@@ -11,8 +11,9 @@ from opd.config.read import (
     resolve,
     shipped_recipes,
     validate,
+    written,
 )
-from opd.config.rewards import RewardSpec
+from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
@@ -46,6 +47,7 @@ __all__ = [
     "PromptSource",
     "Recipe",
     "RewardSpec",
+    "Rewards",
     "Rollouts",
     "SamplerSpec",
     "Stage",
@@ -61,4 +63,5 @@ __all__ = [
     "resolve",
     "shipped_recipes",
     "validate",
+    "written",
 ]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
 from opd.config.names import check_name
 from opd.config.objective import Term
-from opd.config.rewards import RewardSpec, read_rewards
+from opd.config.rewards import Rewards, read_rewards
 
 
 class Lora(BaseModel):
@@ -135,7 +135,7 @@ class SamplerSpec(BaseModel):
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
-    lr: float = Field(1e-4, gt=0, le=100)
+    lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = Field(0.0, ge=0, le=1000)
@@ -233,9 +233,7 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
-    rewards: dict[str, list[RewardSpec]] = Field(
-        default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
-    )
+    rewards: Rewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

@@ -51,7 +51,7 @@ class Generator:
         return [prompt for index in range(count) if wanted(prompt := self.train(index))]
 
     def examples(self) -> list[Prompt]:
-        return [self.train(0)]
+        return [self.train(index) for index in range(8)]
 
 
 class TaskSource(Generator):

@@ -24,6 +24,7 @@ from opd.errors import DataError
 from opd.types import Prompt
 
 HELD_OUT_ROWS = 0.1  # of a file without an eval_source, taken from its end
+EXAMPLES = 8  # prompts that stand for others of their domain
 SHOWN = 5  # bad rows that a message names
 PROGRESS = 5000  # rows between two signs of life
 
@@ -52,7 +53,7 @@ class Source(Protocol):
         """Of a split, at most `count` of each domain (None: all there are)."""
 
     def examples(self) -> list[Prompt]:
-        """Training prompts that between them have every domain, with something to check answers by and without."""
+        """A few training prompts of every domain, with something to check answers by and without."""
 
 
 def open_source(spec: PromptSource) -> Source:
@@ -118,13 +119,13 @@ def _hold_out_together(sources: Sequence[GymSource]) -> None:
 
 
 class Survey:
-    """What one pass over rows tells: which can be used, which have a completion, and prompts that stand for all."""
+    """What one pass over rows tells: which can be used, which have a completion, and rows that stand for all."""
 
     def __init__(self, rows: Rows, count: int, spec: PromptSource, name: str, told: Told) -> None:
         self.usable, self.complete = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
         self.checkable = False
         self.reasons: list[str] = []  # of the first bad rows
-        self.examples: dict[tuple[str, bool], int] = {}  # (domain, has a verifier) -> the first such row
+        self.examples: dict[tuple[str, bool], list[int]] = {}  # (domain, has a verifier) -> the first such rows
         unseen, columns = set(spec.columns.values()), dict[str, None]()
         domain = default_domain(spec)
         for index, row in zip(range(count), rows.each(), strict=False):
@@ -154,7 +155,9 @@ class Survey:
         self.usable[index] = True
         self.complete[index] = bool(prompt.fields.get("completion"))
         self.checkable = self.checkable or any(key in prompt.fields for key in CHECKABLE)
-        self.examples.setdefault((prompt.domain, "verifier" in prompt.fields), index)
+        alike = self.examples.setdefault((prompt.domain, "verifier" in prompt.fields), [])
+        if len(alike) < EXAMPLES:
+            alike.append(index)
 
 
 class RowSource:
@@ -214,7 +217,8 @@ class RowSource:
                 yield self._prompt(self._held, self._held_from + int(index), f"heldout/{index}")
 
     def examples(self) -> list[Prompt]:
-        return [self.train(index) for index in self.survey.examples.values() if index < (self.size or 0)]
+        found = (index for alike in self.survey.examples.values() for index in alike)
+        return [self.train(index) for index in found if index < (self.size or 0)]
 
     def _prompt(self, rows: Rows, index: int, where: str) -> Prompt:
         try:

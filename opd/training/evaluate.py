@@ -19,7 +19,7 @@ from opd.data.sources import Split, open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
-from opd.rewards import Judge
+from opd.rewards import check_rewards
 from opd.rollout.engine import Engine
 from opd.text import cell, plain
 from opd.training.prompts import Choice
@@ -60,9 +60,10 @@ def evaluate_model(
     specs = [_source(source) for source in sources]
     judged = parse_rewards(rewards)
     opened = open_sources(specs, judged=bool(judged))
-    judge = Judge(judged, {prompt.domain for source in opened for prompt in source.examples()})
+    examples = [prompt for source in opened for prompt in source.examples()]
+    judge = check_rewards(judged, examples)
     chosen = [split or ("heldout" if source.size is None else "all") for source in opened]
-    if not any(judge.judges(prompt) for source in opened for prompt in source.examples()):
+    if not any(map(judge.judges, examples)):
         raise DataError(
             f"prompts {', '.join(sources)}: no prompt has an answer to check. Give rows an `answer` column, or set --rewards."
         )

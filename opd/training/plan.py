@@ -9,7 +9,7 @@ from typing import Any
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.models import load_config, load_tokenizer, parameter_count
 from opd.models.tokenizers import require_same
-from opd.rewards import Judge
+from opd.rewards import check_rewards
 from opd.teachers.router import routes
 from opd.training.prompts import look_at_prompts, open_prompts
 from opd.training.stage import pick_device
@@ -68,7 +68,9 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     tokenizer = load_tokenizer(resolve(stage.student.model), stage.student.revision)
     sources = open_prompts(stage)
-    domains = [prompt.domain for source in sources for prompt in source.examples()]
+    examples = [prompt for source in sources for prompt in source.examples()]
+    judge = check_rewards(stage.rewards, examples)
+    domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     table = routes(stage.teachers, domains, [role for term in stage.objective for role in term.roles])
     for teacher in stage.teachers.values():
         require_same(
@@ -79,7 +81,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     config = load_config(resolve(stage.student.model), stage.student.revision)
     configs = [config, *(load_config(resolve(spec.model), spec.revision) for spec in stage.teachers.values())]
     context = min(int(each.max_position_embeddings) for each in configs)
-    inputs = look_at_prompts(stage, sources, tokenizer, Judge(stage.rewards, domains).judges, context)
+    inputs = look_at_prompts(stage, sources, tokenizer, judge.judges, context)
     trained = student if stage.student.lora is None else _lora_parameters(config, stage.student.lora.rank)
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens

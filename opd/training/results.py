@@ -39,10 +39,10 @@ class StageResult:
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
 
-    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float) -> bool:
+    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
         self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
-        better = self.best_value is None or value > self.best_value
+        better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
             self.best_value, self.best_step = value, step
         self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
@@ -88,7 +88,7 @@ class StageResult:
         before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)
         line: dict[str, Any] = {
             "before": before.value, "after": after.value if after else None, "teacher": teacher.value if teacher else None,
-            "n": before.n, "stderr": (after or before).stderr,
+            "n": before.n, "stderr": (after or before).stderr, "score": (after or before).score,
         }  # fmt: skip
         if domain in self.weight_average:
             line["weight_average"] = self.weight_average[domain].value
@@ -112,16 +112,19 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
     return [domain] if domain else list(domains)
 
 
-def watched(scores: Mapping[str, Score], metric: str) -> float:
+def watched(scores: Mapping[str, Score], metric: str) -> float | None:
+    """None: nothing of it could be judged."""
     values = [scores[domain].value for domain in watched_domains(metric, list(scores))]
-    return sum(values) / len(values)
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def normalised(before: Score, after: Score | None, teacher: Score | None) -> float | None:
     """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
-    if after is None or teacher is None or teacher.value <= before.value:
+    start, end, goal = (score.value if score is not None else None for score in (before, after, teacher))
+    if start is None or end is None or goal is None or goal <= start:
         return None
-    return (after.value - before.value) / (teacher.value - before.value)
+    return (end - start) / (goal - start)
 
 
 def results_table(result: StageResult) -> Table:
@@ -153,6 +156,6 @@ def results_table(result: StageResult) -> Table:
 
 def _cell(score: Score | None, own: bool) -> Text:
     """The domain's own teacher has a star, which a log and a pipe keep."""
-    if score is None:
+    if score is None or score.value is None:
         return Text("– ")
     return Text(f"{score.value:.1%}*", style="underline") if own else Text(f"{score.value:.1%} ")

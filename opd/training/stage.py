@@ -13,12 +13,12 @@ from opd.config import Stage
 from opd.config.gates import Perplexity, SelectKD, TurnWeights
 from opd.data.render import decode, render_prompts
 from opd.data.stream import PromptStream, Visit
-from opd.errors import DataError, RecipeError
+from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
-from opd.rewards import Judge
+from opd.rewards import check_rewards
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
@@ -52,7 +52,8 @@ class StageRun:
         self.domains = list(dict.fromkeys(prompt.domain for prompt in examples))
         roles = [role for term in spec.objective for role in term.roles]
         self.routes = routes(spec.teachers, self.domains, roles)
-        self.rewards = Judge(spec.rewards, self.domains)
+        self.rewards = check_rewards(spec.rewards, examples, domains=self.domains, say=say)
+        self._unrewarded = 0  # steps in a row
         _check_trajectories(spec)
         if any(term.outcome for term in spec.objective) and not any(map(self.rewards.judges, examples)):
             raise RecipeError(
@@ -174,6 +175,16 @@ class StageRun:
             self.store.note(rollout.id, score=judgement.score)
         known |= scores
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
+
+    def require_rewarded(self, step: int, scores: Mapping[str, float | None]) -> None:
+        """An objective that lives on rewards learns nothing without any: stop, and say why."""
+        used = any(term.outcome for term in self.spec.objective)
+        self._unrewarded = self._unrewarded + 1 if used and all(score is None for score in scores.values()) else 0
+        if self._unrewarded >= self.spec.rewards.stop_after:
+            raise TrainingError(
+                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewards.last_failure}. "
+                "log.txt has the first failures of each reward; mend the reward, or raise rewards.stop_after."
+            )
 
     def _judged_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         """Verdicts that an earlier process of this run left in the store."""

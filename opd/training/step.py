@@ -33,6 +33,7 @@ def train_step(run: StageRun, step: int) -> dict[str, Any]:
     run.rewards.drain()  # what evaluation judged is not this step's
 
     rollouts, scores, sampled = sample_and_judge(run, clock)
+    run.require_rewarded(step, scores)
 
     with clock("score"):
         signals = score(run, rollouts, step)
