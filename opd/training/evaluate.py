@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import PromptSource, RewardSpec, SamplerSpec
+from opd.config import PromptSource, SamplerSpec
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
-from opd.config.rewards import read_rewards
+from opd.config.rewards import Rewards, read_rewards
 from opd.data.sources import Split, open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
@@ -59,7 +59,7 @@ def evaluate_model(
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     specs = [_source(source) for source in sources]
     judged = parse_rewards(rewards)
-    opened = open_sources(specs, judged=bool(judged))
+    opened = open_sources(specs, judged=bool(judged.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
     judge = check_rewards(judged, examples)
     chosen = [split or ("heldout" if source.size is None else "all") for source in opened]
@@ -97,17 +97,17 @@ def evaluate_model(
     )
 
 
-def parse_rewards(text: str | None) -> dict[str, list[RewardSpec]]:
+def parse_rewards(text: str | None) -> Rewards:
     """`--rewards`: as in a recipe, `numeric` or `{kind: format, pattern: …}`; or the name of a YAML or JSON file with that."""
     if text is None:
-        return {}
+        return Rewards()
     path, base = Path(text), None
     if path.suffix in (".yaml", ".yml", ".json"):
         text, base = read_text(path), path.parent
     raw: dict[str, Any] = {}
     apply_override(raw, f"rewards={text}", base)
     try:
-        return TypeAdapter(dict[str, list[RewardSpec]]).validate_python(read_rewards(raw["rewards"]))
+        return Rewards.model_validate(read_rewards(raw["rewards"]))
     except ValidationError as error:
         raise RecipeError(f"--rewards: {_first(error)}") from None
 

@@ -228,7 +228,9 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
-        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._progress.evaluated(
+            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+        )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()

@@ -33,7 +33,7 @@ class Looked:
 
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
-    judged = any(reward.kind != "verifier" for rewards in spec.rewards.values() for reward in rewards)
+    judged = any(reward.kind != "verifier" for rewards in spec.rewards.domains.values() for reward in rewards)
     return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, judged=judged, told=told)
 
 
