@@ -88,7 +88,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
-    for function in [reward.function for rewards in stage.rewards.values() for reward in rewards if reward.function]:
+    for function in [
+        reward.function for rewards in stage.rewards.domains.values() for reward in rewards if reward.function
+    ]:
         if (module := _module_file(function)) is not None:
             yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
 
