@@ -30,7 +30,7 @@ class DivergenceKind(Choice):
     @property
     def parameters(self) -> dict[str, Any]:
         """By the names that `opd.divergence.divergence` gives them."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
+        return {}
 
     def form(self) -> Form:
         from opd.divergence.formulas import Form
@@ -78,12 +78,20 @@ class JSD(DivergenceKind):
     name: ClassVar[str] = "jsd"
     beta: float = Field(0.5, ge=0, le=1, description="jsd: 0 is forward KL, 1 is reverse KL")
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
 
 class SkewKL(DivergenceKind):
     """KL(T || alpha T + (1 - alpha) S)."""
 
     name: ClassVar[str] = "skew_kl"
     alpha: float = Field(0.1, ge=0, le=0.999, description="skew_kl: the teacher's share of the mixture")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
 
 
 class SkewReverseKL(DivergenceKind):
@@ -92,12 +100,20 @@ class SkewReverseKL(DivergenceKind):
     name: ClassVar[str] = "skew_reverse_kl"
     alpha: float = Field(0.1, ge=0, le=0.999, description="skew_reverse_kl: the student's share of the mixture")
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
 
 class Alpha(DivergenceKind):
     """0 is reverse KL, 1 is forward KL."""
 
     name: ClassVar[str] = "alpha"
     alpha: float = Field(0.5, ge=-2, le=3, description="alpha: 0 is reverse KL, 1 is forward KL")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
 
 
 class TVD(DivergenceKind):

@@ -28,7 +28,7 @@ class Direct(CorrectedTerm):
     support: AnySupport = Field(
         Full(), description="of a direct term: the exact full vocabulary, or the k likeliest ids"
     )
-    temperature: float = Field(1.0, gt=0, description="of the divergence; sampling has its own")
+    temperature: float = Field(1.0, ge=0.01, le=100, description="of the divergence; sampling has its own")
 
     @model_validator(mode="after")
     def _means_something(self) -> Direct:

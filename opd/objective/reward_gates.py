@@ -80,7 +80,6 @@ class Paced(RewardGate):
     compares_samples: ClassVar[bool] = True
     a: float = Field(1.0, ge=0)
     b: float = Field(1.0, ge=0)
-    threshold: float = Field(0.5, description="a reward of at least this is a pass")
 
     def factors(self, view: GateView) -> Arrays:
         rates = self.pass_rates(view)

@@ -155,8 +155,9 @@ AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
 
 def present_authors(rollout: Rollouts) -> dict[str, float]:
     """The share of prompts that each author answers."""
+    student = 1 - rollout.data_share - rollout.teacher_share
     return {
-        "student": 1 - rollout.data_share - rollout.teacher_share,
+        "student": student if student > 1e-9 else 0.0,
         "data": rollout.data_share,
         "teacher": rollout.teacher_share,
     }
@@ -166,13 +167,6 @@ def refusals(view: StageView) -> list[str]:
     """Every mistake of an objective that the recipe alone can show."""
     where = ["objective" if len(view.terms) == 1 else f"objective term {number}" for number in range(len(view.terms))]
     messages = [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]
-    present = present_authors(view.rollout)
-    for author in ("data", "teacher"):
-        if present[author] > 0 and not any(author in term.authors for term in view.terms):
-            messages.append(
-                f"rollout.{author}_share {present[author]:g}: no term of the objective trains on {author} tokens. Remove the share, "
-                "or add a term that does (form: direct or cross_entropy)."
-            )
     for key in ("teacher_share", "teacher_mix"):
         if getattr(view.rollout, key) and "teacher" not in view.roles:
             messages.append(f"rollout.{key} is set, but there is no teacher to sample from.")

@@ -37,7 +37,9 @@ def sample_and_reward(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[
         kept |= {name: members for name, members in groups.items() if not spec.contrast or contrasts(members, rewards)}
         if len(kept) >= spec.prompts:
             break
-    metrics = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    metrics: dict[str, float] = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    if run.stream.skipped:  # prompts that cannot be used, since the stage began
+        metrics["prompts/skipped"] = run.stream.skipped
     return [rollout for members in (kept or groups).values() for rollout in members], rewards, metrics
 
 

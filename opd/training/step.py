@@ -37,6 +37,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     run.rewards.drain()  # what evaluation rewarded is not this step's
 
     rollouts, rewards, sampled = sample_and_reward(run, clock)
+    run.require_rewarded(step, rewards)
 
     with clock("score"):
         signals = score(run, rollouts, step)
