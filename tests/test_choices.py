@@ -147,7 +147,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
             {"objective": {"gate": {"kind": "selectkd", "accept": "speculative"}}, "rollout": {"temperature": 0.7}},
             ["temperature 0.7", "greedy"],
         ),
-        ({"objective": {"coefficient": 0}}, ["coefficient", "0 at every step", "remove the term"]),
+        ({"objective": {"coefficient": 0}}, ["coefficient", "0 at every step", "Remove the term"]),
         ({"objective": {"coefficient": {"value": 0, "to": 0, "over": 5}}}, ["0 at every step"]),
         ({"objective": {"form": "policy_gradient"}, "rollout": {"data_share": 0.5}}, ["data_share 0.5", "no term"]),
         ({"objective": {"on": ["student"]}, "rollout": {"teacher_share": 0.5}}, ["teacher_share 0.5", "no term"]),

@@ -29,9 +29,12 @@ class Schedule(BaseModel):
             raise ValueError("`to` and `over` belong together: {value: 5e-3, to: 1e-3, over: 100}")
         if isinstance(self.until, int) and isinstance(self.after, int) and self.until <= self.after:
             raise ValueError(f"`after` ({self.after}) must be less than `until` ({self.until})")
-        if self.value == 0 and not self.to:
-            raise ValueError("the coefficient is 0 at every step, so the term does nothing: remove the term")
         return self
+
+    @property
+    def never(self) -> bool:
+        """Whether it is 0 at every step."""
+        return self.value == 0 and not self.to
 
     def at(self, step: int, plateau: int | None) -> float:
         """The coefficient of a step, counted from 1. `plateau`: the step after which evaluation stopped improving."""

@@ -104,6 +104,8 @@ class Term(Choice):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         present, inner = present_authors(view.rollout), replace(view, term=self)
+        if self.coefficient.never:
+            yield "the coefficient is 0 at every step, so the term does nothing. Remove the term."
         if not any(present[author] > 0 for author in self.authors):
             yield (
                 f"{self.name} trains on {' and '.join(self.authors)} tokens, but the rollouts have none. "
