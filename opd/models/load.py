@@ -121,6 +121,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    from opd.models.complete import load_complete
     from opd.models.language_model import LanguageModel
 
     config = load_config(name, revision)
@@ -130,13 +131,16 @@ def load_model(
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     hf_logging.disable_progress_bar()
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module = load_complete(
+            AutoModelForCausalLM,
             location.path,
+            name,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa" if _has_sdpa(config) else "eager",
-            use_safetensors=True,
-            **location.arguments,  # pickled weights are never opened
+            attn_implementation="eager" if _caps_scores(config) else None,  # None: fused where the class knows how
+            **location.arguments,
         )
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model {name!r} could not be loaded: {_first_line(error)}") from None
     model = LanguageModel(module.to(device), load_tokenizer(name, revision), name)
@@ -147,9 +151,9 @@ def load_model(
     return model
 
 
-def _has_sdpa(config: Any) -> bool:
-    # Gemma 2 caps its attention scores, which only its eager path does exactly.
-    return getattr(config, "attn_logit_softcapping", None) is None
+def _caps_scores(config: Any) -> bool:
+    """Gemma 2 caps its attention scores, which only its eager path does exactly."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def parameter_count(name: str, revision: str | None = None) -> int:

@@ -12,7 +12,7 @@ from opd.data.sources import open_source
 from opd.errors import DataError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler
 from opd.training.stage import pick_device
 from opd.types import Sampling
 
@@ -43,7 +43,7 @@ def evaluate_model(
         raise DataError(
             f"the longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds the context of {model.context}. Lower --max-new-tokens."
         )
-    engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
+    engine = open_sampler(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     return evaluate(engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed)
 

@@ -19,7 +19,7 @@ from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
 from opd.rewards import Judge
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler
 from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
@@ -29,7 +29,7 @@ from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
 from opd.training.results import watched_domains
 from opd.training.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampling
+from opd.types import Rollout, Sample, Sampler, Sampling
 
 PROBE = 64  # training prompts looked at before the run starts: their domains, lengths and completions
 SLACK = 1.25  # room in a sampler slot beyond the longest probed prompt
@@ -107,7 +107,7 @@ class StageRun:
             )
         self.max_length = min(allowed, int(longest * SLACK) + 8) + response
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine = Engine(
+        self.engine: Sampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
@@ -122,8 +122,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Engine] = {}
-        self._mixed_engines: dict[str, Engine] = {}
+        self._teacher_engines: dict[str, Sampler] = {}
+        self._mixed_engines: dict[str, Sampler] = {}
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
@@ -132,12 +132,12 @@ class StageRun:
         )  # fmt: skip
         self.publish(version=0)
 
-    def teacher_engine(self, name: str) -> Engine:
+    def teacher_engine(self, name: str) -> Sampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Engine:
+    def mixed_engine(self, name: str) -> Sampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -145,9 +145,9 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Engine:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return Engine(
+        return open_sampler(
             model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
@@ -198,7 +198,7 @@ class StageRun:
                     )
         return {domain: asked for domain, asked in found.items() if asked}
 
-    def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
