@@ -38,10 +38,12 @@ HARMLESS = {"position_ids", "cache_position"}  # tensors that stock classes pass
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
-    layout: Layout, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    layout: Layout | None = None, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """`s_aux` are attention sinks: one score per head that takes part in the softmax and leads nowhere."""
+    if layout is None:
+        raise Unknown("its layers do not pass arguments on to their attention")
     if attention_mask is not None:
         raise Unknown("it masks attention in a way of its own")
     for name, value_given in others.items():

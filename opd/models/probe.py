@@ -35,6 +35,7 @@ INDEXED = (
     "index_topk_blocks",
     "indexer_compress_ratio",
 )  # attention to chosen tokens, once there are many
+FOREIGN_LAYERS = "its layers do not go through transformers' attention interface"
 # What a stock class raises when it is called in a way it does not know: a keyword, a shape, a missing piece.
 FOREIGN = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, ImportError)
 
@@ -69,11 +70,17 @@ def _unpackable(config: Any) -> str:
 def _try(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tensor]) -> str:
     try:
         model.module.set_attn_implementation(attention.NAME)
-        return _compare(model, route, ids_T, stock)
+        wrong = _compare(model, route, ids_T, stock)
+        return FOREIGN_LAYERS if wrong and not takes_our_attention(model) else wrong
     except Unknown as reason:
         return str(reason)
     except FOREIGN as error:
         return f"it does not take our attention ({first_line(error)})"
+
+
+def takes_our_attention(model: LanguageModel) -> bool:
+    """Classes with attention of their own stay as they are. Some can be packed all the same: they mask by the positions."""
+    return bool(model.module.config._attn_implementation == attention.NAME)
 
 
 def _stock(model: LanguageModel, ids_T: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from opd.config import SamplerSpec
 from opd.errors import ModelError
 from opd.models.attention import Packed, Unknown
 from opd.models.language_model import LanguageModel
-from opd.models.probe import FOREIGN, far, first_line, narrow_windows
+from opd.models.probe import FOREIGN, FOREIGN_LAYERS, far, first_line, narrow_windows, takes_our_attention
 from opd.models.routes import PackedRoute
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
@@ -51,6 +51,8 @@ def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
     route = model.route
     if not isinstance(route, PackedRoute):
         return route.why
+    if not takes_our_attention(model):
+        return FOREIGN_LAYERS
     if route.limit is not None and max_length > route.limit:
         return f"sequences of {max_length} tokens are longer than the {route.limit} for which its rotary frequencies are fixed"
     try:
