@@ -9,7 +9,7 @@ Behind a causal model's own mask or recurrence no real token sees the padding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +19,11 @@ from opd.models.attention import Packed
 STRETCH = 2  # a rectangle's longest sequence is at most this many times its shortest, so at most half of it is padding
 
 
-class Route(Protocol):
-    name: str
-    why: str  # not packed; empty where it is
-    limit: int | None  # the longest sequence for which longrope's frequencies are fixed
-
-    def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
-        """Final hidden states (T, D) of the sequences that `layout` describes."""
-        ...
-
-
 @dataclass(frozen=True)
 class PackedRoute:
     """All sequences back to back in one row, through our attention.
 
-    Beyond `limit` longrope's frequencies follow the largest position of the batch, so every sequence goes alone.
+    Beyond `limit` tokens longrope's frequencies follow the largest position of the batch, so every sequence goes alone.
     """
 
     limit: int | None = None
@@ -41,6 +31,7 @@ class PackedRoute:
     why: str = ""
 
     def hidden(self, backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
+        """Final hidden states (T, D) of the sequences that `layout` describes."""
         if self.limit is None or max(layout.lengths) <= self.limit:
             return _packed(backbone, ids_T, layout)
         parts = ids_T.split(list(layout.lengths))
@@ -79,6 +70,9 @@ class StockRoute:
                 groups.append([])
             groups[-1].append(index)
         return groups
+
+
+Route = PackedRoute | StockRoute
 
 
 def _packed(backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:

@@ -55,6 +55,10 @@ def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
         return FOREIGN_LAYERS
     if route.limit is not None and max_length > route.limit:
         return f"sequences of {max_length} tokens are longer than the {route.limit} for which its rotary frequencies are fixed"
+    return _wrong_in_slots(model)
+
+
+def _wrong_in_slots(model: LanguageModel) -> str:
     try:
         with torch.no_grad(), narrow_windows(model.module):
             pairs = _probe(model)
@@ -62,9 +66,8 @@ def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
         return str(reason)
     except FOREIGN as error:
         return f"it does not take our cache ({first_line(error)})"
-    if any(far(ours, whole, model.dtype) for ours, whole in pairs):
-        return "its cache is not plain keys and values"
-    return ""
+    wrong = any(far(ours, whole, model.dtype) for ours, whole in pairs)
+    return "its cache is not plain keys and values" if wrong else ""
 
 
 def _probe(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
