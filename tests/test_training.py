@@ -291,7 +291,8 @@ def test_out_of_memory_names_the_knob(
     monkeypatch.setattr(target, explode)
     with pytest.raises(TrainingError, match=rf"out of memory in phase '{phase}'.*{knob}"):
         opd.run(recipe(models, eval={"prompts": 0}), out=tmp_path / "run")
-    verify_checkpoint(opd.Run(tmp_path / "run").model)
+    run = opd.Run(tmp_path / "run")
+    assert (run.summary["status"], run.checkpoints) == ("failed", [])  # in step 1 the student is what it was
 
 
 def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_path: Path) -> None:
@@ -330,6 +331,12 @@ def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_pa
     for index, (change, kind, words) in enumerate(cases):
         with pytest.raises(kind, match=words):
             opd.run(recipe(models, **change), out=tmp_path / f"run{index}")
+        assert not (tmp_path / f"run{index}").exists()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RecipeError, match="device"):
+        opd.run(recipe(models, device="cuda:77"), out=empty)
+    assert list(empty.iterdir()) == []
 
 
 def test_a_long_prompt_later_on_loses_nothing(models: dict[str, str], tmp_path: Path) -> None:

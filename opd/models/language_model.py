@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from opd.divergence import Projection
 from opd.errors import ModelError
 from opd.models import lora
 from opd.models.attention import Packed
@@ -23,7 +24,6 @@ from opd.models.probe import choose_route, rotary_limit
 from opd.models.recompute import checkpoint_layers, plain_layers
 from opd.models.routes import Route
 from opd.models.tokenizers import stop_ids
-from opd.objectives import Projection
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:

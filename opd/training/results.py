@@ -32,7 +32,7 @@ class StageResult:
     seconds: float = 0.0
     saved: int | None = None  # step of the newest checkpoint
     best: Path | None = None
-    best_value: float = float("-inf")
+    best_value: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
     plateau: int | None = None  # the step after which evaluation had stopped improving
@@ -41,7 +41,7 @@ class StageResult:
     def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float) -> bool:
         """Remember an evaluation; True when it is the best so far."""
         self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
-        better = value > self.best_value
+        better = self.best_value is None or value > self.best_value
         if better:
             self.best_value, self.best_step = value, step
         self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
@@ -52,7 +52,11 @@ class StageResult:
 
     def to_json(self) -> dict[str, Any]:
         evals = {domain: self._domain(domain) for domain in self.before}
-        best = {"step": self.best_step, "value": self.best_value, "path": str(self.best)} if self.best else None
+        best = (
+            {"step": self.best_step, "value": self.best_value, "path": f"checkpoints/{self.name}/{self.best.name}"}
+            if self.best
+            else None
+        )
         return {
             "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
