@@ -5,13 +5,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers import CHARACTERS, EOS, PAD
+from opd.config import Lora
+from opd.errors import ModelError
+from opd.models import load_model
+from opd.models.language_model import LanguageModel
+from opd.rollout.choose import unfit_for_slots
+from tests.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families: written by `python -m tests.families` -->", "<!-- end of families -->"
+HEAD = ("family", "class", "sequences", "sampler", "LoRA", "why not packed, or refused")
 
 VOCABULARY = len(CHARACTERS) + 4
 SHAPE = {
@@ -176,3 +187,68 @@ FAMILIES = (
     Family("XLM", "xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2}, refused="causal"),
     Family("CPM-Ant", "cpmant", refused="causal"),
 )  # fmt: skip
+
+
+def load_family(family: Family, directory: Path) -> LanguageModel:
+    """Saved by its stock class, loaded as a recipe would."""
+    family.build().save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return load_model(str(directory))
+
+
+def row(family: Family, found: LanguageModel | ModelError) -> list[str]:
+    """The family's line in docs/models.md."""
+    if isinstance(found, ModelError):
+        reason = (
+            str(found)
+            .partition(": ")[2]
+            .removesuffix(" Use another model.")
+            .removesuffix(".")
+            .partition(" (they differ")[0]
+        )
+        return [family.name, f"`{family.model_type}`", "refused", "–", "–", reason]
+    limit = found.route.limit or 64
+    why = unfit_for_slots(found, limit)
+    sequences = {"packed": "packed", "padded": "padded", "alone": "one at a time"}[found.route.name]
+    if found.route.limit is not None:
+        sequences += f", one at a time beyond {LIMIT}"
+    sampler = "one request at a time" if why else "slots"
+    if found.route.limit is not None and not why:
+        sampler += f", one request at a time beyond {LIMIT}"
+    return [family.name, f"`{family.model_type}`", sequences, sampler, _lora(found), why]
+
+
+LIMIT = "the original context"
+
+
+def _lora(model: LanguageModel) -> str:
+    try:
+        model.add_lora(Lora(rank=2))
+    except ModelError:
+        return "refused"
+    return "yes"
+
+
+def page_rows() -> list[list[str]]:
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def write_page() -> None:
+    rows = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                rows.append(row(family, load_family(family, Path(directory))))
+            except ModelError as error:
+                rows.append(row(family, error))
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, *rows)]
+    lines.insert(1, "|" + "---|" * len(HEAD))
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(before + "\n".join([BEGIN, *lines, END]) + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page()
