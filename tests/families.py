@@ -189,6 +189,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
+def family_named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def load_family(family: Family, directory: Path) -> LanguageModel:
     """Saved by its stock class, loaded as a recipe would."""
     family.build().save_pretrained(directory)

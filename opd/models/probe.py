@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from opd.errors import ModelError
 from opd.models import attention
@@ -52,7 +53,7 @@ def choose_route(model: LanguageModel) -> Route:
         why = _unpackable(model.module.config) or _try(model, packed, ids_T, stock)
         if not why:
             return packed
-        model.module.set_attn_implementation(own)
+        switch_attention(model.module, own)
         wrong = _compare(model, StockRoute(why, limit=limit), ids_T, stock)
         return StockRoute(why, alone=bool(wrong), limit=limit)
 
@@ -69,7 +70,7 @@ def _unpackable(config: Any) -> str:
 
 def _try(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tensor]) -> str:
     try:
-        model.module.set_attn_implementation(attention.NAME)
+        switch_attention(model.module, attention.NAME)
         wrong = _compare(model, route, ids_T, stock)
         return FOREIGN_LAYERS if wrong and not takes_our_attention(model) else wrong
     except Unknown as reason:
@@ -78,8 +79,18 @@ def _try(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tens
         return f"it does not take our attention ({first_line(error)})"
 
 
+def switch_attention(module: Any, name: str) -> None:
+    """Classes with attention of their own stay as they are; the line that transformers logs about it is left out."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        module.set_attn_implementation(name)
+    finally:
+        logging.set_verbosity(before)
+
+
 def takes_our_attention(model: LanguageModel) -> bool:
-    """Classes with attention of their own stay as they are. Some can be packed all the same: they mask by the positions."""
+    """Classes that do not can be packed all the same where they mask by the positions."""
     return bool(model.module.config._attn_implementation == attention.NAME)
 
 

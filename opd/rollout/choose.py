@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from opd.rollout.graphs import Partner
 from opd.rollout.plain import PlainSampler
 from opd.rollout.slots import SlotCache, SlotLayout
 
-log = logging.getLogger(__name__)
-
 LENGTH = 9  # tokens of each of the probe's two sequences
 
 
@@ -28,22 +26,23 @@ def open_sampler(
     partner: Partner | None = None,
 ) -> Engine | PlainSampler:  # fmt: skip
     """The sampler takes the model over: give it an `inference_copy`."""
-    why = unfit_for_slots(model, max_length)
-    unfit = model if why else None
-    if partner is not None and unfit is None:
-        why = unfit_for_slots(partner.model, max_length)
-        unfit = partner.model if why else None
-    if unfit is None:
-        return Engine(model, spec, max_length, merge_stop=merge_stop, partner=partner)
     if partner is not None:
-        raise ModelError(
-            f"rollout.teacher_mix draws from two models at once, and {unfit.name} samples one request at a time ({why}). "
-            "Set teacher_mix: 0."
-        )
-    sampler = PlainSampler(model, max_length, merge_stop=merge_stop)
-    how = "through its own cache" if sampler.cached else "reading the whole sequence for every token"
-    log.warning("%s samples one request at a time, %s, which is slower: %s", model.name, how, why)
-    return sampler
+        require_slots([model, partner.model], max_length)
+    why = unfit_for_slots(model, max_length)
+    if why:
+        return PlainSampler(model, max_length, merge_stop=merge_stop, why=why)
+    return Engine(model, spec, max_length, merge_stop=merge_stop, partner=partner)
+
+
+def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:
+    """Refuse models that cannot read along with each other, token by token."""
+    for model in models:
+        why = unfit_for_slots(model, max_length)
+        if why:
+            raise ModelError(
+                f"rollout.teacher_mix draws from two models at once, and {model.name} samples one request at a time ({why}). "
+                "Set teacher_mix: 0."
+            )
 
 
 def unfit_for_slots(model: LanguageModel, max_length: int) -> str:

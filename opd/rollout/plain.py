@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opd.errors import TrainingError
 from opd.models.language_model import LanguageModel
-from opd.models.probe import FOREIGN, far
+from opd.models.probe import FOREIGN, far, switch_attention
 from opd.rollout.graphs import filters
 from opd.rollout.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.rollout.sampling import Drawn, RowSettings, draw
@@ -29,13 +29,19 @@ CACHES = ("past_key_values", "cache_params", "state")  # what stock classes call
 class PlainSampler:
     """Implements `types.Sampler`. It takes the model over: give it an `inference_copy`."""
 
-    def __init__(self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...]) -> None:
+    def __init__(self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], why: str = "") -> None:
         check_context(model, max_length)
         self.model, self.max_length, self.version = model, max_length, 0
-        model.module.set_attn_implementation(model.own_attention)
+        switch_attention(model.module, model.own_attention)
         stop = [index for index in merge_stop if index < model.size]
         self.stop = torch.tensor(stop, dtype=torch.int64, device=model.device)
         self.cached = self._cache_is_right()
+        self.why = why  # not through slots
+
+    @property
+    def manner(self) -> str:
+        how = "through its own cache" if self.cached else "reading the whole sequence for every token"
+        return f"samples one request at a time, {how}, which is slower: {self.why}"
 
     def load(self, weights: WeightsRef) -> None:
         copy_weights(self.model, weights)

@@ -165,6 +165,8 @@ class Pipeline:
             config = self._recipe.model_dump(mode="json")
             self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, config)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
+        for line in run.slower():
+            self._progress.say(line)
         self._metrics = standing.unreported or {}
         self._unreported = standing.unreported
         try:

@@ -20,8 +20,9 @@ from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
 from opd.rewards import Judge
-from opd.rollout.choose import open_sampler
+from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
+from opd.rollout.plain import PlainSampler
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
@@ -112,6 +113,9 @@ class StageRun:
         self.engine: Sampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
+        if spec.rollout.teacher_mix:
+            mixed = set(self.routes.get("teacher", {}).values())
+            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
         self.optimiser = Optimiser(self.student.trainable(), spec.train)
         self.version = 0
@@ -133,6 +137,18 @@ class StageRun:
             on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)
+
+    def slower(self) -> list[str]:
+        """Models that do not run packed, or not in slots, and why: said once."""
+        models = (self.student, *(teacher.model for teacher in self.teachers.values()))
+        found = {
+            f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+            for model in models
+            if model.route.why
+        }
+        if isinstance(self.engine, PlainSampler):
+            found.add(f"{self.student.name} {self.engine.manner}")
+        return sorted(found)
 
     def teacher_engine(self, name: str) -> Sampler:
         if name not in self._teacher_engines:
