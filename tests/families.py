@@ -62,6 +62,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=lambda: SHAPE)
     refused: str = ""
+    generates_with_cache: bool = True  # else transformers' own `generate` fails or errs with its cache
 
     def build(self, seed: int = 0) -> Any:
         """A stock module with random weights, large enough that a mistake shows in the logits."""
@@ -96,14 +97,13 @@ FAMILIES = (
     Family("Gemma 3n", "gemma3n_text", {**WINDOW, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0]}),
     Family("Gemma 4", "gemma4_text", {**WINDOW, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "global_head_dim": 8}),
     Family("VaultGemma", "vaultgemma", {**WINDOW, "query_pre_attn_scalar": 8}),
-    Family("RecurrentGemma", "recurrent_gemma", {"num_hidden_layers": 3, "attention_window_size": 8}),
     Family("Mistral", "mistral", {"sliding_window": 8}),
     Family("Ministral", "ministral", {"sliding_window": 8}),
     Family("Ministral 3", "ministral3"),
     Family("Mixtral", "mixtral", LOCAL),
     Family("Phi", "phi"),
     Family("Phi-3", "phi3"),
-    Family("Phi-3 longrope", "phi3", {"original_max_position_embeddings": 16, "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}}),
+    Family("Phi-3 longrope", "phi3", {"original_max_position_embeddings": 16, "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}}, generates_with_cache=False),
     Family("Phi-MoE", "phimoe", LOCAL),
     Family("OLMo", "olmo"),
     Family("OLMo 2", "olmo2"),
@@ -147,7 +147,7 @@ FAMILIES = (
     Family("Mamba", "mamba", {"state_size": 8}),
     Family("Mamba 2", "mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}),
     Family("RWKV", "rwkv", {"attention_hidden_size": 32, "context_length": 256}),
-    Family("xLSTM", "xlstm", {"num_heads": 2, "chunk_size": 16}),
+    Family("xLSTM", "xlstm", {"num_heads": 2, "chunk_size": 16, "hidden_size": 64, "qk_dim_factor": 1.0}, generates_with_cache=False),
     Family("Zamba", "zamba", {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "mamba_d_state": 8, "num_key_value_heads": 4, "head_dim": LEFT_OUT, "attention_head_dim": 16}),
     Family("Zamba 2", "zamba2", {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 16, "num_key_value_heads": 4, "head_dim": LEFT_OUT, "mamba_headdim": 16, "adapter_rank": 4}),
     Family("Zaya", "zaya", {**MOE, "num_experts_per_tok": 1, "router_hidden_size": 16}),
@@ -185,6 +185,7 @@ FAMILIES = (
     Family("RoBERTa", "roberta", refused="head"),
     Family("ELECTRA", "electra", refused="head"),
     Family("XLM", "xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2}, refused="causal"),
+    Family("RecurrentGemma", "recurrent_gemma", {"num_hidden_layers": 3, "attention_window_size": 8}, refused="inside its layers"),
     Family("CPM-Ant", "cpmant", refused="causal"),
 )  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_the_page_lists_every_family() -> None:
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not f.refused], ids=lambda family: family.name)
 def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Family, tmp_path: Path) -> None:
     student, teacher = load_family(family, tmp_path / "model"), load_model(str(tmp_path / "model"))
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation=student.own_attention)
+    stock = stock_of(tmp_path / "model", student)
     sequences = ids_of(LENGTHS)
     expected = [logits_of(stock, ids, student.size) for ids in sequences]
 
@@ -49,7 +49,7 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
 
     assert_no_divergence(student, teacher, sequences)
     sampler = open_sampler(student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=(EOS,))
-    assert_sampled_as_generated(sampler, stock, student.size)
+    assert_sampled_as_generated(sampler, stock, student.size, family.generates_with_cache)
 
     train_one_step(student, sequences)
     sampler.load(student.weights(1))
@@ -59,7 +59,7 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
     torch.testing.assert_close(logits(again, sequences), trained, rtol=0, atol=0)
     assert float((trained - torch.cat(expected)).abs().max()) > 1e-3
     rollout = collect(sampler, requests(1.0))[1]
-    assert_logprobs(rollout, AutoModelForCausalLM.from_pretrained(tmp_path / "trained"), student.size)
+    assert_logprobs(rollout, stock_of(tmp_path / "trained", student), student.size)
     assert set(rollout.version.tolist()) == {1}
 
     assert row(family, teacher) in page_rows(), "write the page again: python -m tests.families"
@@ -85,7 +85,7 @@ def test_a_family_with_lora_samples_and_saves_what_it_trains(family: Family, tmp
     sampler = open_sampler(model.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=(EOS,))
     sampler.load(model.weights(1))
     rollout = collect(sampler, requests(1.0))[0]
-    assert_logprobs(rollout, AutoModelForCausalLM.from_pretrained(tmp_path / "trained"), model.size)
+    assert_logprobs(rollout, stock_of(tmp_path / "trained", model), model.size)
 
 
 @pytest.mark.families
@@ -98,6 +98,10 @@ def test_a_family_that_cannot_be_used_is_refused_in_one_sentence(family: Family,
 
 
 # What is compared
+
+
+def stock_of(directory: Path, model: LanguageModel) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=model.own_attention)
 
 
 def ids_of(lengths: list[int], seed: int = 0) -> list[Tensor]:
@@ -166,13 +170,13 @@ def requests(temperature: float, prefix: np.ndarray | None = None) -> list[Sampl
     return [SampleRequest(f"r{key}", ids, key, sampling, prefix) for key, ids in enumerate(prompts)]
 
 
-def assert_sampled_as_generated(sampler: Sampler, stock: Any, size: int) -> None:
+def assert_sampled_as_generated(sampler: Sampler, stock: Any, size: int, cached: bool) -> None:
     for rollout in collect(sampler, requests(0.0)):
         ids = torch.from_numpy(rollout.prompt_ids.astype(np.int64))[None]
         padding = list(range(size, stock.config.vocab_size))
         generated = stock.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, suppress_tokens=padding,
-            eos_token_id=EOS, pad_token_id=EOS,
+            eos_token_id=EOS, pad_token_id=EOS, use_cache=cached,
         )  # fmt: skip
         assert generated[0, ids.shape[1] :].tolist() == rollout.response_ids.tolist()
     drawn = collect(sampler, requests(1.0))

@@ -105,6 +105,8 @@ def _stock(model: LanguageModel, ids_T: Tensor) -> list[Tensor]:
             raise _refusal(model, f"its forward pass fails on plain token ids ({first_line(error)})") from None
         return logits, hidden
 
+    if any("recurrent_states" in vars(part) for part in model.module.modules()):
+        raise _refusal(model, "it keeps its state inside its layers, where one sequence would see another's")
     found = []
     for ids in ids_T.split(LENGTHS):
         logits, hidden = run(ids)
