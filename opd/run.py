@@ -140,10 +140,11 @@ def run(
     """
     from rich.console import Console
 
-    from opd.config import Recipe, load_recipe
+    from opd.config import load_recipe, written
     from opd.config.names import check_output
 
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    overrides = tuple(overrides)
+    loaded = load_recipe(recipe, overrides)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
@@ -151,7 +152,7 @@ def run(
             _require_same(lock.directory, loaded)
             _go_on(lock, None, quiet, shown)
         else:
-            _start(lock, made, recipe, loaded, quiet, shown)
+            _start(lock, made, written(recipe, overrides), loaded, quiet, shown)
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():
@@ -160,7 +161,7 @@ def run(
     return Run(lock.directory)
 
 
-def _start(lock: RunLock, made: bool, given: Any, recipe: Recipe, quiet: bool, console: Console) -> None:
+def _start(lock: RunLock, made: bool, given: str, recipe: Recipe, quiet: bool, console: Console) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
     began = False
     try:
@@ -277,20 +278,11 @@ def _withdraw(directory: Path, made: bool) -> None:
             directory.rmdir()
 
 
-def _write_recipe(directory: Path, given: Any, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
+def _write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
     """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
-    import yaml
-
     from opd import __version__
-    from opd.config import Recipe, find_recipe
 
-    if isinstance(given, (str, Path)):
-        text = find_recipe(str(given)).read_text(encoding="utf-8")
-    elif isinstance(given, Recipe):
-        text = given.to_yaml()
-    else:
-        text = yaml.safe_dump(dict(given), sort_keys=False)
-    write_whole(directory / "recipe.yaml", text)
+    write_whole(directory / "recipe.yaml", given)
     write_whole(directory / "resolved.yaml", resolved.to_yaml())
     files = {"resolved.yaml": sha256(directory / "resolved.yaml")}
     write_sealed(directory / SEALS, {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs})

@@ -154,6 +154,7 @@ class Pipeline:
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
+                say=self._progress.say,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
@@ -165,8 +166,6 @@ class Pipeline:
             config = self._recipe.model_dump(mode="json")
             self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, config)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
-        for line in run.slower():
-            self._progress.say(line)
         self._metrics = standing.unreported or {}
         self._unreported = standing.unreported
         try:
@@ -194,6 +193,7 @@ class Pipeline:
             metrics = train_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
+            result.skipped = run.stream.skipped
             self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
             enough = self._close_step(run, result)
         if enough and result.steps < run.spec.train.steps:
@@ -228,7 +228,9 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
-        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._progress.evaluated(
+            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+        )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()
