@@ -39,7 +39,7 @@ def with_template(template: Any) -> Any:
         ("{{ messages.append(1) }}", "unsafe|refused it"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|refused it"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}", "did not end"),
-        ("{% for a in range(99999) %}{{ range(99999) | list | sum }}{% endfor %}", "did not end|refused it"),
+        ("{% for a in range(99999) %}{{ range(99999) | list | sum }}{% endfor %}", "did not end"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refused it"),
         ("{{ range(10000000000) }}", "refused it"),
         ("{{ 'x' * 30000000 }}", "characters"),
@@ -50,7 +50,7 @@ def test_a_template_that_fails_or_never_ends_is_one_sentence(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opd.data.template.SECONDS", 0.3)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ModelError if "did not end" in words else DataError, match=words):
         render_prompt(CHAT, with_template(template))
 
 
