@@ -15,6 +15,7 @@ from typing import Any
 from opd.errors import ModelError, OpdError, Stopped
 
 INDEX = "model.safetensors.index.json"
+READ = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX})
 LAYERS = 10_000  # more than any model has, few enough to build
 POSITIONS = 1 << 28
 HEADER = 100 << 20  # bytes; the limit of safetensors itself
@@ -62,7 +63,7 @@ def first_line(error: BaseException) -> str:
 def first_broken(directory: Path) -> str | None:
     """A sentence about the first file that cannot be what its name says."""
     try:
-        names = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors"))
+        names = sorted(path for path in directory.iterdir() if path.name in READ or path.suffix == ".safetensors")
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}."
     for path in names:

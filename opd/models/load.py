@@ -204,23 +204,34 @@ def parameter_count(name: str, revision: str | None = None) -> int:
     """Number of parameters without loading any: the model is built on the meta device."""
     config = load_config(name, revision)
     with reading(name, "its config", locate(name, revision).directory):
-        return _parameters(config)
+        return sum(parameter.numel() for parameter in _empty(config).parameters())
 
 
-def _parameters(config: Any) -> int:
+def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> int:
+    """Number of parameters that adapters would add, after refusing what `load_model` would refuse about them."""
+    from opd.models.lora import adapter_size, require_peft
+
+    require_peft()
+    config = load_config(name, revision)
+    with reading(name, "its config", locate(name, revision).directory):
+        module = _empty(config)
+        return adapter_size(module, module.get_output_embeddings(), lora)
+
+
+def _empty(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
-    return sum(parameter.numel() for parameter in module.parameters())
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
 
 
 def _refuse_more_than_stored(name: str, config: Any, directory: Path | None) -> None:
     """A config that asks for far more weights than there are would first fill the memory with random ones."""
     if directory is None or getattr(config, "quantization_config", None) is not None:
         return
-    stored, asked = sum(stored_tensors(directory).values()), _parameters(config)
+    stored = sum(stored_tensors(directory).values())
+    asked = sum(parameter.numel() for parameter in _empty(config).parameters())
     if asked > 2 * stored:
         raise ModelError(
             f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
