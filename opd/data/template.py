@@ -88,10 +88,10 @@ class _Steps:
     """
 
     def __init__(self) -> None:
-        self._taken, self._before = 0, None
+        self._taken, self._start = 0, time.thread_time()
+        self._before = sys.gettrace()
 
     def __enter__(self) -> None:
-        self._before, self._start = sys.gettrace(), time.thread_time()
         sys.settrace(self._count)
 
     def __exit__(self, *_: object) -> None:
