@@ -52,7 +52,7 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
 
     whole = measure(str(path))
     assert (whole.scores["sums"].n, whole.splits) == (19, {"sums": "all"})
-    assert whole.what == f"19 of all prompts of {path}"
+    assert whole.what == f"19 prompts of {path} (split all)"
     assert whole.notes == (f"evaluation: 1 prompts of {path} have nothing to be judged by",)
     assert whole.to_json()["sums"]["split"] == "all"
     assert measure(str(path), split="heldout").scores["sums"].n == 1

@@ -27,7 +27,6 @@ from opd.training.stage import pick_device
 from opd.types import Sampling
 
 GENERATED = 200  # prompts of a source without end
-WORDS: Mapping[Split, str] = {"all": "all prompts", "heldout": "held-out prompts", "train": "training prompts"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,12 @@ def evaluate_model(
         for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), choice):
             questions.setdefault(prompt.domain, []).append(Question(prompt, choice.ids[prompt.id]))
             splits.setdefault(prompt.domain, {})[part] = None
-        what.append(f"{len(choice.ids):,} of {WORDS[part]} of {plain(source.name)}")
+        what.append(f"{len(choice.ids):,} prompts of {plain(source.name)} (split {part})")
         notes += choice.notes(source.name)
     if not questions:
-        raise DataError(f"prompts {', '.join(sources)}: none of the {WORDS[chosen[0]]} can be judged. Try --split all.")
+        raise DataError(
+            f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
+        )
     longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
     engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from opd.training.prompts import look_at_prompts, open_prompts, response_limit
 from opd.training.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling
 
+SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
+
 
 class StageRun:
     """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
@@ -40,7 +43,10 @@ class StageRun:
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
-        self._warned = False  # of prompts that are skipped
+        self._warned, self._said = (
+            False,
+            time.monotonic(),
+        )  # of prompts that are skipped; when reading them was last told
         self.device = pick_device(spec.device)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
@@ -81,7 +87,11 @@ class StageRun:
         self._build(on_token)
 
     def _told(self, name: str, done: int, total: int) -> None:
-        self.on_phase(f"reading {plain(name)}: {done:,} of {total:,} rows")
+        line = f"reading {plain(name)}: {done:,} of {total:,} rows"
+        self.on_phase(line)
+        if time.monotonic() - self._said > SIGN_OF_LIFE:
+            self._said = time.monotonic()
+            self.say(f"{self.spec.name}: {line}")
         self.check_stop()
 
     def _fits(self, visit: Visit) -> bool:
