@@ -23,7 +23,7 @@ from opd.models.complete import load_complete
 from opd.models.probe import choose_route, rotary_limit
 from opd.models.recompute import checkpoint_layers, plain_layers
 from opd.models.routes import Route
-from opd.models.tokenizers import stop_ids
+from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ class LanguageModel:
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
-        self.stop_ids = stop_ids(module, tokenizer)
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
         self.head = _plain_head(module, name)
         self.scale, self.softcap = _logit_scale(module.config), _logit_softcap(module.config)
-        self.size = min(len(tokenizer), self.head.weight.shape[0])
+        rows = self.head.weight.shape[0]
+        self.stop_ids = stop_ids(module, tokenizer, rows, name)
+        self.size = vocabulary_size(tokenizer, self.stop_ids, rows)
         self.own_attention: str = module.config._attn_implementation
         self.route: Route = choose_route(self)
 

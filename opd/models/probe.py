@@ -75,6 +75,8 @@ def _try(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[Tens
         return FOREIGN_LAYERS if wrong and not takes_our_attention(model) else wrong
     except Unknown as reason:
         return str(reason)
+    except torch.OutOfMemoryError:
+        raise
     except FOREIGN as error:
         return f"it does not take our attention ({first_line(error)})"
 
@@ -101,6 +103,8 @@ def _stock(model: LanguageModel, ids_T: Tensor) -> list[Tensor]:
         try:
             logits = model.module(input_ids=ids[None], use_cache=False).logits[0, :, : model.size].float()
             hidden = model.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        except torch.OutOfMemoryError:
+            raise
         except FOREIGN as error:
             raise _refusal(model, f"its forward pass fails on plain token ids ({first_line(error)})") from None
         return logits, hidden

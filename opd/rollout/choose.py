@@ -63,6 +63,8 @@ def _wrong_in_slots(model: LanguageModel) -> str:
             pairs = _probe(model)
     except Unknown as reason:
         return str(reason)
+    except torch.OutOfMemoryError:
+        raise
     except FOREIGN as error:
         return f"it does not take our cache ({first_line(error)})"
     wrong = any(far(ours, whole, model.dtype) for ours, whole in pairs)

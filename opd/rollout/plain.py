@@ -91,6 +91,8 @@ class PlainSampler:
         try:
             stepwise.read(ids[:5])
             pairs = [(stepwise.read(ids[:length]), whole.read(ids[:length])) for length in range(6, len(ids) + 1)]
+        except torch.OutOfMemoryError:
+            raise
         except FOREIGN:
             return False
         return not any(far(ours, stock, self.model.dtype) for ours, stock in pairs)
