@@ -51,6 +51,14 @@ def _finite(value: Any) -> Any:
 # Whole files
 
 
+def cache_directory() -> Path | None:
+    """Where things are kept that can be made again: `$XDG_CACHE_HOME/opd`, else `~/.cache/opd`. None: there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd"
+    except RuntimeError:
+        return None
+
+
 def sync(path: Path) -> None:
     """Wait until the disk has a file, or a folder's list of names."""
     handle = os.open(path, os.O_RDONLY)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import STAGE_PREFIX, PromptSource, Stage
-from opd.data.sources import GYM, TASK, local_files, open_source
+from opd.data.generators import GYM, TASK
+from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.load import SMOL_FILE, locate, tiny_models
@@ -111,7 +112,7 @@ def _fingerprint(source: PromptSource) -> str | None:
     """Of a dataset that is neither generated nor a file here."""
     if source.source.startswith((TASK, GYM)) or _prompt_files(source):
         return None
-    return open_source(source).fingerprint
+    return open_rows(source.source, source.split).fingerprint
 
 
 def _model_files(name: str) -> Iterator[tuple[Path, str]]:
