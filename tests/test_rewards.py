@@ -472,7 +472,7 @@ def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path) -> None:
         "eval": {"prompts": 2},
         "device": "cpu",
     }
-    with pytest.raises(TrainingError, match="nothing was rewarded for 2 steps.*RuntimeError:.*broken later"):
+    with pytest.raises(TrainingError, match=r"nothing was rewarded for 2 steps.*RuntimeError:.*broken later"):
         opd.run(recipe, out=tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("broken later") >= 3
