@@ -3,8 +3,8 @@
 # make check        ruff and mypy
 # make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`
 # make test-long    tests that need SmolLM2 or minutes
-# make test-safety replay attacks on rewards, the sandbox, run directories and the terminal (minutes)
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
+# make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs, hostile answers (minutes)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 PYTHON ?= python3
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-safety test-crash fuzz test-kernels clean
+.PHONY: quickstart test check smol test-long test-crash test-safety fuzz test-kernels clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
@@ -34,11 +34,11 @@ smol: $(VENV)/.base
 test-long: $(VENV)/.dev smol
 	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash and not safety and not fuzz"
 
-test-safety: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m safety
-
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -m crash
+
+test-safety: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m safety
 
 fuzz: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -rP -m fuzz

@@ -17,6 +17,7 @@ from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
+    Data,
     EarlyStop,
     Eval,
     Hub,
@@ -37,6 +38,7 @@ from opd.config.text import parse_yaml
 __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
+    "Data",
     "EarlyStop",
     "Eval",
     "Hub",

@@ -20,12 +20,12 @@ def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
     earlier: list[str] = []
     for stage in recipe.stages:
-        models = {"student": stage.student, **{f"teachers.{name}": spec for name, spec in stage.teachers.items()}}
-        for key, spec in models.items():
-            name = spec.model.removeprefix(STAGE_PREFIX)
-            if name != spec.model and name not in earlier:
+        teachers = {f"teachers.{name}": teacher.model for name, teacher in stage.teachers.items()}
+        for key, model in {"student": stage.student.model, **teachers}.items():
+            name = model.removeprefix(STAGE_PREFIX)
+            if name != model and name not in earlier:
                 raise RecipeError(
-                    f"stages.{stage.name}.{key}: model {spec.model!r}: no earlier stage is called {name!r}; "
+                    f"stages.{stage.name}.{key}: model {model!r}: no earlier stage is called {name!r}; "
                     f"there are {', '.join(earlier) or 'none'}."
                 )
         earlier.append(stage.name)

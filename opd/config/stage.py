@@ -49,20 +49,60 @@ class TeacherSpec(BaseModel):
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
 
+# What rendering a chat template is given by us, or would do with text that is still to be encoded.
+RESERVED_KWARGS = frozenset(
+    [
+        "conversation",
+        "messages",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
+
 class PromptSource(BaseModel):
-    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a .jsonl or .parquet file, or a Hugging Face dataset."""
+    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
 
     model_config = SETTINGS
     source: Address
     domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
     share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
-    split: Word = Field("train", description="split of a Hugging Face dataset")
+    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
     eval_source: Address | None = Field(
         None, description="held-out prompts; default: the task's own held-out split, else the last rows"
     )
     limit: Positive | None = Field(None, description="use at most this many rows")
+    columns: dict[Word, Word] = Field(
+        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RESERVED_KWARGS & value.keys())
+        if taken:
+            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
+        return value
+
+
+class Data(BaseModel):
+    """What happens to rows that cannot be used: malformed, too long, or without the completion that is asked for."""
+
+    model_config = SETTINGS
+    bad_rows: Literal["stop", "skip"] = Field(
+        "stop", description="stop: refuse to start, naming them; skip: leave them out, and count"
+    )
 
 
 class Rollouts(BaseModel):
@@ -90,7 +130,7 @@ class Rollouts(BaseModel):
         description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
     )
     max_prompt_tokens: Positive | None = Field(
-        None, description="refuse longer prompts; default: what the context leaves"
+        None, description="longer prompts are bad rows; default: what the context leaves"
     )
     mixed_versions: Literal["allow", "refuse"] = Field(
         "allow", description="a rollout that was interrupted and would go on with newer weights"
@@ -217,6 +257,7 @@ class Stage(BaseModel):
     student: Student
     teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
     prompts: list[PromptSource] = Field(min_length=1)
+    data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)

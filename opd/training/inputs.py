@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import STAGE_PREFIX, PromptSource, Stage
-from opd.data.sources import GYM, TASK, local_files, open_source
+from opd.data.generators import GYM, TASK
+from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.load import SMOL_FILE, locate, tiny_models
@@ -88,7 +89,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
-    for function in [reward.function for rewards in stage.rewards.values() for reward in rewards if reward.function]:
+    for function in [
+        reward.function for rewards in stage.rewards.domains.values() for reward in rewards if reward.function
+    ]:
         if (module := _module_file(function)) is not None:
             yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
 
@@ -107,9 +110,9 @@ def _prompt_files(source: PromptSource) -> list[Path]:
 
 def _fingerprint(source: PromptSource) -> str | None:
     """Of a dataset that is neither generated nor a file here."""
-    if source.source.startswith((TASK, GYM)) or _prompt_files(source):
+    if source.source.startswith((TASK, GYM)) or Path(source.source).is_absolute() or _prompt_files(source):
         return None
-    return open_source(source).fingerprint
+    return open_rows(source.source, source.split).fingerprint
 
 
 def _model_files(name: str) -> Iterator[tuple[Path, str]]:

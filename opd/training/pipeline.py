@@ -193,6 +193,7 @@ class Pipeline:
             metrics = train_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
+            result.skipped = run.stream.skipped
             self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
             enough = self._close_step(run, result)
         if enough and result.steps < run.spec.train.steps:
@@ -227,7 +228,9 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
-        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._progress.evaluated(
+            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+        )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()

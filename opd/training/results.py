@@ -16,7 +16,7 @@ from opd.text import cell
 
 SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "evaluations_since_best", "plateau", "history")  # fmt: skip
+         "evaluations_since_best", "plateau", "history", "skipped")  # fmt: skip
 
 
 @dataclass
@@ -37,6 +37,7 @@ class StageResult:
     evaluations_since_best: int = 0
     plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
+    skipped: int = 0  # prompts that could not be used
 
     def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
@@ -60,6 +61,7 @@ class StageResult:
         return {
             "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
+            "skipped_prompts": self.skipped,
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class StageResult:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
-        result = cls(**{name: state[name] for name in PLAIN})
+        result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs know less
         for name in SCORES:
             setattr(result, name, {key: Score(**score) for key, score in state[name].items()})
         result.teachers = {
