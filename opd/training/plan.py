@@ -107,8 +107,11 @@ def _memory(
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    queries = int(
+        getattr(config, "num_attention_heads", None) or 1
+    )  # recurrent models have none, and state of about a width
+    heads = int(getattr(config, "num_key_value_heads", None) or queries)
+    head = int(getattr(config, "head_dim", None) or width // queries)
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (
