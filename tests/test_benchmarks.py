@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -65,3 +66,7 @@ def test_it_runs(name: str, copy: Path) -> None:
 def test_the_step_is_compared_with_trl(copy: Path) -> None:
     pytest.importorskip("trl")
     run(copy, "step", SMALLEST["step"].replace("--alone ", ""))
+    results = json.loads((copy / "benchmarks" / "results" / "step-cpu.json").read_text(encoding="utf-8"))
+    check = results["comparisons"][0]["check"]
+    for name in ("loss", "grad_norm"):  # on the same tokens
+        assert check["opd"][name] == pytest.approx(check["trl"][name], rel=1e-3)

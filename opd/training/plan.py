@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.models import parameter_count
+from opd.models import lora_parameter_count, parameter_count
+from opd.text import plain
 from opd.training.checks import check_stage
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -44,7 +45,7 @@ class Plan:
             ),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
-            *(f"  note       {note}" for note in self.notes),
+            *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
 
@@ -66,7 +67,11 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     config, inputs = checked.configs[""], checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {name: parameter_count(resolve(spec.model), spec.revision) for name, spec in stage.teachers.items()}
-    trained = student if stage.student.lora is None else _lora_parameters(config, stage.student.lora.rank)
+    trained = (
+        student
+        if stage.student.lora is None
+        else lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
+    )
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
@@ -86,8 +91,11 @@ def _memory(
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    queries = int(
+        getattr(config, "num_attention_heads", None) or 1
+    )  # recurrent models have none, and state of about a width
+    heads = int(getattr(config, "num_key_value_heads", None) or queries)
+    head = int(getattr(config, "head_dim", None) or width // queries)
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (
@@ -103,13 +111,6 @@ def _memory(
         + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
     }
-
-
-def _lora_parameters(config: Any, rank: int) -> int:
-    """Attention and MLP projections of a Llama-like layer, each with two factors."""
-    width, layers = int(getattr(config, "hidden_size", 0)), int(getattr(config, "num_hidden_layers", 0))
-    inner = int(getattr(config, "intermediate_size", 4 * width))
-    return layers * rank * (4 * 2 * width + 3 * (width + inner))
 
 
 def _count(number: int) -> str:
