@@ -16,6 +16,7 @@ from opd.config.refusals import authors
 from opd.data.sources import Source, Told, silent
 from opd.errors import RecipeError
 from opd.models import load_config, load_tokenizer
+from opd.models.language_model import context_of
 from opd.models.load import locate
 from opd.models.tokenizers import require_same
 from opd.rewards import Judge, check_rewards
@@ -72,7 +73,7 @@ def check_stage(
         raise RecipeError(
             "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
         )
-    context = min(int(config.max_position_embeddings) for config in configs.values())
+    context = min(map(context_of, configs.values()))
     inputs = look_at_prompts(spec, sources, tokenizers[""], rewards.judges, context, told)
     return Checked(device, sources, domains, table, rewards, configs, inputs)
 
