@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
+from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
     name="opd",
@@ -26,10 +28,13 @@ store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
+ERROR = 8000  # characters of a message
 
 
 def main() -> None:
     """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
     try:
         app()
     except Preempted:
@@ -40,7 +45,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(STOPPED)
     except OpdError as error:
-        print(f"opd: {error}", file=sys.stderr)
+        print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -63,9 +68,9 @@ def run(
         from opd.training.plan import make_plan
 
         plans = make_plan(loaded)
-        print(loaded.to_yaml())
+        print(printable(loaded.to_yaml()))
         for plan in plans:
-            print("\n".join(plan.lines()))
+            print("\n".join(map(plain, plan.lines())))
         return
     from rich.console import Console
 
@@ -77,7 +82,7 @@ def run(
     try:
         start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
     finally:
-        console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+        console.print(f"run directory: {plain(directory)}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class Mode(StrEnum):
@@ -141,7 +146,7 @@ def list_recipes() -> None:
 
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        print(f"{name:32} {first}")
+        print(plain(f"{name:32} {first}"))
 
 
 @recipes.command("show")
@@ -149,7 +154,7 @@ def show_recipe(name: str) -> None:
     """Print a shipped recipe."""
     from opd.config import find_recipe
 
-    print(find_recipe(name).read_text(encoding="utf-8"), end="")
+    print(printable(find_recipe(name).read_text(encoding="utf-8")), end="")
 
 
 @recipes.command("copy")
@@ -164,7 +169,7 @@ def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Defau
     if target.exists():
         raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml")
     target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    print(f"wrote {target}; run it with: opd run {target}")
+    print(plain(f"wrote {target}; run it with: opd run {target}"))
 
 
 @models.command("list")
@@ -173,7 +178,7 @@ def list_models() -> None:
     from opd.models.catalog import catalog
 
     for line in catalog():
-        print(line)
+        print(plain(line))
 
 
 @models.command("export")
@@ -182,7 +187,7 @@ def export_model(name: str, to: Path) -> None:
     from opd.models.catalog import export
 
     export(name, to)
-    print(f"wrote {to}")
+    print(plain(f"wrote {to}"))
 
 
 @models.command("build")
@@ -202,7 +207,7 @@ def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -
     from opd.rollout.store.repair import check
 
     report = check(run)
-    print("\n".join(report.lines()))
+    print("\n".join(map(plain, report.lines())))
     if report.damages:
         raise typer.Exit(1)
 
@@ -214,7 +219,7 @@ def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the 
     from opd.rollout.store.repair import find_log, repair
 
     with RunLock(find_log(run).parent):
-        print("\n".join(repair(run)))
+        print("\n".join(map(plain, repair(run))))
 
 
 if __name__ == "__main__":

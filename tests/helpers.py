@@ -61,7 +61,7 @@ def tiny_module(kind: str = "llama", seed: int = 0, **config: Any) -> Any:
         "bos_token_id": None,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-        **SPECIAL[kind],
+        **SPECIAL.get(kind, {}),
         **config,
     }
     torch.manual_seed(seed)

@@ -123,6 +123,10 @@ def test_reasoning_gym() -> None:
 class Finite:
     def __init__(self, name: str, size: int | None) -> None:
         self.name, self.size = name, size
+        self.fingerprint: str | None = None
+
+    def files(self) -> list[Path]:
+        return []
 
     def train(self, index: int) -> Prompt:
         return Prompt(id=f"{self.name}/{index}", domain=self.name, text="x")
@@ -188,3 +192,10 @@ def test_what_cannot_be_judged_is_not_a_zero() -> None:
     (judgement,) = verify([Sample(Prompt(id="t", domain="d", text="x"), "y")])
     assert judgement.score is None
     assert judgement.error
+
+
+def test_sources_name_the_files_they_read(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "1"}])
+    assert open_source(PromptSource(source=str(rows), eval_source=str(held))).files() == [rows, held]
+    assert open_source(PromptSource(source="task:addition")).files() == []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 from rich.console import Console
 
-from opd.training.progress import Progress, sparkline
+from opd.training.progress import Estimate, Progress, sparkline
 
 METRICS = {
     "step": 1, "loss": 0.5, "reverse_kl": 0.25, "kl/maths": 0.25, "response_length": 4.0, "truncated": 0.5, "tokens": 100,
@@ -33,17 +34,59 @@ def shown(terminal: bool, directory: Path) -> str:
 
 def test_the_panel_on_a_terminal(tmp_path: Path) -> None:
     text = shown(True, tmp_path)
-    for words in ("step 3/3", "reverse KL", "maths", "truncated", "tokens/s", "left", "done [really]"):
+    for words in ("step 3/3", "KL to teacher, nats", "maths", "truncated", "tokens/s", "left", "done [really]"):
         assert words in text
+    assert "pass@1" not in text  # nothing was evaluated: the numbers beside domains are divergences
 
 
 def test_plain_lines_elsewhere(tmp_path: Path) -> None:
     text = shown(False, tmp_path)
     assert "main 1/3" in text
     assert "main 3/3" in text
-    assert "kl/maths 0.2500" in text
+    assert "KL to teacher 0.2500 nats (maths 0.2500)" in text
     assert "\x1b" not in text
     assert (tmp_path / "log.txt").read_text().count("main ") == 3
+
+
+def test_scores_and_divergences_have_columns_of_their_own(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=100), tmp_path / "log.txt") as progress:
+        progress.start_stage("main", 30)
+        progress.phase("sample")
+        progress.evaluated(0, {"maths": 0.5})
+        progress.step(METRICS)
+        assert progress._live is not None
+        progress._live.refresh()
+        assert "pass@1, held out, before" in out.getvalue()
+        progress.step(METRICS | {"step": 10, "eval/maths": 0.75})
+        progress._live.refresh()
+    assert "pass@1, held out, step 10" in out.getvalue()
+    assert "75.0%" in out.getvalue()
+    assert "held-out pass@1 (maths 75.0%)" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_panel_is_away_while_models_are_loaded(tmp_path: Path) -> None:
+    with Progress(Console(file=io.StringIO(), force_terminal=True), tmp_path / "log.txt") as progress:
+        seen = []
+        for phase in ("loading", "evaluate", "sample", "loading"):
+            progress.phase(phase)
+            assert progress._live is not None
+            seen.append(progress._live.is_started)
+    assert seen == [False, True, True, False]
+
+
+def test_the_time_left_comes_from_steps_like_those_to_come() -> None:
+    """The first step compiles and warms up; evaluations and saves are rarer than steps, and counted apart."""
+    estimate = Estimate(100, {"evaluate": 20, "save": 0})
+    for step, seconds in enumerate([60.0, 1.0, 1.0, 5.0, 1.0], start=1):
+        estimate.step({"step": step, "time/sample": seconds / 2, "time/update": seconds / 2})
+        if step == 1:
+            assert math.isnan(estimate.left())
+    assert 94 < estimate.left() <= 95
+    estimate.phase("sample", 3.0)
+    estimate.phase("evaluate", 10.0)
+    estimate.phase("save", 2.0)
+    assert 95 + 5 * 10 + 2 - 1 < estimate.left() <= 95 + 5 * 10 + 2  # after 20, 40, 60, 80 and at the end
 
 
 def test_sparkline() -> None:

@@ -15,7 +15,7 @@ from opd import config
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "config", "overrides", "files", "lock"},
+    {"errors", "types", "config", "overrides", "files", "lock", "text"},
     {"objectives", "data"},
     {"models"},
     {"rollout", "rewards", "teachers"},

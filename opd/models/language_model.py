@@ -8,25 +8,22 @@ projection = model.project(hidden_TD)                     # logits, not multipli
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from opd.errors import ModelError
-from opd.models import attention
+from opd.models import attention, lora
 from opd.models.attention import Packed
+from opd.models.recompute import checkpoint_layers, plain_layers
 from opd.models.tokenizers import stop_ids
 from opd.objectives import Projection
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
     from opd.config import Lora
-
-ADAPTER = "default"
 
 
 class LanguageModel:
@@ -90,55 +87,35 @@ class LanguageModel:
 
     # LoRA
 
-    def add_lora(self, lora: Lora) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        targets = lora.targets
-        head = next(name for name, child in self.module.named_modules() if child is self.head)
-        named = [targets] if isinstance(targets, str) else targets
-        if any(head == target or head.endswith("." + target) for target in named):
-            raise ModelError(
-                f"lora.targets names the output head ({head}). Exact divergences read the head's matrix itself, so an adapter "
-                "there would be left out of the loss. Leave the head out of the targets."
-            )
+    def add_lora(self, settings: Lora) -> None:
         self._plain = _share(self.module)
-        config = LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
-        )
-        try:
-            self.adapter = get_peft_model(self.module, config, adapter_name=ADAPTER)
-        except ValueError as error:
-            raise ModelError(f"lora.targets {targets!r}: {str(error).splitlines()[0]}") from None
+        self.adapter = lora.attach(self.module, self.head, settings)
+
+    def checkpoint_layers(self) -> None:
+        """Trade time for memory in passes with gradients; copies for sampling are left as they are."""
+        checkpoint_layers(self.module, self.name)
 
     def weights(self, version: int) -> WeightsRef:
         """The policy's weights by their plain names, LoRA merged; what is not adapted is shared, not copied."""
-        if self.adapter is None:
-            return WeightsRef(version, {name: parameter.detach() for name, parameter in self.module.named_parameters()})
-        merged: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self._plain.named_parameters()}
-        with torch.no_grad():
-            for name, child in self.module.named_modules():
-                if hasattr(child, "get_delta_weight") and ADAPTER in child.lora_A:
-                    base = child.get_base_layer().weight
-                    merged[f"{name}.weight"] = base + child.get_delta_weight(ADAPTER).to(base.dtype)
-        return WeightsRef(version, merged)
+        plain = self.module if self.adapter is None else self._plain
+        tensors = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        if self.adapter is not None:
+            tensors |= lora.merged_weights(self.module)
+        return WeightsRef(version, tensors)
 
     def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
         clone = copy.copy(self)
         clone.module = _share(self.module if self.adapter is None else self._plain)
         clone.adapter, clone._plain = None, None
-        adapted = set()
-        if self.adapter is not None:
-            adapted = {
-                f"{name}.weight" for name, child in self.module.named_modules() if hasattr(child, "get_delta_weight")
-            }
+        adapted = set() if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
         for name, parameter in clone.module.named_parameters():
             if dtype not in (None, parameter.dtype):
                 parameter.data = parameter.data.to(dtype)
             elif name in adapted:
                 parameter.data = parameter.data.clone()
         clone.head = clone.module.get_output_embeddings()
-        clone.module.gradient_checkpointing_disable()
+        plain_layers(clone.module)
         return clone
 
     # Saving
@@ -160,10 +137,7 @@ class LanguageModel:
     def restore(self, directory: Path) -> None:
         """Take over the weights that `save` wrote there, bit for bit; tensors shared with a sampler stay shared."""
         if self.adapter is not None:
-            from peft import set_peft_model_state_dict
-
-            tensors = load_file(directory / "adapter" / "adapter_model.safetensors")
-            set_peft_model_state_dict(self.adapter, tensors, adapter_name=ADAPTER)
+            lora.load_adapter(self.adapter, directory / "adapter")
             return
         saved = type(self.module).from_pretrained(directory, dtype=self.dtype, use_safetensors=True)
         tensors = {name: parameter.detach() for name, parameter in saved.named_parameters()}
@@ -184,21 +158,12 @@ class LanguageModel:
             tensors = self.weights(0).tensors
             for name, parameter in module.named_parameters():
                 parameter.data = tensors[name]
-            self.adapter.save_pretrained(directory / "adapter")
-            _sort_targets(directory / "adapter" / "adapter_config.json")
+            lora.save_adapter(self.adapter, directory / "adapter")
         stops = tuple(dict.fromkeys(self.stop_ids + stop))
         if stops:
             module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-
-def _sort_targets(path: Path) -> None:
-    """peft writes its target modules in the order of a set, which differs between copies: same adapter, same bytes."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(config.get("target_modules"), list):
-        config["target_modules"].sort()
-    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _share(module: Any) -> Any:

@@ -74,6 +74,7 @@ def _smol() -> Location:
 def _converted(file: Path) -> Path:
     from opd.models.gguf import converted
 
+    quiet_bars()
     try:
         return converted(file)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -119,7 +120,6 @@ def load_model(
 ) -> LanguageModel:  # fmt: skip
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
 
     from opd.models.language_model import LanguageModel
 
@@ -128,7 +128,7 @@ def load_model(
     if device == "cpu" and platform.machine() == "aarch64":
         # oneDNN's set-up per call on ARM makes small fp32 products up to eight times slower than plain BLAS.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    hf_logging.disable_progress_bar()
+    quiet_bars()
     try:
         module = AutoModelForCausalLM.from_pretrained(
             location.path,
@@ -143,8 +143,19 @@ def load_model(
     if lora is not None:
         model.add_lora(lora)
     if gradient_checkpointing:
-        model.module.gradient_checkpointing_enable({"use_reentrant": False})
+        model.checkpoint_layers()
     return model
+
+
+def quiet_bars() -> None:
+    """No bar per weight that is loaded. Downloads, which can take minutes, keep theirs."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the hub's too
+    if not HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()
 
 
 def _has_sdpa(config: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from opd.config import PromptSource, SamplerSpec
 from opd.data.render import render_prompt
@@ -13,6 +14,7 @@ from opd.errors import DataError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.rollout.engine import Engine
+from opd.text import cell
 from opd.training.stage import pick_device
 from opd.types import Sampling
 
@@ -49,7 +51,7 @@ def evaluate_model(
 
 
 def scores_table(name: str, scores: Mapping[str, Score]) -> Table:
-    table = Table(title=f"{name}: held-out prompts", title_justify="left")
+    table = Table(title=Text.assemble(cell(name), ": held-out prompts"), title_justify="left")
     sampled = any(score.k for score in scores.values())
     for column in (
         "domain",
@@ -64,7 +66,7 @@ def scores_table(name: str, scores: Mapping[str, Score]) -> Table:
         cells = [_cell(score.greedy, score.greedy_stderr)]
         if sampled:
             cells += [_cell(score.sampled, score.sampled_stderr), _cell(score.pass_at_k, score.pass_at_k_stderr)]
-        table.add_row(domain, str(score.n), *cells, f"{score.length:.1f}", f"{score.truncated:.0%}")
+        table.add_row(cell(domain), str(score.n), *cells, f"{score.length:.1f}", f"{score.truncated:.0%}")
     return table
 
 

@@ -44,6 +44,7 @@ KNOBS = {
     "score": "teachers.NAME.batch_tokens",
     "update": "train.micro_tokens, or set student.gradient_checkpointing: true",
     "evaluate": "sampler.slots or eval.max_new_tokens",
+    "evaluate teachers": "sampler.slots or eval.max_new_tokens",
 }
 
 
@@ -124,7 +125,8 @@ class Pipeline:
             self._consumed = read_state(standing.output)["rollouts"]
             return
         self._interrupts.grace = spec.checkpoint.grace
-        self._progress.start_stage(spec.name, spec.train.steps, result.steps)
+        every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
+        self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
         with self._explain_memory():
@@ -204,6 +206,8 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
+        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()
             result.teacher_of = dict(run.routes.get("teacher", {}))
@@ -252,6 +256,7 @@ class Pipeline:
 
     def _save(self, run: StageRun, result: StageResult, background: bool) -> Path:
         spec, boundary = run.spec.checkpoint, self._boundary
+        self._on_phase("save")
         self._saver.wait()
         where = checkpoint_directory(self._directory, run.spec.name, result.steps)
         where.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from opd.text import cell, plain
+
 SPARKS = "▁▂▃▄▅▆▇█"
+ROWS = 12  # domains shown at once
+RECENT = 20  # steps, evaluations and saves that the time left is judged by
 
 
 class Progress:
-    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line."""
+    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line.
+
+    While models are loaded the panel is away: downloads draw bars of their own.
+    """
 
     def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
-        self._stage, self._steps, self._done, self._phase = "", 0, 0, ""  # done: steps of an earlier process
-        self._tokens, self._last_line, self._started = 0, 0.0, time.monotonic()
+        self._stage, self._steps, self._phase = "", 0, ""
+        self._tokens, self._last_line = 0, 0.0
         self._metrics: dict[str, Any] = {}
         self._history: list[float] = []
-        self._scores: list[float] = []
+        self._rewards: list[float] = []
+        self._evaluated: tuple[int, dict[str, float]] = (0, {})  # step, and pass@1 by domain
+        self._estimate = Estimate(0, {})
         self._phase_started = time.monotonic()
         self._live = (
             Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
@@ -36,8 +47,6 @@ class Progress:
         )
 
     def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,55 +54,80 @@ class Progress:
             self._live.stop()
 
     def say(self, line: str) -> None:
+        line = plain(line)
         self._write(line)
+        self._print(line)
+
+    def show(self, table: Table) -> None:
+        """A table, on the screen and as plain text in the log."""
+        page = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False)
+        with page.capture() as captured:
+            page.print(table)
+        for line in captured.get().splitlines():
+            self._write(line.rstrip())
         if not self._quiet:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(table)
 
-    def _write(self, line: str) -> None:
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-
-    def show(self, renderable: Any) -> None:
-        if not self._quiet:
-            self._console.print(renderable)
-
-    def start_stage(self, name: str, steps: int, done: int = 0) -> None:
-        self._stage, self._steps, self._done, self._metrics = name, steps, done, {}
-        self._history, self._scores = [], []
-        self._started = time.monotonic()
+    def start_stage(self, name: str, steps: int, done: int = 0, every: Mapping[str, int] | None = None) -> None:
+        """`every`: what else happens besides steps, and after how many (0: at the end only)."""
+        self._stage, self._steps, self._metrics = name, steps, {"step": done} if done else {}
+        self._history, self._rewards, self._evaluated = [], [], (0, {})
+        self._estimate = Estimate(steps, every or {})
 
     def phase(self, name: str) -> None:
-        self._phase, self._tokens, self._phase_started = name, 0, time.monotonic()
+        now = time.monotonic()
+        self._estimate.phase(self._phase, now - self._phase_started)
+        self._phase, self._tokens, self._phase_started = name, 0, now
+        if self._live and name == "loading":
+            self._live.stop()
+        elif self._live:
+            self._live.start()
 
     def token(self) -> None:
         self._tokens += 1
+
+    def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
+        """pass@1 on held-out prompts, by domain."""
+        self._evaluated = step, dict(scores)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)
         if metrics["reverse_kl"] is not None:
             self._history.append(metrics["reverse_kl"])
         if metrics.get("score") is not None:
-            self._scores.append(metrics["score"])
-        self._write(self._line())
+            self._rewards.append(metrics["score"])
+        scores = _by_domain(metrics, "eval/")
+        if scores:
+            self.evaluated(metrics["step"], scores)
+        self._estimate.step(metrics)
+        line = plain(self._line(scores))
+        self._write(line)
         now = time.monotonic()
-        if not self._live and not self._quiet and (now - self._last_line > 5 or metrics["step"] in (1, self._steps)):
+        if not self._live and (now - self._last_line > 5 or metrics["step"] in (1, self._steps)):
             self._last_line = now
-            self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
+            self._print(line)
 
-    def _left(self) -> float:
-        done = self._metrics.get("step", 0)
-        here = done - self._done
-        return (time.monotonic() - self._started) / here * (self._steps - done) if here > 0 else float("nan")
+    def _write(self, line: str) -> None:
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
-    def _line(self) -> str:
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def _line(self, scores: Mapping[str, float]) -> str:
         metrics = self._metrics
-        domains = "  ".join(f"{name} {_number(value)}" for name, value in metrics.items() if name.startswith("kl/"))
-        kl = "" if metrics["reverse_kl"] is None else f"kl {_number(metrics['reverse_kl'])}  {domains}  "
-        score = "" if metrics.get("score") is None else f"score {metrics['score']:.1%}  "
-        return (
-            f"{self._stage} {metrics['step']}/{self._steps}  loss {_number(metrics['loss'])}  {kl}{score}"
-            f"length {metrics['response_length']:.1f}  truncated {metrics['truncated']:.0%}  {_speed(metrics)}  left {_clock(self._left())}"
-        )
+        parts = [f"{self._stage} {metrics['step']}/{self._steps}", f"loss {_number(metrics['loss'])}"]
+        if metrics["reverse_kl"] is not None:
+            domains = _listed(_by_domain(metrics, "kl/"), _number)
+            parts.append(f"KL to teacher {_number(metrics['reverse_kl'])} nats" + (f" ({domains})" if domains else ""))
+        if metrics.get("score") is not None:
+            parts.append(f"mean reward {metrics['score']:.3g}")
+        if scores:
+            parts.append(f"held-out pass@1 ({_listed(scores, '{:.1%}'.format)})")
+        parts.append(f"length {metrics['response_length']:.1f}")
+        parts.append(f"truncated {metrics['truncated']:.0%}")
+        return "  ".join([*parts, _speed(metrics), f"left {_clock(self._estimate.left())}"])
 
     def _render(self) -> Panel:
         metrics = self._metrics
@@ -102,35 +136,85 @@ class Progress:
         head.add_row(
             f"step {done}/{self._steps}",
             ProgressBar(total=max(self._steps, 1), completed=done, width=40),
-            f"left {_clock(self._left())}",
+            f"left {_clock(self._estimate.left())}",
         )
-        working = f"{self._phase or 'loading'} {time.monotonic() - self._phase_started:.0f} s" + (
+        working = f"{self._phase} {time.monotonic() - self._phase_started:.0f} s" + (
             f", {self._tokens} tokens" if self._tokens else ""
         )
-        rows: list[RenderableType] = [head, Text(working, style="dim")]
-        if metrics:
-            table = Table.grid(padding=(0, 2))
-            table.add_row(
-                "loss",
-                _number(metrics["loss"]),
-                "response",
-                f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated",
-            )
-            if metrics["reverse_kl"] is not None:
-                table.add_row("reverse KL", _number(metrics["reverse_kl"]), "", sparkline(self._history))
-            if metrics.get("score") is not None:
-                table.add_row("score", f"{metrics['score']:.1%}", "", sparkline(self._scores))
-            for name, value in metrics.items():
-                if name.startswith("kl/") and value is not None:
-                    table.add_row(f"  {name.removeprefix('kl/')}", _number(value), "", "")
-            rows += [table, Text(_speed(metrics), style="dim")]
+        rows: list[RenderableType] = [head, cell(working, style="dim")]
+        if "loss" in metrics:
+            rows += [self._numbers(), Text(_speed(metrics), style="dim")]
+        domains = self._domains()
+        if domains.rows:
+            rows.insert(-1 if "loss" in metrics else len(rows), domains)
         return Panel(
             Group(*rows),
-            title=f"opd · {self._stage or 'starting'}",
+            title=Text.assemble("opd · ", cell(self._stage or "starting")),
             title_align="left",
             border_style="cyan",
             width=min(self._console.width, 100),
         )
+
+    def _numbers(self) -> Table:
+        """What the newest step measured over all domains."""
+        metrics, table = self._metrics, Table.grid(padding=(0, 2))
+        response = f"{metrics['response_length']:.1f} tokens, {metrics['truncated']:.0%} truncated"
+        table.add_row("loss", _number(metrics["loss"]), f"responses: {response}")
+        if metrics["reverse_kl"] is not None:
+            table.add_row("KL to teacher, nats", _number(metrics["reverse_kl"]), sparkline(self._history))
+        if metrics.get("score") is not None:
+            table.add_row("mean reward", f"{metrics['score']:.3g}", sparkline(self._rewards))
+        return table
+
+    def _domains(self) -> Table:
+        """A row per domain. A divergence falls towards 0 while a score rises, so each column says which it is."""
+        (step, scores), divergences = self._evaluated, _by_domain(self._metrics, "kl/")
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        table.add_column("domain")
+        if divergences:
+            table.add_column("KL to teacher, nats", justify="right")
+        if scores:
+            table.add_column(f"pass@1, held out, {f'step {step}' if step else 'before'}", justify="right")
+        names = list(dict.fromkeys([*divergences, *scores]))
+        for name in names[:ROWS]:
+            row = [_number(divergences.get(name))] if divergences else []
+            row += [f"{scores[name]:.1%}" if name in scores else "–"] if scores else []
+            table.add_row(cell(name), *row)
+        if len(names) > ROWS:
+            table.add_row(f"and {len(names) - ROWS} more")
+        return table
+
+
+class Estimate:
+    """How long a stage will take yet: steps, and evaluations and saves, which come more rarely, counted apart.
+
+    The first step of a process compiles, allocates and warms up, so it says nothing about the others.
+    """
+
+    def __init__(self, steps: int, every: Mapping[str, int]) -> None:
+        self._steps, self._every = steps, dict(every)
+        self._seconds: list[float] = []  # of each step of this process
+        self._others: dict[str, list[float]] = {}
+        self._done, self._at = 0, time.monotonic()
+
+    def phase(self, name: str, seconds: float) -> None:
+        if name in self._every:
+            self._others.setdefault(name, []).append(seconds)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self._seconds.append(sum(value for name, value in metrics.items() if name.startswith("time/")))
+        self._done, self._at = metrics["step"], time.monotonic()
+
+    def left(self) -> float:
+        """Seconds; not a number until a second step has been seen."""
+        if len(self._seconds) < 2:
+            return math.nan
+        total = statistics.median(self._seconds[1:][-RECENT:]) * (self._steps - self._done)
+        for name, seconds in self._others.items():
+            every = self._every[name]
+            times = (self._steps - 1) // every - self._done // every if every else 0
+            total += statistics.median(seconds[-RECENT:]) * (max(times, 0) + 1)  # and once at the end
+        return max(total - (time.monotonic() - self._at), 0.0)
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -160,6 +244,16 @@ def _speed(metrics: Mapping[str, Any]) -> str:
     return "tokens/s: " + ", ".join(parts)
 
 
+def _by_domain(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _listed(values: Mapping[str, float], form: Callable[[float], str]) -> str:
+    shown = [f"{plain(name, 40)} {form(value)}" for name, value in list(values.items())[:ROWS]]
+    return ", ".join(shown + ([f"and {len(values) - ROWS} more"] if len(values) > ROWS else []))
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
@@ -167,4 +261,5 @@ def _number(value: float | None) -> str:
 def _clock(seconds: float) -> str:
     if math.isnan(seconds):
         return "–"
-    return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+    seconds = round(seconds)
+    return f"{seconds // 3600:d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from opd.errors import RecipeError
 from opd.evaluation import Score
+from opd.text import cell
 
 SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
@@ -120,7 +122,8 @@ def results_table(result: StageResult) -> Table:
     """Per domain: student before, every teacher, the weight average, student after, and the normalised score."""
     score = next(iter(result.before.values()))
     what = f"pass@1, {'greedy' if score.greedy is not None else 'sampled'}, {score.n} held-out prompts per domain"
-    table = Table(title=f"{result.name}: {what}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    title = Text.assemble(cell(result.name), f": {what}")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("domain")
     columns = [
         ("before", result.before),
@@ -129,20 +132,21 @@ def results_table(result: StageResult) -> Table:
         ("after", result.after),
     ]
     for name, _ in columns:
-        table.add_column(name, justify="right", style="bold" if name == "after" else None)
+        table.add_column(cell(name), justify="right", style="bold" if name == "after" else None)
     table.add_column("norm.", justify="right")
     for domain in result.before:
-        cells = [_cell(scores.get(domain), highlight=name == result.teacher_of.get(domain)) for name, scores in columns]
+        own = result.teachers.get(result.teacher_of.get(domain, ""))
+        cells = [_cell(scores.get(domain), own=scores is own) for _, scores in columns]
         ratio = normalised(result.before[domain], result.after.get(domain), result.teacher_score(domain))
-        table.add_row(domain, *cells, "–" if ratio is None else f"{ratio:.2f}")
-    notes = ["norm.: 0 = before, 1 = the domain's own teacher (underlined)"] if result.teachers else []
+        table.add_row(cell(domain), *cells, "–" if ratio is None else f"{ratio:.2f}")
+    notes = ["norm.: 0 = before, 1 = the domain's own teacher (*)"] if result.teachers else []
     notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
     table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     return table
 
 
-def _cell(score: Score | None, highlight: bool) -> str:
+def _cell(score: Score | None, own: bool) -> Text:
+    """The domain's own teacher has a star, which a log and a pipe keep."""
     if score is None:
-        return "–"
-    text = f"{score.value:.1%}"
-    return f"[underline]{text}[/]" if highlight else text
+        return Text("– ")
+    return Text(f"{score.value:.1%}*", style="underline") if own else Text(f"{score.value:.1%} ")

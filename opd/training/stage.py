@@ -24,6 +24,7 @@ from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
+from opd.text import code
 from opd.training.average import weight_average
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
@@ -261,15 +262,17 @@ def _check_trajectories(spec: Stage) -> None:
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
-    teachers = "\n".join(f"- {name}: `{teacher.model}`" for name, teacher in spec.teachers.items()) or "- none"
-    terms = "\n".join(f"- {term.model_dump_json(exclude_defaults=True)}" for term in spec.objective)
+    teachers = (
+        "\n".join(f"- {code(name)}: {code(teacher.model)}" for name, teacher in spec.teachers.items()) or "- none"
+    )
+    terms = "\n".join(f"- {code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
         f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {spec.name}, step {step}\n\nTrained with opd from `{spec.student.model}`.\n\n"
+        f"# {code(spec.name)}, step {step}\n\nTrained with opd from {code(spec.student.model)}.\n\n"
         f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
     )
 

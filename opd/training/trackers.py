@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from opd.config import Log
 from opd.errors import RecipeError
+from opd.text import plain
+
+TAG = 200  # characters of a metric's name, which holds a stage's and often a domain's
 
 
 class Tracker(Protocol):
@@ -41,7 +44,7 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(plain(name, TAG), value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -52,7 +55,7 @@ class WandbLike:
         self._module = module
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._module.log(dict(values), step=step)
+        self._module.log({plain(name, TAG): value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         self._module.finish()

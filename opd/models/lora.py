@@ -1,0 +1,199 @@
+"""Low-rank adapters through peft: which weights get one, what peft made of it, and the weights with adapters merged.
+
+`all-linear` is every linear layer but the output head, and the experts of a mixture, which transformers keep as one
+three-dimensional parameter per projection. Routers, norms and embeddings are left alone unless they are named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ModelError
+
+if TYPE_CHECKING:
+    from opd.config import Lora
+
+ADAPTER = "default"
+EVERYTHING = "all-linear"
+# peft takes these for the names that experts had before transformers fused them, and would adapt the experts instead.
+OLD_EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def require_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(
+            "student.lora needs the peft package, which is not installed: pip install 'opd[lora]'. "
+            "Or remove `lora` to train all weights."
+        )
+
+
+class GradientDropout(nn.Module):
+    """Drops while gradients are recorded, and only then: in the passes that train, and when checkpointing repeats them."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, values: Tensor) -> Tensor:
+        return nn.functional.dropout(values, self.share, training=torch.is_grad_enabled())
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Full names. peft wraps a module and adds to its output, or wraps a parameter's owner and adds to the parameter."""
+
+    modules: list[str]
+    parameters: list[str]
+
+    @property
+    def weights(self) -> set[str]:
+        return {f"{name}.weight" for name in self.modules} | set(self.parameters)
+
+
+def attach(module: Any, head: nn.Linear, lora: Lora) -> Any:
+    """peft's wrapper around the module, whose layers now carry adapters; the only parameters left to train."""
+    require_peft()
+    from peft import LoraConfig, get_peft_model
+
+    targets = find_targets(module, head, lora)
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets.modules,
+        target_parameters=targets.parameters or None, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        adapter = get_peft_model(module, config, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ModelError(f"lora.targets {lora.targets!r}: {str(error).splitlines()[0]}") from None
+    adapted = {name for name, _ in adapted_layers(module)}
+    if adapted != targets.weights:
+        odd = sorted(adapted ^ targets.weights)
+        raise ModelError(
+            f"lora.targets {lora.targets!r}: peft adapted other weights than asked for ({', '.join(odd[:3])}). "
+            "Name fewer targets, for example the attention's projections."
+        )
+    for _, layer in adapted_layers(module):
+        if lora.dropout:
+            layer.lora_dropout[ADAPTER] = GradientDropout(lora.dropout)
+    module.eval()
+    return adapter
+
+
+def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
+    """What `lora.targets` names in this model, after refusing what an adapter would not reach or must not change."""
+    modules = {name: child for name, child in module.named_modules() if name}
+    experts = {name: parameter for name, parameter in module.named_parameters() if _is_experts(name, parameter)}
+    chosen = _chosen(lora.targets, modules, list(experts), head)
+    named = [name for name in chosen if name not in experts]
+    for name in named:
+        _refuse(name, modules[name], head)
+    fused = [name for name in chosen if name in experts]
+    renamed = [name for name in named if experts and name.rpartition(".")[2] in OLD_EXPERT_NAMES]
+    if lora.dropout and (fused or renamed):
+        raise ModelError(
+            f"lora.dropout {lora.dropout} with adapters on {(fused or renamed)[0]}: the experts of a mixture are adapted as one "
+            "parameter, whose input cannot be dropped. Set lora.dropout: 0, or name the attention's projections in lora.targets."
+        )
+    return Targets([name for name in named if name not in renamed], fused + [f"{name}.weight" for name in renamed])
+
+
+def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str], head: nn.Linear) -> list[str]:
+    if targets == EVERYTHING:
+        return [name for name, child in modules.items() if _is_linear(child) and child is not head] + experts
+    names = [*modules, *experts]
+    if isinstance(targets, str):
+        try:
+            found = [name for name in names if re.fullmatch(targets, name)]
+        except re.error as error:
+            raise ModelError(f"lora.targets {targets!r} is not a regular expression: {error}.") from None
+        missing = [] if found else [targets]
+    else:
+        found = [name for name in names if any(_ends_with(name, target) for target in targets)]
+        missing = [target for target in targets if not any(_ends_with(name, target) for name in found)]
+    if missing or not found:
+        last = dict.fromkeys(name.rpartition(".")[2] for name in names if name in experts or _is_linear(modules[name]))
+        raise ModelError(
+            f"lora.targets: {', '.join(map(repr, missing)) or 'nothing'} names nothing in this model. It has "
+            f"{', '.join(last)}; a text is a regular expression over full names, a list holds last parts of them."
+        )
+    return found
+
+
+def _refuse(name: str, child: Any, head: nn.Linear) -> None:
+    if child is head:
+        raise ModelError(
+            f"lora.targets names the output head ({name}). Exact divergences read the head's matrix itself, so an adapter "
+            "there would be left out of the loss. Leave the head out of the targets."
+        )
+    if isinstance(child, nn.Embedding):
+        if child.weight is head.weight:
+            raise ModelError(
+                f"lora.targets names {name}, whose matrix is also the output head's: an adapter would change one of the two only. "
+                "Leave it out of the targets."
+            )
+    elif not _is_linear(child):
+        raise ModelError(
+            f"lora.targets names {name}, a {type(child).__name__}; adapters go on linear layers, embeddings and experts."
+        )
+
+
+def _is_linear(child: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(child, (nn.Linear, Conv1D))
+
+
+def _is_experts(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 3 and name.split(".")[-2:-1] == ["experts"]
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
+    """(plain name of the adapted weight, peft's layer)."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    for name, child in module.named_modules():
+        if isinstance(child, LoraLayer):
+            owner = name.replace(".base_layer", "")  # one parameter's wrapper stands inside another's
+            yield f"{owner}.{child.parameter_name if isinstance(child, ParamWrapper) else 'weight'}", child
+
+
+def merged_weights(module: Any) -> dict[str, Tensor]:
+    """Every adapted weight with its adapter added, by its plain name."""
+    from peft.tuners.lora import ParamWrapper
+
+    merged = {}
+    with torch.no_grad():
+        for name, layer in adapted_layers(module):
+            base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+            merged[name] = base + layer.get_delta_weight(ADAPTER).to(base.dtype)
+    return merged
+
+
+def save_adapter(adapter: Any, directory: Path) -> None:
+    adapter.save_pretrained(directory, save_embedding_layers=False)
+    path = directory / "adapter_config.json"  # peft writes targets in the order of a set: same adapter, same bytes
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(config.get(key), list):
+            config[key].sort()
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def load_adapter(adapter: Any, directory: Path) -> None:
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "adapter_model.safetensors")
+    set_peft_model_state_dict(adapter, tensors, adapter_name=ADAPTER)

@@ -1,0 +1,44 @@
+"""Gradient checkpointing: a layer keeps its input alone and is computed again in the backward pass.
+
+transformers' own switch works only in training mode, which would also turn on whatever dropout the base model was
+pre-trained with. Here layers are wrapped instead, and the model stays in evaluation mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from opd.errors import ModelError
+
+
+def checkpoint_layers(module: Any, name: str) -> None:
+    layers = _layers(module)
+    if not layers:
+        raise ModelError(
+            f"student.gradient_checkpointing: model {name!r} ({type(module).__name__}) has no layers that can be recomputed. "
+            "Leave it out, and lower train.micro_tokens instead."
+        )
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def plain_layers(module: Any) -> None:
+    """Undo it, in a copy that only samples."""
+    for layer in _layers(module):
+        vars(layer).pop("forward", None)
+
+
+def _layers(module: Any) -> list[Any]:
+    return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
