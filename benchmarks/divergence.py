@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.objectives import Mixture, Projection, divergence, token_logprobs
-from opd.objectives import statistics as row_statistics
+from opd.divergence import Mixture, Projection, divergence, token_logprobs
+from opd.divergence import statistics as row_statistics
 
 RESULTS = Path(__file__).parent / "results"
 KINDS: dict[str, dict[str, float]] = {"reverse_kl": {}, "forward_kl": {}, "jsd": {"beta": 0.5}}
@@ -72,7 +72,7 @@ def opd_call(heads: list[tuple[Tensor, Tensor]], kind: str, memory: int | None =
 
 def naive_call(heads: list[tuple[Tensor, Tensor]], kind: str, dtype: torch.dtype | None = None) -> Call:
     """What one writes first: whole logits, log_softmax in fp32, autograd."""
-    from opd.objectives.formulas import FORMULAS
+    from opd.divergence.formulas import FORMULAS
 
     (hidden, weight), (hidden_t, weight_t) = heads[:2]
     wide = dtype or torch.float32
@@ -273,7 +273,7 @@ def first_call() -> float:
 
 def scaling() -> dict[str, Any]:
     """Time and memory of both modes against each size in turn; Ds = 1024, Dt = 2048, reverse KL (JSD for mixtures' sake)."""
-    from opd.objectives import plan
+    from opd.divergence import plan
 
     rows, chosen = [], plan.triton_plan
     cases = [("N", n, 65536, 1) for n in (1024, 4096, 16384, 65536)]
@@ -312,7 +312,7 @@ def profile(ds: int, kind: str, memory: int | None) -> list[dict[str, Any]]:
 
 def sweep(ds: int) -> list[dict[str, Any]]:
     """Steps of the row kernels, chunks of `fast` and tiles of `small`."""
-    from opd.objectives import plan, triton_backend
+    from opd.divergence import plan, triton_backend
 
     heads, found = inputs(N, V, ds, DT, "cuda", torch.bfloat16), []
 

@@ -15,7 +15,7 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from opd.objectives.formulas import Form
+from opd.divergence.formulas import Form
 
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"

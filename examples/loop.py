@@ -4,9 +4,9 @@ import torch
 
 from opd.config import PromptSource, SamplerSpec
 from opd.data.sources import open_source
+from opd.divergence import divergence
 from opd.models import load_model
 from opd.models.packing import Pack
-from opd.objectives import divergence
 from opd.rollout.collect import collect, make_requests
 from opd.rollout.engine import Engine
 from opd.types import Sampling

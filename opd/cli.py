@@ -31,6 +31,23 @@ STOPPED = 130  # as a shell reports Ctrl-C
 ERROR = 8000  # characters of a message
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from opd import __version__
+
+        print(f"opd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """On-policy distillation: the student samples, the teachers score every token."""
+
+
 def main() -> None:
     """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
     if logging.lastResort is not None:
@@ -44,6 +61,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(STOPPED)
+    except BrokenPipeError:  # `opd schema | head`
+        sys.stdout = None
+        sys.exit(1)
     except OpdError as error:
         print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -62,8 +82,10 @@ def run(
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
+    from opd.config.names import check_output
 
     loaded = load_recipe(recipe, overrides or ())
+    wanted = check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.training.plan import make_plan
 
@@ -77,7 +99,7 @@ def run(
     from opd.run import new_directory
     from opd.run import run as start
 
-    directory = new_directory(out or Path("runs") / loaded.name)
+    directory = new_directory(wanted)
     console = Console()
     try:
         start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
@@ -112,7 +134,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure pass@1 and pass@k of a model on held-out prompts."""
@@ -166,9 +188,13 @@ def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Defau
     target = to or Path(source.name)
     if target.is_dir():
         target = target / source.name
-    if target.exists():
-        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml")
-    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(target)!r} cannot be written: {error}.") from None
     print(plain(f"wrote {target}; run it with: opd run {target}"))
 
 
@@ -186,7 +212,10 @@ def export_model(name: str, to: Path) -> None:
     """Write a model as a plain Hugging Face directory."""
     from opd.models.catalog import export
 
-    export(name, to)
+    try:
+        export(name, to)
+    except OSError as error:
+        raise UserError(f"{str(to)!r} cannot be written: {error.strerror or error}.") from None
     print(plain(f"wrote {to}"))
 
 

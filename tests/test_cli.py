@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import opd
 from opd import cli
 from opd.config import load_recipe
 from tests.helpers import save_tiny
@@ -49,6 +50,10 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "exists already" in err
 
 
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(capsys, monkeypatch, "--version") == (0, f"opd {opd.__version__}\n", "")
+
+
 def test_schema(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = call(capsys, monkeypatch, "schema")
     assert code == 0
@@ -85,7 +90,19 @@ def test_dry_run_prints_the_plan_and_loads_no_weights(
         (["run", "quickstart", "prompts.0.domain=geography"], "geography"),
         (["eval", "tiny/nothing", "--prompts", "task:addition"], "no such built-in"),
         (["eval", "tiny/generalist", "--prompts", "nowhere.jsonl"], "no such file"),
+        (["eval", "tiny/generalist", "--prompts", "task:addition", "--device", "mps"], "device 'mps'"),
         (["models", "export", "tiny/nothing", "somewhere"], "no such built-in"),
+        (["models", "export", "tiny/generalist", "/dev/null"], "cannot be written"),
+        (["models", "export", "tiny/generalist", "/dev/null/below"], "cannot be written"),
+        (["run", "quickstart", "device=mps"], "device"),
+        (["run", "quickstart", "--out", ""], "name a directory"),
+        (["run", "quickstart", "--out", "a\nb"], "control characters"),
+        (["recipes", "copy", "quickstart", "nowhere/mine.yaml"], "cannot be written"),
+        (["recipes", "show", "nothing"], "shipped"),
+        (["resume", "nowhere"], "not a run directory"),
+        (["resume", "/dev/null"], "not a run directory"),
+        (["store", "check", "/dev/null"], "no rollout log"),
+        (["store", "repair", "nowhere"], "no rollout log"),
     ],
 )
 def test_mistakes_are_one_message_and_exit_code_2(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
+from opd.config.overrides import merge
 from opd.errors import RecipeError
-from opd.overrides import merge
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.objectives import divergence_advantage, importance_sampling
-from opd.objectives.formulas import KINDS, Form
+from opd.divergence import divergence_advantage
+from opd.divergence.formulas import KINDS, Form
+from opd.objective.surrogates import importance_sampling
 from tests.divergence_cases import CASES, SMOOTH, textbook
 
 SEEDS = st.integers(0, 10**6)

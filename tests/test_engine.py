@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from opd.config import Lora, SamplerSpec
+from opd.divergence import token_logprobs
+from opd.divergence.projection import log_probs
 from opd.errors import DataError, ModelError, TrainingError
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.load import load_model, tiny_models
-from opd.objectives import token_logprobs
-from opd.objectives.projection import log_probs
 from opd.rollout.draws import request_key, uniforms, uniforms_at
 from opd.rollout.engine import Engine
 from opd.rollout.sampling import RowSettings, draw

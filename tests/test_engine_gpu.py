@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from opd.config import SamplerSpec
+from opd.divergence import Projection, token_logprobs
+from opd.divergence.projection import log_probs
 from opd.models.attention import Packed
-from opd.objectives import Projection, token_logprobs
-from opd.objectives.projection import log_probs
 from opd.rollout.draws import request_key, uniforms, uniforms_at
 from opd.rollout.engine import Engine
 from opd.types import SampledToken, Sampling

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.config import Rollouts, Term
-from opd.objectives import Projection
-from opd.objectives.gates import random_share, speculative, top_share
+from opd.divergence import Projection
+from opd.objective.gates import random_share, speculative, top_share
 from opd.training.judged import Judged, Survey
 from opd.training.prepare import TermPlan, plan_term, token_advantages
 from opd.training.survey import proposal_accepted

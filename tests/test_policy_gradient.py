@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.objectives import importance_sampling
-from opd.objectives.advantages import extrapolated, outcome_advantages, returns, whitened
-from opd.objectives.corrections import correction_weight, prefix_weight, veto_weight
-from opd.objectives.policy_gradient import cispo, gspo, k2, ppo
+from opd.objective.advantages import extrapolated, outcome_advantages, returns, whitened
+from opd.objective.corrections import correction_weight, prefix_weight, veto_weight
+from opd.objective.surrogates import cispo, gspo, importance_sampling, k2, ppo
 
 V, T = 3, 3  # three symbols, three positions: 27 sequences
 SEQUENCES = list(itertools.product(range(V), repeat=T))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from opd.config import Rollouts, Term
+from opd.divergence import token_logprobs
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack, pack
-from opd.objectives import token_logprobs
 from opd.teachers.local import LocalTeacher
 from opd.training.judged import Judged
 from opd.training.objective import Objective
@@ -194,7 +194,7 @@ def test_4_all_stop_ids_are_one_event() -> None:
 
 def test_4_merging_keeps_stopping_alive_under_exact_reverse_kl() -> None:
     """The toy of the stop-token problem: the student stops with one id, the teacher with another."""
-    from opd.objectives import Projection, divergence
+    from opd.divergence import Projection, divergence
 
     for merge, alive in (((0, 1),), True), ((), False):
         logits = torch.tensor(

@@ -15,8 +15,12 @@ from opd import config
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "config", "overrides", "files", "lock", "text"},
-    {"objectives", "data"},
+    {"errors", "types", "settings", "families", "overrides", "files", "lock", "text"},
+    {"divergence"},
+    {"objective"},
+    {"objectives"},
+    {"config"},
+    {"data"},
     {"models"},
     {"rollout", "rewards", "teachers"},
     {"evaluation"},

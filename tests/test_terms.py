@@ -14,9 +14,9 @@ from pydantic import ValidationError
 import opd
 from opd.config import Rollouts, SamplerSpec, Term
 from opd.config.objective import Schedule
+from opd.divergence.projection import log_probs
 from opd.errors import RecipeError
 from opd.models.packing import Pack
-from opd.objectives.projection import log_probs
 from opd.rollout.collect import collect
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner

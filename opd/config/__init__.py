@@ -8,13 +8,12 @@ from opd.config.read import (
     STAGE_PREFIX,
     find_recipe,
     load_recipe,
-    parse_yaml,
-    recipe_schema,
     resolve,
     shipped_recipes,
     validate,
 )
 from opd.config.rewards import RewardSpec
+from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
     EarlyStop,
@@ -32,6 +31,7 @@ from opd.config.stage import (
     TeacherSpec,
     Train,
 )
+from opd.config.text import parse_yaml
 
 __all__ = [
     "STAGE_PREFIX",

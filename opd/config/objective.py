@@ -290,7 +290,7 @@ class Term(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Those of the divergence, by the names `opd.objectives.divergence` gives them."""
+        """Those of the divergence, by the names `opd.divergence.divergence` gives them."""
         if self.divergence == "jsd":
             return {"beta": self.beta}
         return {} if self.alpha is None else {"alpha": self.alpha}

@@ -1,81 +1,156 @@
-"""How a recipe is read: YAML, shipped names, overrides, stages, and errors that name the nearest known key."""
+"""How a recipe is read: shipped names, overrides, stages, and errors that name the nearest known key."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from opd.config.stage import Recipe, Stage
+from opd.config.names import folded, name_of_file
+from opd.config.overrides import apply_override, merge
+from opd.config.paths import anchored, is_directory, is_file
+from opd.config.refusals import refuse_recipe, refuse_stage
+from opd.config.stage import ALONE, Recipe, Stage
+from opd.config.text import LONGEST, cut, parse_yaml, plain, shown
 from opd.errors import RecipeError
-from opd.overrides import apply_override, merge
 
 STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
+MISTAKES = 10  # named in one message
+CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it."""
+    """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
+
+    Paths in a file are relative to it; those in overrides and in a mapping to the working directory.
+    """
+    here = Path.cwd()
     if isinstance(recipe, Mapping):
-        name, raw = str(recipe.get("name", "run")), dict(recipe)
+        name, base, raw = "run", here, plain(recipe)
     else:
         path = find_recipe(str(recipe))
-        name, raw = path.stem, parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        name, base = name_of_file(path.stem), here / path.parent
+        raw = plain(parse_yaml(read_text(path), str(path)))
+    raw = anchored(raw, base)
     for override in overrides:
-        apply_override(raw, override)
+        apply_override(raw, override, here)
     return resolve(raw, name)
+
+
+def read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(LONGEST + 1)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: byte {error.start} is not UTF-8. Save the recipe as UTF-8.") from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name")}
-    overrides = raw.get("stages") or [{}]
-    if not isinstance(overrides, list) or not all(isinstance(stage, Mapping) for stage in overrides):
+    staged = raw.get("stages") is not None
+    overrides = raw["stages"] if staged else [{}]
+    if not isinstance(overrides, list) or not all(isinstance(stage, Mapping) for stage in overrides) or not overrides:
         raise RecipeError(
-            f"stages: expected a list of mappings, got {overrides!r}. Write `stages: [{{name: warm-up, …}}, …]`."
+            f"stages: expected a list of mappings, got {shown(overrides)}. Write `stages: [{{name: warm-up, …}}, …]`."
         )
-    if "stages" in raw and any("name" not in stage for stage in overrides):
+    if staged and any(stage.get("name") is None for stage in overrides):
         raise RecipeError("stages: every stage needs a name. Write `stages: [{name: warm-up, train: {steps: 50}}, …]`.")
     stages: list[Stage] = []
     for override in overrides:
-        merged = merge(defaults, override)
-        if stages and "student" not in override:
-            merged["student"] = merge(
-                _mapping(merged.get("student"), "model"), {"model": STAGE_PREFIX + stages[-1].name}
-            )
-        where = f"stages.{override['name']}." if "stages" in raw else ""
-        stages.append(validate(merged, where))
+        merged = _over(defaults, override)
+        if stages and not _has_model(override.get("student")):
+            merged["student"] = {**_mapping(merged.get("student"), "model"), "model": STAGE_PREFIX + stages[-1].name}
+        stages.append(validate(merged, f"stages.{cut(str(override['name']), 80)}." if staged else ""))
     names = [stage.name for stage in stages]
-    if len(set(names)) < len(names):
-        raise RecipeError(f"stages: names must differ, got {', '.join(names)}.")
-    return Recipe(name=str(raw.get("name", name)), stages=stages)
+    if len({folded(name) for name in names}) < len(names):
+        raise RecipeError(f"stages: names must differ, got {cut(', '.join(names), 400)}.")
+    try:
+        recipe = Recipe(name=raw["name"] if raw.get("name") is not None else name, stages=stages)
+    except ValidationError as error:
+        raise RecipeError(_explain_all(error, raw, "")) from None
+    refuse_recipe(recipe)
+    return recipe
+
+
+def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage laid over the defaults. Null takes a key back to its own default; so does {} where keys are the user's."""
+    base = dict(defaults)
+    for key in CLEARED:
+        if key in stage and stage[key] in ({}, []):
+            base.pop(key, None)
+    base = {key: _expanded(key, value) if key in stage else value for key, value in base.items()}
+    merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
+    merged = {key: value for key, value in merged.items() if value is not None}
+    if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
+        merged["teachers"] = {name: spec for name, spec in merged["teachers"].items() if spec is not None}
+    return merged
+
+
+def _expanded(key: str, value: Any) -> Any:
+    """Short forms that a stage may lay more keys over."""
+    if key == "student" and isinstance(value, str):
+        return {"model": value}
+    if key == "teachers" and isinstance(value, str):
+        return {ALONE: {"model": value}}
+    if key == "teachers" and isinstance(value, Mapping):
+        return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
+    return value
+
+
+def _has_model(student: Any) -> bool:
+    return isinstance(student, str) or (isinstance(student, Mapping) and student.get("model") is not None)
 
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
     try:
-        return Stage.model_validate(raw)
+        stage = Stage.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(detail, where) for detail in error.errors(include_url=False)]
-        raise RecipeError("\n".join(lines)) from None
+        raise RecipeError(_explain_all(error, raw, where)) from None
+    for path in _booleans(raw, stage.model_dump(), ""):
+        raise RecipeError(f"{where}{path}: expected a number, got true or false.")
+    refuse_stage(stage, where)
+    return stage
+
+
+def _booleans(given: Any, read: Any, path: str) -> list[str]:
+    """Where true or false was given for a number, which would be read as 1 or 0."""
+    if isinstance(given, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+        return [path]
+    if isinstance(given, Mapping) and isinstance(read, list) and len(read) == 1:
+        read = read[0]  # one term, one source
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        pairs = ((key, given[key], read[key]) for key in given.keys() & read.keys())
+    elif isinstance(given, list) and isinstance(read, (list, tuple)):
+        pairs = ((index, *pair) for index, pair in enumerate(zip(given, read, strict=False)))
+    return [found for key, one, other in pairs for found in _booleans(one, other, f"{path}.{key}".lstrip("."))]
+
+
+def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
+    details = error.errors(include_url=False)
+    lines = [_explain(detail, where) for detail in details[:MISTAKES]]
+    return "\n".join([*lines, *([f"… and {len(details) - MISTAKES} more."] if len(details) > MISTAKES else [])])
 
 
 def _explain(detail: Any, where: str) -> str:
-    path = where + ".".join(str(part) for part in detail["loc"])
+    path = cut(where + ".".join(str(part) for part in detail["loc"]), 200)
     if detail["type"] == "extra_forbidden":
         *parents, key = detail["loc"]
         known = _fields_at(parents)
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
         return f"{path}: unknown key. {hint}"
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{path}: {message[0].lower() + message[1:]}; got {detail['input']!r}."
+    message = cut(detail["msg"].removeprefix("Value error, "), 400)
+    return f"{path}: {message[0].lower() + message[1:]}; got {shown(detail['input'])}."
 
 
 def _fields_at(location: Iterable[Any]) -> list[str]:
@@ -99,28 +174,6 @@ def _fields_at(location: Iterable[Any]) -> list[str]:
     return list(node.get("properties", {}))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads the keys `on`, `off`, `yes`, `no`, `y` and `n` as booleans; here they are words."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [rule for rule in rules if rule[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    try:
-        raw = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(
-            f"{where}: a recipe is a mapping of keys, got {type(raw).__name__}. See `opd recipes show quickstart`."
-        )
-    return raw
-
-
 def _mapping(value: Any, key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {key: value}
 
@@ -137,37 +190,15 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        if path.is_file():
+        if is_file(path):
             return path
-        raise RecipeError(f"recipe {name!r}: no such file. `opd recipes list` names the shipped ones.")
+        what = "a directory" if is_directory(path) else "no such file"
+        raise RecipeError(f"recipe {shown(name)}: {what}. `opd recipes list` names the shipped ones.")
     shipped = shipped_recipes()
     if name in shipped:
         return shipped[name]
-    near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name[:100], shipped, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise RecipeError(
-        f"recipe {name!r}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all."
+        f"recipe {shown(name)}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all."
     )
-
-
-def recipe_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file, for editors: a stage's keys, plus `name` and `stages` (partial stages)."""
-    schema = Stage.model_json_schema()
-    properties = schema["properties"]
-    short = {"type": "string"}
-    properties["student"] = {"anyOf": [short, properties["student"]]}
-    properties["teachers"]["additionalProperties"] = {"anyOf": [short, properties["teachers"]["additionalProperties"]]}
-    properties["prompts"]["items"] = {"anyOf": [short, properties["prompts"]["items"]]}
-    term = properties["objective"]["items"]
-    properties["objective"] = {"anyOf": [term, {"type": "array", "items": term}]}
-    reward = {"anyOf": [short, properties["rewards"]["additionalProperties"]["items"]]}
-    rewards = {"anyOf": [*reward["anyOf"], {"type": "array", "items": reward}]}
-    by_domain = {"type": "object", "additionalProperties": rewards}
-    properties["rewards"] = {"anyOf": [*rewards["anyOf"], by_domain]}
-    properties["log"] = {"anyOf": [short, {"type": "array", "items": short}, properties["log"]]}
-    stage = {"type": "object", "additionalProperties": False, "properties": dict(properties), "required": ["name"]}
-    schema["properties"] = {**properties, "name": {"type": "string"}, "stages": {"type": "array", "items": stage}}
-    schema["title"] = "opd recipe"
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["required"] = ["prompts"]
-    return json.loads(json.dumps(schema))

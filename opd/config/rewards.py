@@ -69,8 +69,8 @@ class RewardSpec(BaseModel):
     @field_validator("function")
     @classmethod
     def _function(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
-            raise ValueError("expected module:function, for example my_rewards:brevity")
+        if value is not None and not re.fullmatch(r"([\w.]+|[^\x00-\x1f]+\.py):\w+", value):
+            raise ValueError("expected module:function, for example my_rewards:brevity, or file.py:function")
         return value
 
     @model_validator(mode="after")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd.config.base import SETTINGS, Count, Dtype, Fraction, Positive
+from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
+from opd.config.names import check_name
 from opd.config.objective import Term
 from opd.config.rewards import RewardSpec, read_rewards
 
@@ -17,18 +18,18 @@ class Lora(BaseModel):
     """Low-rank adapters through peft."""
 
     model_config = SETTINGS
-    rank: Positive = 16
-    alpha: float = Field(32, gt=0)
-    dropout: Fraction = 0.0
-    targets: str | list[str] = Field("all-linear", description="peft target modules; never the output head")
+    rank: Positive = Field(16, le=65_536)
+    alpha: float = Field(32, gt=0, le=1e6)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Word | list[Word] = Field("all-linear", description="peft target modules; never the output head")
 
 
 class Student(BaseModel):
     """The model that learns: a directory, a hub id, a .gguf file, `smol`, or `tiny/NAME`."""
 
     model_config = SETTINGS
-    model: str
-    revision: str | None = None
+    model: Address
+    revision: Word | None = None
     dtype: Dtype = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
@@ -38,11 +39,11 @@ class TeacherSpec(BaseModel):
     """A model that judges. It judges the domain it is named after, unless `domains` says otherwise."""
 
     model_config = SETTINGS
-    model: str
-    revision: str | None = None
-    role: str = Field("teacher", description="terms ask for signals by role")
-    domains: list[str] | None = Field(
-        None, description="default: its own name, or every domain if it is alone in its role"
+    model: Address
+    revision: Word | None = None
+    role: Word = Field("teacher", description="terms ask for signals by role")
+    domains: list[Word] | None = Field(
+        None, min_length=1, description="default: its own name, or every domain if it is alone in its role"
     )
     dtype: Dtype = "float32"
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
@@ -52,11 +53,11 @@ class PromptSource(BaseModel):
     """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a .jsonl or .parquet file, or a Hugging Face dataset."""
 
     model_config = SETTINGS
-    source: str
-    domain: str | None = Field(None, description="default: the row's own `domain` column, else the source's name")
-    share: float = Field(1.0, gt=0, description="relative share of the prompts of a step")
-    split: str = Field("train", description="split of a Hugging Face dataset")
-    eval_source: str | None = Field(
+    source: Address
+    domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
+    share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
+    split: Word = Field("train", description="split of a Hugging Face dataset")
+    eval_source: Address | None = Field(
         None, description="held-out prompts; default: the task's own held-out split, else the last rows"
     )
     limit: Positive | None = Field(None, description="use at most this many rows")
@@ -68,13 +69,15 @@ class Rollouts(BaseModel):
     """Who writes the tokens of a step, how many, and how they are drawn."""
 
     model_config = SETTINGS
-    prompts: Positive = 64
-    samples: Positive = Field(1, description="rollouts per prompt (the group)")
+    prompts: Positive = Field(64, le=1_000_000)
+    samples: Positive = Field(1, le=65_536, description="rollouts per prompt (the group)")
     max_new_tokens: Positive = 128
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: Count = Field(0, description="0: no limit")
-    stop: list[str] = Field(default_factory=list, description="stop strings, beside the models' stop ids")
+    top_k: Count = Field(0, le=10_000, description="0: no limit")
+    stop: list[Word] = Field(
+        default_factory=list, max_length=64, description="stop strings, beside the models' stop ids"
+    )
     data_share: Fraction = Field(
         0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
     )
@@ -95,6 +98,8 @@ class Rollouts(BaseModel):
 
     @model_validator(mode="after")
     def _shares(self) -> Rollouts:
+        if 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature {self.temperature}: 0 is greedy, else at least 0.01")
         if self.data_share + self.teacher_share > 1:
             raise ValueError("data_share + teacher_share is above 1")
         if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
@@ -108,8 +113,8 @@ class SamplerSpec(BaseModel):
     """The built-in engine. `null` means: chosen from the model and the device, and printed in the plan."""
 
     model_config = SETTINGS
-    slots: Positive | None = Field(None, description="sequences decoded side by side")
-    prefill_rows: Positive | None = Field(None, description="rows of one prefill call")
+    slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
+    prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
     prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
     dtype: Dtype | None = Field(None, description="default: the student's")
     compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
@@ -118,14 +123,14 @@ class SamplerSpec(BaseModel):
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, gt=0, le=100)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, le=1000)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: float = Field(1e-8, ge=1e-30, le=1)
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
-    epochs: Positive = Field(1, description="passes over each batch")
+    epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
     autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
@@ -141,14 +146,14 @@ class Eval(BaseModel):
 
     model_config = SETTINGS
     every: Count = Field(0, description="steps; 0: only before and after")
-    prompts: Count = Field(200, description="held-out prompts per domain; 0: no evaluation")
+    prompts: Count = Field(200, le=100_000, description="held-out prompts per domain; 0: no evaluation")
     greedy: bool = True
     k: Count = Field(0, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
-    temperature: float = Field(1.0, gt=0, description="of the sampled evaluation")
+    temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
     max_new_tokens: Positive | None = Field(None, description="default: rollout.max_new_tokens")
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
-    metric: str = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
+    metric: Word = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
     early_stop: EarlyStop | None = None
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
@@ -171,14 +176,14 @@ class Checkpoint(BaseModel):
         "prefill",
         description="unfinished rollouts: prefill their tokens and go on, or replay them one by one (bit-identical on a CPU)",
     )
-    grace: float = Field(30, gt=0, description="seconds between SIGTERM and the end of the process")
+    grace: float = Field(30, gt=0, le=604_800, description="seconds between SIGTERM and the end of the process")
 
 
 class Store(BaseModel):
     """The rollout log: how soon tokens are durable, and what is kept beside them."""
 
     model_config = SETTINGS
-    commit_ms: Positive = Field(50, description="tokens wait at most this long for the group commit")
+    commit_ms: Positive = Field(50, le=60_000, description="tokens wait at most this long for the group commit")
     fsync: Literal["commit", "never"] = Field(
         "commit", description="never: safe when the process is killed, not when the power fails"
     )
@@ -188,8 +193,8 @@ class Store(BaseModel):
 class Log(BaseModel):
     model_config = SETTINGS
     to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    project: str = "opd"
-    samples: Count = Field(2, description="sample completions per domain written to samples.jsonl")
+    project: Word = "opd"
+    samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10
 
 
@@ -197,17 +202,20 @@ class Hub(BaseModel):
     """Push the trained model to the Hugging Face hub when the run is done."""
 
     model_config = SETTINGS
-    repo: str
+    repo: str = Field(pattern=r"^[\w.-]{1,96}(/[\w.-]{1,96})?$", description="NAME or OWNER/NAME")
     private: bool = True
+
+
+ALONE = "teacher"  # the name of `teachers: MODEL`
 
 
 class Stage(BaseModel):
     """One stage with every default filled in: what the trainer reads."""
 
     model_config = SETTINGS
-    name: str = "main"
+    name: Word = "main"
     student: Student
-    teachers: dict[str, TeacherSpec] = Field(default_factory=dict)
+    teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
     prompts: list[PromptSource] = Field(min_length=1)
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
@@ -221,9 +229,9 @@ class Stage(BaseModel):
     store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
-    seed: int = 0
-    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    threads: Positive | None = Field(None, description="CPU threads of torch; default: torch's own choice")
+    seed: int = Field(0, ge=0, lt=2**63)
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
+    threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
 
     @model_validator(mode="after")
     def _plateau(self) -> Stage:
@@ -236,6 +244,11 @@ class Stage(BaseModel):
             )
         return self
 
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name(value)
+
     @field_validator("student", mode="before")
     @classmethod
     def _student(cls, value: Any) -> Any:
@@ -244,6 +257,8 @@ class Stage(BaseModel):
     @field_validator("teachers", mode="before")
     @classmethod
     def _teachers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {ALONE: value}
         if isinstance(value, Mapping):
             return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
         return value
@@ -275,7 +290,12 @@ class Recipe(BaseModel):
 
     model_config = SETTINGS
     name: str
-    stages: list[Stage] = Field(min_length=1)
+    stages: list[Stage] = Field(min_length=1, max_length=1000)
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name(value)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from opd.divergence import Projection
 from opd.errors import ModelError
 from opd.models import attention, lora
 from opd.models.attention import Packed
 from opd.models.recompute import checkpoint_layers, plain_layers
 from opd.models.tokenizers import stop_ids
-from opd.objectives import Projection
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:

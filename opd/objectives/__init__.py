@@ -1,12 +1,19 @@
-"""The mathematics: divergences, policy gradients and aggregation, usable alone (torch only)."""
+"""The old name of `opd.divergence`."""
 
-from opd.objectives.aggregation import token_weights
-from opd.objectives.divergences import Divergence, divergence, statistics, token_logprobs
-from opd.objectives.mixture import Mixture
-from opd.objectives.policy_gradient import divergence_advantage, importance_sampling, teacher_log_ratio
-from opd.objectives.projection import Projection
-from opd.objectives.rows import RowStatistics
-from opd.types import TopK
+from opd.divergence import (
+    Divergence,
+    Mixture,
+    Projection,
+    RowStatistics,
+    TopK,
+    divergence,
+    divergence_advantage,
+    statistics,
+    teacher_log_ratio,
+    token_logprobs,
+)
+from opd.objective.surrogates import importance_sampling
+from opd.objective.weights import token_weights
 
 __all__ = [
     "Divergence",

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from opd.config import SamplerSpec
+from opd.divergence.lanes import LANES
 from opd.errors import DataError, ModelError, TrainingError
 from opd.models.language_model import LanguageModel
-from opd.objectives.lanes import LANES
 from opd.rollout.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
@@ -45,7 +45,7 @@ def choose_settings(model: LanguageModel, spec: SamplerSpec, partner: Partner | 
 
 
 def even_rows(model: LanguageModel) -> int:
-    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `objectives.lanes`.
+    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergence.lanes`.
 
     It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opd.objectives.lanes import even_logsumexp, evenly
+from opd.divergence.lanes import even_logsumexp, evenly
 from opd.rollout.draws import uniforms_at
 
 BLOCK = 256  # ids whose probabilities are summed before the running sum

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.divergence import Projection
 from opd.models.packing import Pack
-from opd.objectives import Projection
 from opd.teachers.local import LocalTeacher
 from opd.types import Rollout, Signal, SignalKind
 

@@ -24,9 +24,9 @@ from opd.config.gates import (
     SoftOrGate,
     TeacherEntropyGate,
 )
-from opd.objectives import divergence_advantage, token_weights
-from opd.objectives.advantages import extrapolated, outcome_advantages, overlong_penalty, returns, whitened
-from opd.objectives.gates import (
+from opd.divergence import divergence_advantage
+from opd.objective.advantages import extrapolated, outcome_advantages, overlong_penalty, returns, whitened
+from opd.objective.gates import (
     Arrays,
     pass_rates,
     perplexity_weights,
@@ -37,6 +37,7 @@ from opd.objectives.gates import (
     top_share,
     turn_weights,
 )
+from opd.objective.weights import token_weights
 from opd.training.judged import Judged
 from opd.types import Author, Rollout
 

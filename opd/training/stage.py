@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,12 +225,13 @@ class StageRun:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.") from None
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
     return device
 
 

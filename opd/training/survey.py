@@ -11,10 +11,10 @@ from torch import Tensor
 
 from opd.config import Term, Train
 from opd.config.gates import EntropyGate, SelectKD, SoftOrGate, TeacherEntropyGate
+from opd.divergence import Projection, statistics, token_logprobs
+from opd.divergence.projection import MergeGroups, log_probs
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
-from opd.objectives import Projection, statistics, token_logprobs
-from opd.objectives.projection import MergeGroups, log_probs
 from opd.teachers.local import LocalTeacher
 from opd.training.judged import ByRollout, Judged, autocast_head, by_teacher, token_ids
 

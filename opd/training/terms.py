@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.divergence import Projection, divergence, statistics, token_logprobs
+from opd.divergence.projection import MergeGroups
 from opd.models.packing import Pack
-from opd.objectives import Projection, divergence, importance_sampling, statistics, token_logprobs
-from opd.objectives.corrections import LOG_LIMIT, correction_weight, prefix_weight, segment_mean, veto_weight
-from opd.objectives.policy_gradient import cispo, cut_off, gspo, k2, ppo
-from opd.objectives.projection import MergeGroups
+from opd.objective.corrections import LOG_LIMIT, correction_weight, prefix_weight, segment_mean, veto_weight
+from opd.objective.surrogates import cispo, cut_off, gspo, importance_sampling, k2, ppo
 from opd.teachers.local import LocalTeacher
 from opd.training.judged import Judged, by_teacher, concatenated, segments, token_ids
 from opd.training.prepare import TermPlan, token_advantages

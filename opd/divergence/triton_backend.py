@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.objectives import triton_kernels as kernels
-from opd.objectives.chunked import slices
-from opd.objectives.formulas import KINDS, Form
-from opd.objectives.mixture import Mixture, Source
-from opd.objectives.plan import Plan, aligned
-from opd.objectives.projection import LOG_ZERO, Projection, canonical_ids, matmul
-from opd.objectives.rows import Events, Job, RowStatistics, transform_, untransform_
+from opd.divergence import triton_kernels as kernels
+from opd.divergence.chunked import slices
+from opd.divergence.formulas import KINDS, Form
+from opd.divergence.mixture import Mixture, Source
+from opd.divergence.plan import Plan, aligned
+from opd.divergence.projection import LOG_ZERO, Projection, canonical_ids, matmul
+from opd.divergence.rows import Events, Job, RowStatistics, transform_, untransform_
 
 # Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
 WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.objectives.mixture import Mixture, Source
-from opd.objectives.projection import MergeGroups, Projection, canonical_ids, matmul
-from opd.objectives.rows import Events, Job, RowStatistics, gradient_rows, softmax_, transform_, untransform_
-from opd.objectives.supports import TopRows
+from opd.divergence.mixture import Mixture, Source
+from opd.divergence.projection import MergeGroups, Projection, canonical_ids, matmul
+from opd.divergence.rows import Events, Job, RowStatistics, gradient_rows, softmax_, transform_, untransform_
+from opd.divergence.supports import TopRows
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
 Scale = Callable[[Tensor, Tensor], None]

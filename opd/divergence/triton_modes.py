@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.objectives import triton_kernels
-from opd.objectives.mixture import Source
-from opd.objectives.plan import Plan
-from opd.objectives.projection import Projection, canonical_ids, matmul
-from opd.objectives.rows import Job, RowStatistics
-from opd.objectives.triton_backend import Engine
+from opd.divergence import triton_kernels
+from opd.divergence.mixture import Source
+from opd.divergence.plan import Plan
+from opd.divergence.projection import Projection, canonical_ids, matmul
+from opd.divergence.rows import Job, RowStatistics
+from opd.divergence.triton_backend import Engine
 
 Gradients = list[Tensor | None]
 

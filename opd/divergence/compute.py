@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opd.objectives.chunked import (
+from opd.divergence.chunked import (
     ChunkedLogprobs,
     GradientInForward,
     chunked_divergence,
@@ -22,12 +22,12 @@ from opd.objectives.chunked import (
     scale_,
     wide_dtype,
 )
-from opd.objectives.formulas import Form, Kind
-from opd.objectives.mixture import Source
-from opd.objectives.plan import Backend, Plan, make_plan, values_plan
-from opd.objectives.projection import MergeGroups, Projection, without_autocast
-from opd.objectives.rows import Job, RowStatistics, reference_rows
-from opd.objectives.supports import Closure, Side, Support, TopRows, Truncation
+from opd.divergence.formulas import Form, Kind
+from opd.divergence.mixture import Source
+from opd.divergence.plan import Backend, Plan, make_plan, values_plan
+from opd.divergence.projection import MergeGroups, Projection, without_autocast
+from opd.divergence.rows import Job, RowStatistics, reference_rows
+from opd.divergence.supports import Closure, Side, Support, TopRows, Truncation
 from opd.types import TopK
 
 CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
@@ -88,7 +88,7 @@ def divergence(
         if plan.backend == "chunked" or isinstance(rows, TopRows):
             compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scale_
         else:
-            from opd.objectives.triton_modes import triton_divergence, triton_scale_
+            from opd.divergence.triton_modes import triton_divergence, triton_scale_
 
             compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scale_
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
@@ -170,7 +170,7 @@ def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = 
     plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
     if plan.backend == "triton" and projection.count:
-        from opd.objectives.triton_modes import TritonLogprobs
+        from opd.divergence.triton_modes import TritonLogprobs
 
         return TritonLogprobs.apply(*tensors, projection, job, plan)
     return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, plan.chunk)
@@ -198,7 +198,7 @@ def statistics(
         return _empty(student, plan).statistics
     source = None if teacher is None else teacher.detach()
     if plan.backend == "triton":
-        from opd.objectives.triton_modes import triton_statistics
+        from opd.divergence.triton_modes import triton_statistics
 
         return triton_statistics(job, student.detach(), source, plan)
     return RowStatistics.join(list(chunked_statistics(job, student.detach(), source, plan.chunk)))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opd.objectives.projection import LOG_ZERO, MergeGroups, Projection, log_probs
+from opd.divergence.projection import LOG_ZERO, MergeGroups, Projection, log_probs
 
 
 @dataclass(frozen=True, eq=False)

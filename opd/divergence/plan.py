@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 import torch
 
-from opd.objectives.mixture import Mixture, Source
-from opd.objectives.projection import Projection
-from opd.objectives.rows import Job
-from opd.objectives.supports import TopRows
+from opd.divergence.mixture import Mixture, Source
+from opd.divergence.projection import Projection
+from opd.divergence.rows import Job
+from opd.divergence.supports import TopRows
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 FAST_TILE_BYTES = 1792 << 20  # both fp32 tiles of `fast` when no budget is given

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from opd.objectives.formulas import Form, entropy
-from opd.objectives.mixture import Source, source_log_probs
-from opd.objectives.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
-from opd.objectives.supports import TopRows, Truncation, closed, gather
+from opd.divergence.formulas import Form, entropy
+from opd.divergence.mixture import Source, source_log_probs
+from opd.divergence.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
+from opd.divergence.supports import TopRows, Truncation, closed, gather
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from opd.objectives.formulas import Form
-from opd.objectives.projection import LOG_ZERO, MergeGroups, canonical_ids
+from opd.divergence.formulas import Form
+from opd.divergence.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.types import TopK
 
 Support = Literal["full", "topk", "ids"]

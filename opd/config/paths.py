@@ -1,0 +1,90 @@
+"""Paths in a recipe are relative to the recipe, those in overrides to the working directory; both become absolute here.
+
+A path is what begins with ./, ../, ~ or /, has the suffix of a file that is read (.gguf, .jsonl, .py:function, …), or names
+something that is there. Everything else stays as it is: `org/name` on the hub, `tiny/NAME`, `task:NAME`, `stage:NAME`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODEL_FILES = (".gguf",)
+PROMPT_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
+BUILT_IN = ("tiny/", "stage:", "task:", "reasoning_gym:")
+Place = tuple[str, ...]
+
+
+def anchored(value: Any, base: Path, place: Place = ()) -> Any:
+    """`value`, which stands at `place` of a recipe, with its paths absolute. Values of the wrong type are left to validation."""
+    if place[:1] == ("stages",):
+        if len(place) < 2:
+            return _each(value, base, place)
+        return anchored(value, base, place[2:])
+    if isinstance(value, str):
+        return _text(value, base, place)
+    if not place or place[0] in ("student", "teachers", "prompts", "rewards", "stages"):
+        return _each(value, base, place)
+    return value
+
+
+def _each(value: Any, base: Path, place: Place) -> Any:
+    if isinstance(value, Mapping):
+        return {key: anchored(item, base, (*place, str(key))) for key, item in value.items()}
+    if isinstance(value, list):
+        return [anchored(item, base, (*place, str(index))) for index, item in enumerate(value)]
+    return value
+
+
+def _text(value: str, base: Path, place: Place) -> str:
+    match place:
+        case ("student",) | ("student", "model") | ("teachers",) | ("teachers", _) | ("teachers", _, "model"):
+            return _absolute(value, base, MODEL_FILES)
+        case ("prompts",) | ("prompts", "source" | "eval_source"):
+            return _absolute(value, base, PROMPT_FILES)
+        case ("prompts", index) | ("prompts", index, "source" | "eval_source") if index.isdigit():
+            return _absolute(value, base, PROMPT_FILES)
+        case ("rewards", *_) if not set(place) & _REWARD_TEXTS:
+            return _function(value, base)
+    return value
+
+
+_REWARD_TEXTS = {"kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}
+
+
+def _absolute(value: str, base: Path, suffixes: tuple[str, ...]) -> str:
+    if value.startswith(BUILT_IN) or value in ("", "smol"):
+        return value
+    path = Path(os.path.expanduser(value))
+    written_as_path = path.is_absolute() or value.startswith(("./", "../", "~")) or value in (".", "..")
+    if written_as_path or value.endswith(suffixes) or is_directory(base / path):
+        return os.path.abspath(base / path)  # links stay links
+    return value
+
+
+def _function(value: str, base: Path) -> str:
+    """`rewards.py:brevity`, and `rewards:brevity` where rewards.py is beside the recipe: the file by its absolute path."""
+    module, separator, function = value.rpartition(":")
+    if not separator or not module:
+        return value
+    if module.endswith(".py"):
+        return f"{os.path.abspath(base / os.path.expanduser(module))}:{function}"
+    beside = base / f"{module}.py"
+    return f"{os.path.abspath(beside)}:{function}" if is_file(beside) else value
+
+
+def is_directory(path: Path) -> bool:
+    """False, too, for names that no file system takes."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

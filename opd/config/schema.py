@@ -1,0 +1,105 @@
+"""The JSON schema of a recipe file, for editors: what may be written, short forms included.
+
+The settings themselves say what a stage holds once it is read. A file may say less (defaults, stages laid over them) and may
+say it shorter; `SHORT_FORMS` lists where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from opd.config.names import NAME_PATTERN
+from opd.config.stage import Stage
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+NULL: Schema = {"type": "null"}
+
+
+def recipe_schema() -> Schema:
+    """A stage's keys, plus `name` and `stages`."""
+    schema = Stage.model_json_schema()
+    for definition in schema["$defs"].values():
+        _shorten(definition.get("properties", {}), schema["$defs"])
+    for partial in ("Student", "TeacherSpec", "Hub"):  # a stage gives some of their keys, the defaults the others
+        schema["$defs"][partial].pop("required", None)
+    properties = schema["properties"]
+    _shorten(properties, schema["$defs"])
+    keys = {key: _or(NULL, value) for key, value in properties.items()}
+    name = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
+    stage = {"type": "object", "additionalProperties": False, "properties": keys | {"name": name}, "required": ["name"]}
+    stages = {"type": "array", "items": {"$ref": "#/$defs/StageInFile"}, "minItems": 1}
+    schema["$defs"]["StageInFile"] = stage
+    schema["properties"] = keys | {"name": _or(NULL, name), "stages": _or(NULL, stages)}
+    schema["title"] = "opd recipe"
+    schema["description"] = "Top-level keys are the defaults of every stage."
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema.pop("required", None)
+    return json.loads(json.dumps(schema))
+
+
+def _or(*options: Schema) -> Schema:
+    """One of several, flat."""
+    found: list[Schema] = []
+    for option in options:
+        plain = option.keys() <= {"anyOf", "default", "description", "title"} and "anyOf" in option
+        found += [item for item in (option["anyOf"] if plain else [option]) if item not in found]
+    notes = {key: option[key] for option in options for key in ("description", "title") if key in option}
+    return notes | {"anyOf": found}
+
+
+def _list(item: Schema) -> Schema:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def _one_or_list(item: Schema) -> Schema:
+    return _or(item, _list(item))
+
+
+def _mapping(item: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": item}
+
+
+def _words(whole: Any, definitions: Schema) -> list[str]:
+    """Every `kind` that the settings under `whole` can have: what a plain word there may be."""
+    if isinstance(whole, list):
+        return [word for item in whole for word in _words(item, definitions)]
+    if not isinstance(whole, dict):
+        return []
+    if "$ref" in whole:
+        kind = definitions[whole["$ref"].rsplit("/", 1)[1]].get("properties", {}).get("kind", {})
+        return [*kind.get("enum", []), *([kind["const"]] if "const" in kind else [])]
+    return [word for key in ("items", "anyOf", "oneOf") for word in _words(whole.get(key), definitions)]
+
+
+def _rewards(whole: Schema, words: list[str]) -> Schema:
+    one = _one_or_list(_or({"enum": words}, {"type": "string", "pattern": ":"}, whole["additionalProperties"]["items"]))
+    return _or(one, _mapping(_or(NULL, one)))
+
+
+SHORT_FORMS: dict[
+    str, Callable[[Schema, list[str]], Schema]
+] = {  # key -> what else may stand there, wherever it is one
+    "student": lambda whole, words: _or(TEXT, whole),
+    "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
+    "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
+    "objective": lambda whole, words: _one_or_list(whole["items"]),
+    "rewards": _rewards,
+    "log": lambda whole, words: _or(TEXT, _list(TEXT), whole),
+    "coefficient": lambda whole, words: _or({"type": "number"}, whole),
+    "gate": lambda whole, words: _or(
+        _one_or_list(_or({"enum": words}, whole["items"])), {"type": "array", "maxItems": 0}
+    ),
+    "surrogate": lambda whole, words: _or({"enum": words}, whole),
+    "correction": lambda whole, words: _or({"enum": words}, whole),
+}
+
+
+def _shorten(properties: Schema, definitions: Schema) -> None:
+    for key, short in SHORT_FORMS.items():
+        whole = properties.get(key)
+        if whole is not None and whole.get("type") not in ("integer", "boolean", "string"):
+            inner = whole.get("additionalProperties", whole) if key == "rewards" else whole
+            properties[key] = short(whole, _words([inner], definitions))

@@ -1,0 +1,1 @@
+"""What is minimised: the forms of a term, gates, advantages, surrogates, corrections, weights and denominators."""
