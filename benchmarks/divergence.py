@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -225,9 +226,7 @@ def table_cuda(kinds: list[str], widths: list[int], peers: bool) -> dict[str, An
             for name, make in implementations(ds, peers).items():
                 row = {"implementation": name, "kind": kind, "ds": ds, "floor_ms": round(floor, 2)}
                 row |= timed(make(heads, kind), list(heads[0]), rest=0.15)
-                row["gradient_error"] = round(
-                    gradient_error(lambda h, make=make, kind=kind: make(h, kind), few, kind), 6
-                )
+                row["gradient_error"] = round(gradient_error(partial(make, kind=kind), few, kind), 6)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 torch.cuda.empty_cache()
@@ -275,7 +274,8 @@ def scaling() -> dict[str, Any]:
     """Time and memory of both modes against each size in turn; Ds = 1024, Dt = 2048, reverse KL (JSD for mixtures' sake)."""
     from opd.divergence import plan
 
-    rows, chosen = [], plan.triton_plan
+    rows: list[dict[str, Any]] = []
+    chosen: Any = plan.triton_plan
     cases = [("N", n, 65536, 1) for n in (1024, 4096, 16384, 65536)]
     cases += [("V", 8192, v, 1) for v in (16384, 32768, 65536, 131072, 262144)]
     cases += [("teachers", 4096, 65536, count) for count in (1, 2, 3, 4)]
@@ -283,9 +283,8 @@ def scaling() -> dict[str, Any]:
         heads = inputs(n, v, 1024, 2048, "cuda", torch.bfloat16, teachers)
         gradients = 2 * (n + v) * 1024
         for mode in ("fast", "small"):
-            plan.triton_plan = (
-                chosen if mode == "fast" else lambda student, size, _: plan.small_plan(student, size, 2**40)
-            )
+            small: Any = lambda student, size, _: plan.small_plan(student, size, 2**40)  # noqa: E731
+            plan.triton_plan = chosen if mode == "fast" else small
             found = timed(opd_call(heads, "reverse_kl"), list(heads[0]), repeats=5, warm=2)
             found["beyond_gradients_gib"] = round(found["peak_gib"] - gradients / 2**30, 3)
             rows.append({"axis": axis, "n": n, "v": v, "teachers": teachers, "mode": mode, **found})
@@ -358,7 +357,7 @@ def cpu_worker(name: str, n: int, v: int, ds: int, dt: int) -> None:
     )
 
 
-def table_cpu(n: int = 2048, v: int = 49152, ds: int = 576, dt: int = 576) -> dict[str, Any]:
+def table_cpu(n: int, v: int, ds: int = 576, dt: int = 576) -> dict[str, Any]:
     rows = []
     for name in (
         "naive torch",
@@ -378,6 +377,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--widths", nargs="+", type=int, default=[1024, 2048])
+    parser.add_argument("--tokens", type=int, default=2048, help="CPU")
+    parser.add_argument("--vocabulary", type=int, default=49152, help="CPU")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -397,7 +398,7 @@ def main() -> None:
     elif arguments.sweep:
         name, found = "divergence-sweep", {"rows": sweep(1024)}
     elif arguments.device == "cpu":
-        found = table_cpu()
+        found = table_cpu(arguments.tokens, arguments.vocabulary)
     else:
         offer_datasets_stub()
         found = table_cuda(arguments.kinds, arguments.widths, not arguments.no_peers)

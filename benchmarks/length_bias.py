@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 MU, LONGEST, SLOTS, COMMIT_STEPS = 48.0, 1200, 32, 3
 MARGIN, LEVEL_Z = 0.05, 1.6449
 RATES = {"geometric": (0.25, 0.5, 1.0, 2.0), "lognormal": (1.0,)}  # lambda * mu
+ENOUGH = 10_000  # rollouts; with fewer the tests decide nothing
 PROMPT = np.array([1, 2, 3])
 
 
@@ -196,8 +197,9 @@ def main() -> None:
     }  # fmt: skip
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot(rows)
-    assert record["store_always_equivalent"]
-    assert record["restart_never_equivalent"]
+    if args.rollouts * args.seeds >= ENOUGH:
+        assert record["store_always_equivalent"]
+        assert record["restart_never_equivalent"]
 
 
 if __name__ == "__main__":

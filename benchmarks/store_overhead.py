@@ -90,7 +90,7 @@ def with_store(engine: Engine, requests: list[SampleRequest], directory: Path) -
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = load_model("smol")
+    model = load_model(args.model)
     requests = make_requests(model.tokenizer, args.requests, args.new_tokens)
     longest = max(request.prompt_ids.size for request in requests)
     engine = Engine(model, SamplerSpec(), longest + args.new_tokens, merge_stop=model.stop_ids)
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(pairs[-1]), flush=True)
     paired, direct = ([pair[name] for pair in pairs] for name in ("paired", "direct"))
     return {
-        "model": "SmolLM2-135M, fp32, one thread", "requests": args.requests, "tokens": tokens, "log_bytes": size,
+        "model": f"{args.model}, fp32, one thread", "requests": args.requests, "tokens": tokens, "log_bytes": size,
         "settings": vars(engine.settings), "store": Store().model_dump(), "pairs": pairs,
         "paired_median": round(statistics.median(paired), 5), "paired_mean": round(statistics.mean(paired), 5),
         "paired_stderr": round(statistics.stdev(paired) / len(paired) ** 0.5, 5),
@@ -125,6 +125,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smol")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=32)

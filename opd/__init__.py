@@ -1,6 +1,81 @@
-"""On-policy distillation of language models: the student samples, the teachers score every token."""
+"""On-policy distillation of language models: the student samples, the teachers score every token.
+
+What a person needs is here, flat; each name is loaded when it is first used, so `import opd` stays instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from opd.run import Run, resume, run
 
+if TYPE_CHECKING:
+    from opd.config import Recipe, load_recipe
+    from opd.divergence import Mixture, Projection, token_logprobs
+    from opd.errors import (
+        DataError,
+        ModelError,
+        OpdError,
+        Preempted,
+        RecipeError,
+        RunDirectoryError,
+        Stopped,
+        TrainingError,
+        UserError,
+    )
+    from opd.models import load_model
+    from opd.models.language_model import LanguageModel
+    from opd.models.packing import Pack
+    from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
+
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "resume", "run"]
+PLACES = {
+    "opd.config": ("Recipe", "load_recipe"),
+    "opd.divergence": ("Mixture", "Projection", "token_logprobs"),
+    "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
+                   "TrainingError", "UserError"),
+    "opd.models": ("load_model",),
+    "opd.models.language_model": ("LanguageModel",),
+    "opd.models.packing": ("Pack",),
+    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
+}  # fmt: skip
+LAZY = {name: place for place, names in PLACES.items() for name in names}
+__all__ = [
+    "DataError",
+    "Judgement",
+    "LanguageModel",
+    "Mixture",
+    "ModelError",
+    "OpdError",
+    "Pack",
+    "Preempted",
+    "Projection",
+    "Prompt",
+    "Recipe",
+    "RecipeError",
+    "Rollout",
+    "Run",
+    "RunDirectoryError",
+    "Sample",
+    "Stopped",
+    "Teacher",
+    "TrainingError",
+    "UserError",
+    "__version__",
+    "load_model",
+    "load_recipe",
+    "resume",
+    "run",
+    "token_logprobs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module 'opd' has no attribute {name!r}")
+    return getattr(importlib.import_module(LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

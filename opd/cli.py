@@ -79,6 +79,10 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Use this very directory, and go on if a run has begun there: for job scripts."),
+    ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
@@ -96,15 +100,9 @@ def run(
         return
     from rich.console import Console
 
-    from opd.run import new_directory
     from opd.run import run as start
 
-    directory = new_directory(wanted)
-    console = Console()
-    try:
-        start(recipe, overrides=overrides or (), out=directory, quiet=False, console=console)
-    finally:
-        console.print(f"run directory: {plain(directory)}", highlight=False, markup=False, emoji=False, soft_wrap=True)
+    start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
 
 
 class Mode(StrEnum):
@@ -125,32 +123,58 @@ def resume(
     go_on(run, mode=mode.value if mode else None, quiet=False)
 
 
+class Split(StrEnum):
+    all = "all"
+    heldout = "heldout"
+    train = "train"
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
-    prompts: Annotated[list[str], typer.Option(help="Prompt source (held-out split); repeat for several.")],
+    prompts: Annotated[list[str], typer.Option(help="A file, a folder, a task or a dataset; repeat for several.")],
     k: Annotated[int, typer.Option(min=0, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
-    n: Annotated[int, typer.Option(min=1, help="Held-out prompts per source.")] = 200,
+    n: Annotated[
+        int | None, typer.Option(min=1, help="Prompts per domain; default: all of a file, 200 of a task.")
+    ] = None,
+    split: Annotated[
+        Split | None, typer.Option(help="Which prompts; default: all of a file, a task's held-out ones.")
+    ] = None,
+    rewards: Annotated[
+        str | None, typer.Option(help="How answers are judged, as in a recipe: a kind, YAML, or a file with it.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure pass@1 and pass@k of a model on held-out prompts."""
+    """Measure pass@1 and pass@k of a model on a file, a dataset or a task."""
+    from opd.files import json_text
     from opd.training.evaluate import evaluate_model
 
-    scores = evaluate_model(
-        model, prompts, k=k, count=n, temperature=temperature, max_new_tokens=max_new_tokens, device=device, seed=seed
+    measured = evaluate_model(
+        model,
+        prompts,
+        k=k,
+        count=n,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        seed=seed,
+        split=split.value if split else None,
+        rewards=rewards,
     )
+    for note in measured.notes:
+        print(note, file=sys.stderr)
     if as_json:
-        print(json.dumps({domain: score.to_json() for domain, score in scores.items()}, indent=1))
+        print(json_text(measured.to_json(), indent=1))
         return
     from rich.console import Console
 
     from opd.training.evaluate import scores_table
 
-    Console().print(scores_table(model, scores))
+    Console().print(scores_table(model, measured.scores, measured.what))
 
 
 @app.command()

@@ -2,6 +2,9 @@
 
 The lock is the kernel's (`flock`), so it ends with its holder, however that dies, and the next one takes over. The text
 in the file only names the holder. Readers of a run directory never ask for it.
+
+A new run is `claim`ed: the directory is made, locked, and only then looked into and written to. Whoever comes second finds
+it locked or used, and takes the next name.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ NAME = "run.lock"
 _held: set[int] = set()
 
 
+class Gone(RunDirectoryError):
+    """The directory was there a moment ago; the process that had made it has taken it away again."""
+
+
 def _let_go() -> None:
     """A forked process shares the lock for as long as it lives; it is the parent's alone."""
     for handle in _held:
@@ -33,40 +40,76 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class RunLock:
-    """Use as a context manager. `previous` is a holder that died without giving the lock back, if there was one."""
+    """Use as a context manager, or `take` and `release`. `previous` is a holder that died without giving it back, if any."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
         self.previous: dict[str, Any] | None = None
         self._handle: int | None = None
 
-    def __enter__(self) -> RunLock:
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    @property
+    def directory(self) -> Path:
+        return self.path.parent
+
+    def take(self) -> RunLock:
+        handle = self._open()
+        while not self._is(handle):  # its holder withdrew the directory, lock and all, while we waited
             os.close(handle)
-            raise RunLocked(f"{self.path.parent} is in use by {describe(self.path.parent)}. One process at a time writes there; "
-                            "wait for it or end it.") from None  # fmt: skip
-        except OSError as error:
-            os.close(handle)
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            raise RunDirectoryError(f"{self.path}: this file system has no locks ({error.strerror}), so a second process could "
-                                    "write into the run. Put the run directory on another one.") from None  # fmt: skip
-        self._handle, self.previous = handle, holder(self.path.parent)
+            handle = self._open()
+        self._handle, self.previous = handle, holder(self.directory)
         _held.add(handle)
         self._write(json.dumps(_myself()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _open(self) -> int:
+        """The lock's file, locked."""
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:
+            raise Gone(f"{self.directory}: no such directory.") from None
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path} cannot be opened: {error.strerror}. Whoever writes into a run directory has to own this file: "
+                "see to its permissions, or choose another directory."
+            ) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise RunLocked(
+                f"{self.directory} is in use by {describe(self.directory)}. One process at a time writes there; "
+                "wait for it or end it."
+            ) from None
+        except OSError as error:
+            os.close(handle)
+            raise RunDirectoryError(
+                f"{self.path}: this file system gives no lock ({error.strerror}), so a second process could write into the "
+                "run. Put the run directory on another one."
+            ) from None
+        return handle
+
+    def _is(self, handle: int) -> bool:
+        """Whether the path still names the file that is locked."""
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
         if self._handle in _held:  # not in a process forked off since
+            assert self._handle is not None
             self._write("")
             os.close(self._handle)
             _held.discard(self._handle)
         self._handle = None
+
+    def __enter__(self) -> RunLock:
+        return self.take()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
     def _write(self, text: str) -> None:
         assert self._handle is not None
@@ -78,11 +121,67 @@ class RunLock:
                 raise
 
 
+# A directory of one's own
+
+
+def claim(wanted: Path) -> tuple[RunLock, bool]:
+    """The wanted directory, or the first free `NAME-2`, `NAME-3`, …, locked; and whether it had to be made.
+
+    A directory that was there may be used if it is empty, which counts only once it is locked.
+    """
+    candidate, number = wanted, 2
+    while True:
+        made = make(candidate)
+        if made or _free(candidate):
+            lock = RunLock(candidate)
+            try:
+                lock.take()
+            except Gone:
+                continue
+            except RunLocked:
+                pass
+            else:
+                if _free(candidate):
+                    return lock, made
+                lock.release()
+        candidate, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+
+
+def make(directory: Path) -> bool:
+    """True for the one process that made it; False where something of this name is there."""
+    while True:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir()
+            return True
+        except FileNotFoundError:  # the parent was taken away in between
+            continue
+        except FileExistsError:
+            if directory.parent.is_dir():
+                return False
+            raise RunDirectoryError(
+                f"run directory {str(directory)!r}: {directory.parent} is not a directory."
+            ) from None
+        except OSError as error:
+            raise RunDirectoryError(f"run directory {str(directory)!r} cannot be made: {error.strerror}.") from None
+
+
+def _free(directory: Path) -> bool:
+    """Whether nothing but a lock is in it. A file of this name, or a directory closed to us, is not free."""
+    try:
+        return set(os.listdir(directory)) <= {NAME}
+    except (NotADirectoryError, FileNotFoundError, PermissionError):
+        return False
+
+
+# Who holds it
+
+
 def holder(directory: Path) -> dict[str, Any] | None:
     """Who wrote `run.lock` last and did not give it back. That process may be dead."""
     try:
         found = json.loads((directory / NAME).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):  # not there, not readable for us, or being written
         return None
     return found if isinstance(found, dict) else None
 

@@ -161,12 +161,18 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict on one sample. `score` None means it could not be judged: masked and counted, never a zero."""
+    """A verdict on one sample. `score` None means it could not be judged: masked and counted, never a zero.
+
+    `by_answer`: the answer itself brought its scorer down; an evaluation counts it as wrong. `full`: the least score that
+    an evaluation counts as right.
+    """
 
     score: float | None
     per_turn: tuple[float, ...] = ()
     feedback: str = ""
     error: str = ""
+    by_answer: bool = False
+    full: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import multiprocessing.process
 import os
@@ -117,8 +116,8 @@ def interrupt(
     return True
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def settled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in SETTLED} for line in lines]
 
 
 COLUMNS = ("response_ids", "author", "logprob", "logprob_sampled", "logprob_stop", "version")
@@ -157,12 +156,8 @@ def same_run(run: opd.Run, reference: opd.Run) -> None:
         assert {**ours, "seconds": 0, "best": None} == {**theirs, "seconds": 0, "best": None}
         assert (ours["best"] or {}).get("step") == (theirs["best"] or {}).get("step")
     same_rollouts(run, reference)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        ours, theirs = (
-            [{key: value for key, value in line.items() if key not in SETTLED} for line in lines(one.directory / name)]
-            for one in (run, reference)
-        )
-        assert ours == theirs, name
+    for ours, theirs in ((run.metrics, reference.metrics), (run.samples, reference.samples)):
+        assert settled(ours) == settled(theirs)
     same_weights(run, reference)
     assert (run.directory / "checkpoints" / "latest").resolve() == run.model.resolve()
 

@@ -18,12 +18,13 @@ import torch
 import opd
 from opd.config import Lora, Train
 from opd.errors import DiskError, Preempted, RunDirectoryError
-from opd.files import read_sealed, write_sealed
+from opd.files import read_sealed, sealed, write_sealed
 from opd.models import load_model
 from opd.training import pipeline
-from opd.training.checkpoint import Saver, point_latest, retain, save_checkpoint, steps_in, verify_checkpoint
+from opd.training.checkpoint import Saver, point_latest, retain, save_checkpoint, step_of, steps_in, verify_checkpoint
 from opd.training.interrupts import Interrupts
 from opd.training.optimiser import Optimiser
+from opd.training.resume import tidy
 from tests.crash import FORKS, ended
 from tests.helpers import save_tiny
 
@@ -47,7 +48,10 @@ def small(model: str, **changes: Any) -> dict[str, Any]:
 def test_every_bit_of_a_sealed_file_counts(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_sealed(path, {"step": 8, "best": None, "value": float("-inf"), "list": [1.5, "é"]})
-    assert read_sealed(path) == {"step": 8, "best": None, "value": float("-inf"), "list": [1.5, "é"]}
+    assert read_sealed(path) == {"step": 8, "best": None, "value": None, "list": [1.5, "é"]}
+    path.write_text(sealed({"value": float("-inf")}))  # as older runs have it
+    assert read_sealed(path) == {"value": float("-inf")}
+    write_sealed(path, {"step": 8, "best": None, "value": float("-inf"), "list": [1.5, "é"]})
     data = path.read_bytes()
     for at in range(len(data)):
         for bit in range(8):
@@ -174,14 +178,30 @@ def test_a_half_written_checkpoint_has_no_name(model: str, tmp_path: Path, monke
 
 def test_retention_and_the_latest_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "main"
+    foreign = [
+        "step-000002-backup",
+        "step-2",
+        "step-",
+        "step-x",
+        "step-000001 copy",
+        ".step-000001.old.mine",
+        "step-٠٠٠٠٠١",
+    ]
+    for name in foreign:
+        (folder / name).mkdir(parents=True)
+    (folder / "step-000000").mkdir()  # no manifest: not ours
     for step in range(1, 11):
-        (folder / f"step-{step:06d}").mkdir(parents=True)
+        (folder / f"step-{step:06d}").mkdir()
+        (folder / f"step-{step:06d}" / "manifest.json").touch()
         point_latest(folder / f"step-{step:06d}")
         retain(folder, keep=2, keep_every=4, best=folder / "step-000003")
         latest = tmp_path / "checkpoints" / "latest"
         assert latest.resolve().name == f"step-{step:06d}"
-    assert [int(path.name[5:]) for path in steps_in(folder)] == [3, 4, 8, 9, 10]
-    assert sorted(path.name for path in folder.iterdir()) == [path.name for path in steps_in(folder)]
+    assert [step_of(path) for path in steps_in(folder)] == [0, 3, 4, 8, 9, 10]
+    tidy(folder)
+    assert {path.name for path in folder.iterdir()} == {*foreign, *(path.name for path in steps_in(folder))}
+    (folder / "step-1000000").mkdir()
+    assert step_of(steps_in(folder)[-1]) == 1_000_000
 
 
 # Ctrl-C and SIGTERM

@@ -11,7 +11,7 @@ import pytest
 
 from opd.config import PromptSource
 from opd.data.render import decode, render_completion, render_prompt
-from opd.data.sources import open_source
+from opd.data.sources import open_source, open_sources
 from opd.data.stream import PromptStream
 from opd.errors import DataError
 from opd.rewards import verify
@@ -131,8 +131,14 @@ class Finite:
     def train(self, index: int) -> Prompt:
         return Prompt(id=f"{self.name}/{index}", domain=self.name, text="x")
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, wanted: Any = None) -> list[Prompt]:
         return []
+
+    def prompts(self, split: Any, count: int | None, wanted: Any = None) -> list[Prompt]:
+        return []
+
+    def examples(self) -> list[Prompt]:
+        return [self.train(0)]
 
 
 def test_stream_keeps_shares_and_passes() -> None:
@@ -199,3 +205,53 @@ def test_sources_name_the_files_they_read(tmp_path: Path) -> None:
     held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "1"}])
     assert open_source(PromptSource(source=str(rows), eval_source=str(held))).files() == [rows, held]
     assert open_source(PromptSource(source="task:addition")).files() == []
+
+
+def test_one_task_with_different_options() -> None:
+    """Ids tell them apart; the first keeps its own, which key its draws."""
+    specs = [PromptSource(source="task:addition", options={"digits": digits}) for digits in (2, 3)]
+    plain, two, three = open_source(specs[0]), *open_sources(specs)
+    assert plain.train(7) == two.train(7)
+    assert two.train(7).id == "task:addition/train/7"
+    assert three.train(7).id == "task:addition#2/train/7"
+    assert three.held_out(1)[0].id == "task:addition#2/heldout/0"
+    assert three.train(7).fields["verifier"] == "task:addition"
+    with pytest.raises(DataError, match="comes twice"):
+        open_sources([specs[0], specs[1], specs[0].model_copy(update={"share": 2.0})])
+
+
+def test_ids_do_not_depend_on_where_a_file_lies(tmp_path: Path) -> None:
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        names.append(str(write(tmp_path / folder / "rows.jsonl", [{"prompt": folder}])))
+    assert [open_source(PromptSource(source=name)).train(0).id for name in names] == ["rows.jsonl/train/0"] * 2
+    both = open_sources([PromptSource(source=name) for name in names])
+    assert [source.train(0).id for source in both] == ["rows.jsonl/train/0", "rows.jsonl#2/train/0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"limit": 5}, "limit is for files"),
+        ({"split": "test"}, "split is for files"),
+        ({"columns": {"prompt": "q"}}, "columns is for files"),
+        ({"eval_source": "x.jsonl"}, "eval_source is for files"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    for source in ("task:addition", "reasoning_gym:basic_arithmetic"):
+        with pytest.raises(DataError, match=words):
+            open_source(PromptSource(source=source, **change))
+    rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
+    with pytest.raises(DataError, match=r"options .* are for task"):
+        open_source(PromptSource(source=rows, options={"digits": 3}))
+    with pytest.raises(DataError, match="a file has no split 'test'"):
+        open_source(PromptSource(source=rows, split="test"))
+
+
+def test_held_out_prompts_are_counted_by_domain(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "answer": "1", "domain": "a" if number < 95 else "b"} for number in range(100)]
+    source = open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows))))
+    assert [prompt.domain for prompt in source.held_out(2)] == ["a", "a", "b", "b"]
+    assert {prompt.domain for prompt in source.examples()} == {"a"}  # what is held out needs no teacher

@@ -28,3 +28,14 @@ def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_promise_has_the_tests_it_names() -> None:
+    page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    promises = re.findall(r"^(\d+)\. (.*)$", page, flags=re.MULTILINE)
+    assert [int(number) for number, _ in promises] == list(range(1, 16))
+    for number, promise in promises:
+        named = re.findall(r"`(test_\w+)`", promise)
+        assert named, f"promise {number} names no test"
+        assert not [name for name in named if f"def {name}(" not in tests]

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from opd.config import load_recipe, recipe_schema, shipped_recipes
+from opd.config import load_recipe, recipe_schema, shipped_recipes, written
 from opd.config.names import check_output
 from opd.config.text import parse_yaml
 from opd.errors import RecipeError, RunDirectoryError
@@ -266,6 +266,20 @@ def test_odd_overrides_are_refused_in_a_line(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe({**MINIMAL, "prompts": ["task:addition"]}, [override])
     assert len(str(error.value)) < 1000
+
+
+def test_what_was_written_includes_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TEXT + "# mine")
+    text = written(path, ["train.steps=2", "name=a\nb: 1"])
+    assert text.startswith(TEXT + "# mine\n")
+    assert "#   train.steps=2\n" in text
+    assert yaml.safe_load(text) == yaml.safe_load(TEXT)
+    assert yaml.safe_load(written({**MINIMAL, "prompts": (Path("x.jsonl"),)}))["prompts"] == ["x.jsonl"]
+    recipe = load_recipe(path)
+    assert written(recipe) == recipe.to_yaml()
+    with pytest.raises(RecipeError, match="overrides"):
+        load_recipe(recipe, ["train.steps=2"])
 
 
 # The JSON schema

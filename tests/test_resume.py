@@ -162,8 +162,10 @@ def test_ctrl_c_within_a_step_skips_and_repeats_no_prompt(
 def test_a_stop_during_an_evaluation_repeats_the_evaluation(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = small(models, eval={"prompts": 2, "every": 2})
+    """Also where the step's samples were to be written behind it."""
+    spec = small(models, eval={"prompts": 2, "every": 2}, log={"samples": 2, "samples_every": 1})
     reference = opd.run(spec, out=tmp_path / "reference")
+    assert {line["step"] for line in reference.samples} == {1, 2, 3, 4}
     for call in (1, 3, 4):  # before, after step 2 (behind the teacher's), at the end
         with monkeypatch.context() as patch:
             strike(patch, "opd.training.stage:StageRun.evaluate", call, Stopped)
@@ -264,7 +266,9 @@ def test_prompts_that_changed_are_refused(
             small(models, prompts=[{"source": str(rows), "domain": "a"}], eval={"prompts": 0}), out=tmp_path / "run"
         )
     rows.write_text(rows.read_text().replace("+1=", "+2="))
-    with pytest.raises(DataError, match="reads differently now"):
+    with pytest.raises(
+        RunDirectoryError, match=r"rows.jsonl \(prompts\) has changed: sha256 \w{12}… then, \w{12}… now.*opd run"
+    ):
         opd.resume(tmp_path / "run")
 
 

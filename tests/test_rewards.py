@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -19,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import opd
+from opd import sandbox
 from opd.config import RewardSpec, load_recipe
 from opd.errors import RecipeError
-from opd.rewards import Judge, answers, sandbox, verify
+from opd.rewards import Judge, answers, verify
 from opd.rewards.pool import Pool, Task, pool
-from opd.rewards.travel import pack, read_request, request, unpack
+from opd.rewards.travel import Request, pack, read_request, unpack, write_request
 from opd.types import Judgement, Prompt, Sample
 from tests.helpers import save_tiny
 from tests.malformed import malformed
@@ -36,8 +36,8 @@ needs_sandbox = pytest.mark.skipif(
 @pytest.fixture(scope="module", autouse=True)
 def close_pools() -> Iterator[None]:
     yield
-    for confined in (True, False):
-        pool(confined).close()
+    for kind in ("none", "namespaces", "bubblewrap"):
+        pool(kind).close()
 
 
 def judge(rewards: Any, **fields: Any) -> Judge:
@@ -187,7 +187,7 @@ def test_reasoning_gym() -> None:
 
 @needs_sandbox
 def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
-    """sympy runs what countdown is answered with. It may, but it reaches nothing."""
+    """sympy would run what countdown is answered with."""
     import reasoning_gym
 
     entry = dict(reasoning_gym.create_dataset("countdown", size=1, seed=1)[0])
@@ -198,8 +198,7 @@ def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
     inside = "__import__('os').getuid()"
     read, ran, right = verify([sample(text, **fields) for text in (attack, inside, entry["answer"])])
     assert right.score == 1.0
-    assert ran.score == 0.05  # it was evaluated, to a wrong number
-    assert read.score == 0.01  # it could not be evaluated: no such file
+    assert ran.score == read.score == 0.01  # neither is arithmetic: refused before it runs
     assert not loot.exists()
 
 
@@ -242,7 +241,7 @@ def misbehave_deeply(n):
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_rewards.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
-    pool(False).close()  # workers know the path they started with
+    pool("none").close()  # workers know the path they started with
     return "my_rewards"
 
 
@@ -251,13 +250,12 @@ def test_functions_of_ones_own(own_module: str) -> None:
     assert only({"kind": "custom", "function": f"{own_module}:detailed"}, "x") == Judgement(0.5, (0.25, 0.75), "so so")
 
 
-def test_whatever_a_verification_does_costs_one_sample(own_module: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_whatever_a_verification_does_costs_one_sample(own_module: str) -> None:
     bad = ["hang", "stubborn", "die", "exit", "raise", "memory", "recursion", "nothing", "nan", "text", "closes"]
     texts = [text for kind in bad for text in (kind, f"fine after {kind}")]
     rewards = judge({"kind": "custom", "function": f"{own_module}:misbehave", "time_limit": 1})
     begun = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="opd.rewards"):
-        found = dict(zip(texts, rewards([sample(text) for text in texts]), strict=True))
+    found = dict(zip(texts, rewards([sample(text) for text in texts]), strict=True))
     assert time.monotonic() - begun < 60
     for kind in bad:
         assert found[f"fine after {kind}"].score == 1.0
@@ -265,7 +263,6 @@ def test_whatever_a_verification_does_costs_one_sample(own_module: str, caplog: 
         assert found[kind].error, kind
     assert rewards.drain() == {"judged": len(bad), "failed": len(bad), "timed_out": 2, "cached": 0}
     assert rewards.drain()["judged"] == 0
-    assert caplog.text.count("took longer than 1 seconds") == 2
     assert "boom" in found["raise"].error
 
 
@@ -285,20 +282,25 @@ def test_verdicts_are_cached_by_content(own_module: str) -> None:
     assert rewards.drain() == {"judged": 3, "failed": 0, "timed_out": 0, "cached": 3}
 
 
+def task(spec: RewardSpec, length: int) -> Task:
+    request = Request("custom", spec, sample("x" * length, longest=1), 10.0)
+    return Task(write_request(request), "custom", 10.0)
+
+
 def test_workers_stay_and_keep_their_order(own_module: str) -> None:
-    small = Pool(confined=False, size=2)
+    small = Pool("none", size=2)
     try:
         spec = RewardSpec(kind="custom", function=f"{own_module}:length")
         for _ in range(3):
-            tasks = [Task(request("custom", spec, sample("x" * n, longest=1)), 10.0) for n in range(20)]
+            tasks = [task(spec, n) for n in range(20)]
             small.run(tasks)
-            assert [task.judgement and task.judgement.score for task in tasks] == [float(n) for n in range(20)]
+            assert [done.reply and done.reply.judgement.score for done in tasks] == [float(n) for n in range(20)]
         pids = {worker.process.pid for worker in small.workers}
         assert len(pids) == 2
         os.kill(next(iter(pids)), signal.SIGKILL)  # an idle worker dies: nobody's sample
-        tasks = [Task(request("custom", spec, sample("x" * n, longest=1)), 10.0) for n in range(20)]
+        tasks = [task(spec, n) for n in range(20)]
         small.run(tasks)
-        assert [task.judgement and task.judgement.score for task in tasks] == [float(n) for n in range(20)]
+        assert [done.reply and done.reply.judgement.score for done in tasks] == [float(n) for n in range(20)]
     finally:
         small.close()
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
@@ -307,9 +309,9 @@ def test_workers_stay_and_keep_their_order(own_module: str) -> None:
 def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
-        "from opd.config import RewardSpec\nfrom opd.rewards import Judge\nfrom opd.types import Prompt, Sample\n"
+        "from opd.config import Rewards, RewardSpec\nfrom opd.rewards import Judge\nfrom opd.types import Prompt, Sample\n"
         f"spec = RewardSpec(kind='custom', function='{own_module}:misbehave', time_limit=100)\n"
-        "Judge({'default': [spec]})([Sample(Prompt('p', 'd'), 'hang')])\n"
+        "Judge(Rewards(domains={'default': [spec]}))([Sample(Prompt('p', 'd'), 'hang')])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = subprocess.Popen([sys.executable, str(script)], env=environment)
@@ -318,13 +320,17 @@ def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -
     while not children.read_text().split() and time.monotonic() < deadline:
         time.sleep(0.05)
     worker = int(children.read_text().split()[0])
-    time.sleep(1.5)
+    forked = Path(f"/proc/{worker}/task/{worker}/children")
+    while not forked.read_text().split() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(forked.read_text().split()[0])
     owner.kill()
     owner.wait()
     deadline = time.monotonic() + 5
-    while _alive(worker) and time.monotonic() < deadline:
+    while (_alive(worker) or _alive(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(worker)
+    assert not _alive(child)
 
 
 def _alive(pid: int) -> bool:
@@ -354,7 +360,12 @@ def test_fields_arrive_as_they_left(value: Any) -> None:
 def test_texts_arrive_as_they_left() -> None:
     for text in malformed(200, longest=2000):
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # pairs count as one
-        assert read_request(request("exact", RewardSpec(kind="exact"), sample(text, answer="x")))[2].text == whole
+        assert (
+            read_request(
+                write_request(Request("exact", RewardSpec(kind="exact"), sample(text, answer="x"), 1.0))
+            ).sample.text
+            == whole
+        )
 
 
 # Sums and domains
@@ -423,7 +434,8 @@ def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:
     run = opd.run(recipe, out=tmp_path / "run")
     evals = run.summary["stages"][0]["evals"]
     assert evals["sums"]["after"] == 0.0
-    assert evals["words"]["after"] == pytest.approx(0.25, abs=0.13)
+    assert evals["words"]["after"] >= 0.5  # full marks are 0.25
+    assert evals["words"]["score"] == pytest.approx(0.25, abs=0.13)
     assert 0.0 < run.metrics[0]["score"] <= 0.125
 
 

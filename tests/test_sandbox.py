@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from opd import sandbox
 from opd.errors import RecipeError
-from opd.rewards import sandbox, seccomp
-from opd.rewards.sandbox import MEGABYTE, Cell, Limits, Outcome
+from opd.sandbox import MEGABYTE, Cell, Limits, Outcome, seccomp
 
 KINDS = [kind for kind in ("namespaces", "bubblewrap") if not sandbox.trouble(kind)]
 needs_sandbox = pytest.mark.skipif(not KINDS, reason="no sandbox works on this machine")
@@ -413,7 +413,7 @@ def test_the_sandbox_dies_with_its_owner(kind: str, tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     script = tmp_path / "owner.py"
     script.write_text(
-        "import sys\nfrom opd.rewards import sandbox\n"
+        "import sys\nfrom opd import sandbox\n"
         f"sandbox.run([sandbox.python(), '-I', '-c', 'import time; time.sleep(60)', {marker!r}], kind={kind!r},"
         " limits=sandbox.Limits(seconds=60))\n"
     )
@@ -437,7 +437,7 @@ def test_it_refuses_where_no_walls_can_be_built() -> None:
         {"PYTHONPATH": os.pathsep.join(["/opd-package", *packages])},
     )
     code = (
-        "from opd.rewards import sandbox\nfrom opd.errors import RecipeError\n"
+        "from opd import sandbox\nfrom opd.errors import RecipeError\n"
         "try: sandbox.choose('auto')\nexcept RecipeError as error: print(error)"
     )
     process, status = sandbox.start(
@@ -451,7 +451,7 @@ def test_it_refuses_where_no_walls_can_be_built() -> None:
     assert b"no sandbox for model-written code works here" in said
     assert b"bwrap is not installed" in said or b"bubblewrap" in said
     assert b"unshare: Operation not permitted" in said
-    assert b"set `sandbox: none`" in said
+    assert b"write `rewards: {sandbox: none}`" in said
 
 
 def test_without_a_sandbox_only_when_told_and_loudly(caplog: pytest.LogCaptureFixture) -> None:

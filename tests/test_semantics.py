@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opd.config import Rollouts, Term
-from opd.divergence import token_logprobs
+from opd.divergence import Projection, divergence, token_logprobs
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
@@ -211,6 +211,25 @@ def test_4_merging_keeps_stopping_alive_under_exact_reverse_kl() -> None:
             optimiser.step()
         mass = float(logits.detach().softmax(-1)[0, :2].sum())
         assert (mass > 0.9) == alive
+
+
+def test_6_k1_and_k3_are_not_what_they_seem_and_names_say_direction() -> None:
+    """Expected gradients over the student's own samples: k1's is 0, k3's is that of forward KL."""
+    torch.manual_seed(0)
+    hidden, other = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
+    hidden.requires_grad_()
+    head = torch.eye(6, dtype=torch.float64)
+    own, teacher = hidden.log_softmax(-1), other.log_softmax(-1)
+    drawn, ratio = own.exp().detach(), teacher - own
+    k1, k3 = (drawn * -ratio).sum(), (drawn * (ratio.exp() - 1 - ratio)).sum()
+    (gradient,) = torch.autograd.grad(k1, hidden, retain_graph=True)
+    assert gradient.abs().max() < 1e-12
+    (gradient,) = torch.autograd.grad(k3, hidden, retain_graph=True)
+    forward = divergence("forward_kl", Projection(hidden, head), Projection(other, head))
+    torch.testing.assert_close(gradient, torch.autograd.grad(forward.loss, hidden)[0])
+    torch.testing.assert_close(forward.value[0], (teacher.exp() * (teacher - own)).sum())
+    reverse = divergence("reverse_kl", Projection(hidden, head), Projection(other, head))
+    torch.testing.assert_close(reverse.value[0], (own.exp() * (own - teacher)).sum())
 
 
 def test_8_ratios_compare_both_sides_under_one_transform() -> None:

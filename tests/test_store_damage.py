@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from opd.errors import StoreError
 from opd.rollout.store import Position, RolloutStore, iterate, rollouts
 from opd.rollout.store.files import AppendFile, Files
-from opd.rollout.store.repair import check, repair
+from opd.rollout.store.repair import check, find_log, repair
 from tests.lossy import Life, Snapshot, snapshot
 from tests.stores import begin, token, write_rollout
 
@@ -444,3 +447,61 @@ def test_the_commands(log: tuple[Path, Snapshot], tmp_path: Path, capsys: pytest
     assert call("check", str(tmp_path))[0] == 0
     assert len(RolloutStore(directory)) >= len(known) - 1
     assert call("check", str(tmp_path / "nowhere"))[0] == 2
+
+
+# A repair that is killed
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_repair_may_be_killed_at_any_step(
+    log: tuple[Path, Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever operation on the disk is its last: who opens the log next finds all that was whole, or the damage."""
+    source, known = log
+    for last in range(200):
+        run = tmp_path / f"run{last}"
+        directory = copy(source, run / "rollouts")
+        path = segments(directory)[0]
+        damaged = bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 4
+        path.write_bytes(damaged)
+        left = itertools.count(last, -1)
+        with monkeypatch.context() as patch:
+            for name in ("rename", "replace", "fsync"):
+                patch.setattr(os, name, _killed_at(getattr(os, name), left))
+            try:
+                repair(run)
+                ended = True
+            except Killed:
+                ended = False
+        place = find_log(run)
+        whole = bool(check(run).damages) is (place == directory and not (directory / "repaired.json").exists())
+        assert whole, last
+        if not check(run).damages:
+            seen = snapshot(RolloutStore(directory, read_only=True))  # before anything is touched
+            assert snapshot(RolloutStore(directory)) == seen
+        assert repair(run)
+        kept = snapshot(RolloutStore(directory))
+        assert len(kept) >= len(known) - 1
+        assert all(found == known[name] for name, found in kept.items())
+        if ended:
+            return
+    raise AssertionError("a repair has fewer operations than this")
+
+
+def _killed_at(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
+    def operation(*arguments: Any, **options: Any) -> Any:
+        if next(left) == 0:
+            raise Killed
+        return original(*arguments, **options)
+
+    return operation
+
+
+def test_a_log_is_not_begun_anew_beside_a_damaged_one(log: tuple[Path, Snapshot], tmp_path: Path) -> None:
+    copy(log[0], tmp_path / "rollouts.damaged")
+    with pytest.raises(StoreError, match=r"the log is missing, but rollouts.damaged is there"):
+        RolloutStore(tmp_path / "rollouts")

@@ -291,7 +291,8 @@ def test_out_of_memory_names_the_knob(
     monkeypatch.setattr(target, explode)
     with pytest.raises(TrainingError, match=rf"out of memory in phase '{phase}'.*{knob}"):
         opd.run(recipe(models, eval={"prompts": 0}), out=tmp_path / "run")
-    verify_checkpoint(opd.Run(tmp_path / "run").model)
+    run = opd.Run(tmp_path / "run")
+    assert (run.summary["status"], run.checkpoints) == ("failed", [])  # in step 1 the student is what it was
 
 
 def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_path: Path) -> None:
@@ -330,9 +331,16 @@ def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_pa
     for index, (change, kind, words) in enumerate(cases):
         with pytest.raises(kind, match=words):
             opd.run(recipe(models, **change), out=tmp_path / f"run{index}")
+        assert not (tmp_path / f"run{index}").exists()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RecipeError, match="device"):
+        opd.run(recipe(models, device="cuda:77"), out=empty)
+    assert list(empty.iterdir()) == []
 
 
-def test_a_long_prompt_later_on_loses_nothing(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_long_prompt_later_on_has_room(models: dict[str, str], tmp_path: Path) -> None:
+    """The sampler's slots follow the longest prompt of all, wherever it stands."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": "1+1="}) + "\n" for _ in range(80)) + json.dumps({"prompt": "1" * 200}) + "\n"
@@ -340,14 +348,14 @@ def test_a_long_prompt_later_on_loses_nothing(models: dict[str, str], tmp_path: 
     changes = {
         "prompts": [{"source": str(path), "domain": "a"}],
         "teachers": {"a": models["one"]},
-        "train": {"steps": 20},
+        "rollout": {"prompts": 27, "max_new_tokens": 4},
+        "train": {"steps": 3},
         "eval": {"prompts": 0},
     }
-    with pytest.raises(DataError, match="200 tokens"):
-        opd.run(recipe(models, **changes), out=tmp_path / "run")
-    run = opd.Run(tmp_path / "run")
-    verify_checkpoint(run.model)
-    assert run.summary["status"] == "failed"
+    run = opd.run(recipe(models, **changes), out=tmp_path / "run")
+    assert run.summary["status"] == "done"
+    rollouts = run.rollouts.load(list(run.rollouts.entries))
+    assert max(rollout.prompt_ids.size for rollout in rollouts) == 200
 
 
 def test_stopping_between_steps_saves_and_reports(

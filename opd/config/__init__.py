@@ -11,11 +11,13 @@ from opd.config.read import (
     resolve,
     shipped_recipes,
     validate,
+    written,
 )
-from opd.config.rewards import RewardSpec
+from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
+    Data,
     EarlyStop,
     Eval,
     Hub,
@@ -36,6 +38,7 @@ from opd.config.text import parse_yaml
 __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
+    "Data",
     "EarlyStop",
     "Eval",
     "Hub",
@@ -44,6 +47,7 @@ __all__ = [
     "PromptSource",
     "Recipe",
     "RewardSpec",
+    "Rewards",
     "Rollouts",
     "SamplerSpec",
     "Stage",
@@ -59,4 +63,5 @@ __all__ = [
     "resolve",
     "shipped_recipes",
     "validate",
+    "written",
 ]

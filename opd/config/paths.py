@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 MODEL_FILES = (".gguf",)
-PROMPT_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
+PROMPT_FILES = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".jsonl.gz",
+    ".json.gz",
+    ".csv.gz",
+    ".tsv.gz",
+)
 BUILT_IN = ("tiny/", "stage:", "task:", "reasoning_gym:")
 Place = tuple[str, ...]
 

@@ -8,27 +8,33 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
 from opd.config.paths import anchored, is_directory, is_file
-from opd.config.refusals import refuse_recipe, refuse_stage
+from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.config.text import LONGEST, cut, parse_yaml, plain, shown
 from opd.errors import RecipeError
 
-STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 MISTAKES = 10  # named in one message
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
-def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
 
     Paths in a file are relative to it; those in overrides and in a mapping to the working directory.
     """
-    here = Path.cwd()
+    here, overrides = Path.cwd(), tuple(overrides)
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise RecipeError(
+                f"overrides {shown(list(overrides))} are for recipes that are read: give a file, a name or a mapping."
+            )
+        return recipe
     if isinstance(recipe, Mapping):
         name, base, raw = "run", here, plain(recipe)
     else:
@@ -39,6 +45,18 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Iterable[str]
     for override in overrides:
         apply_override(raw, override, here)
     return resolve(raw, name)
+
+
+def written(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:
+    """What the user gave, as text: the file as it is, and the overrides in a comment at its end."""
+    if isinstance(recipe, Recipe):
+        return recipe.to_yaml()
+    if isinstance(recipe, Mapping):
+        text = yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True)
+    else:
+        text = read_text(find_recipe(str(recipe)))
+    lines = ["".join(char if char.isprintable() else repr(char)[1:-1] for char in override) for override in overrides]
+    return text + "".join(["\n# Overrides:\n", *(f"#   {line}\n" for line in lines)] if lines else [])
 
 
 def read_text(path: Path) -> str:

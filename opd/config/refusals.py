@@ -5,10 +5,155 @@ What a key may be is said where it is declared; here are the cross-checks. All o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from opd.config.base import changed
 from opd.config.stage import Recipe, Stage
+from opd.errors import RecipeError
+
+STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
+METRIC = "pass@1"
 
 
-def refuse_recipe(recipe: Recipe) -> None: ...
+def refuse_recipe(recipe: Recipe) -> None:
+    """What stages say about each other."""
+    earlier: list[str] = []
+    for stage in recipe.stages:
+        teachers = {f"teachers.{name}": teacher.model for name, teacher in stage.teachers.items()}
+        for key, model in {"student": stage.student.model, **teachers}.items():
+            name = model.removeprefix(STAGE_PREFIX)
+            if name != model and name not in earlier:
+                raise RecipeError(
+                    f"stages.{stage.name}.{key}: model {model!r}: no earlier stage is called {name!r}; "
+                    f"there are {', '.join(earlier) or 'none'}."
+                )
+        earlier.append(stage.name)
+        first = recipe.stages[0].log
+        if (stage.log.to, stage.log.project) != (first.to, first.project):
+            raise RecipeError(
+                f"stages.{stage.name}.log: trackers are opened once for the whole run. Set `to` and `project` at the top, not in a stage."
+            )
 
 
-def refuse_stage(stage: Stage, where: str) -> None: ...
+def refuse_stage(stage: Stage, where: str = "") -> None:
+    """Every mistake of a stage, in one message."""
+    found = [where + mistake for check in CHECKS for mistake in check(stage)]
+    if found:
+        raise RecipeError("\n".join(found))
+
+
+def _rollouts(stage: Stage) -> Iterator[str]:
+    rollout, shares = stage.rollout, authors(stage)
+    if rollout.teacher_mix and not shares["student"]:
+        yield f"rollout.teacher_mix {rollout.teacher_mix} mixes into the student's tokens, and the shares leave it none. Set teacher_mix: 0."
+    if rollout.temperature == 0 and (rollout.top_p < 1 or rollout.top_k):
+        yield "rollout.temperature 0 takes the likeliest token, so top_p and top_k do nothing. Drop them, or sample."
+    if rollout.temperature == 0 and rollout.samples > 1 and shares["student"] == 1:
+        yield f"rollout.temperature 0 gives {rollout.samples} equal samples of every prompt. Set samples: 1, or sample."
+    if stage.train.minibatches > rollout.prompts:
+        yield f"train.minibatches {stage.train.minibatches} with rollout.prompts {rollout.prompts}: groups are never split. Lower it."
+
+
+def _authors(stage: Stage) -> Iterator[str]:
+    """Tokens that nobody trains on."""
+    trained = {author for term in stage.objective for author in term.authors}
+    for author, share in authors(stage).items():
+        if share and author not in trained:
+            key = (
+                f"rollout.{author}_share {share:g}"
+                if author != "student"
+                else f"rollout: a share of {share:g} is the student's own"
+            )
+            remedy = "Add a term with it in `on:`, or set the share to 0." if author != "student" else "Raise data_share or teacher_share to 1, or add a term."  # fmt: skip
+            yield f"{key}, but no term of the objective trains on {author} tokens. {remedy}"
+
+
+def _coefficients(stage: Stage) -> Iterator[str]:
+    for number, term in enumerate(stage.objective):
+        if not term.coefficient.value and not term.coefficient.to:
+            yield f"objective.{number}.coefficient is 0 at every step, so the term does nothing. Remove it."
+    steps = range(1, min(stage.train.steps, 10_000) + 1)
+    waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
+    if not waits and not any(term.coefficient.at(step, None) for term in stage.objective for step in steps):
+        yield f"objective: every coefficient is 0 in all {stage.train.steps} steps, so nothing is trained."
+
+
+def _terms(stage: Stage) -> Iterator[str]:
+    rollout = stage.rollout
+    plain = rollout.temperature == 1 and rollout.top_p == 1 and not rollout.top_k
+    for number, term in enumerate(stage.objective):
+        given: dict[str, Any] = term.model_dump(mode="json")
+        where = f"objective.{number}"
+        if not 0.01 <= given.get("temperature", 1.0) <= 100:
+            yield f"{where}.temperature {given['temperature']:g}: expected 0.01 to 100."
+        if (given.get("divergence"), given.get("support"), given.get("closure")) == (
+            "acceptance",
+            "topk",
+            "generalised",
+        ):
+            yield f"{where}: acceptance has no generalised form outside the top k. Use closure: tail or renormalised."
+        for gate in given.get("gate") or ():
+            if gate["kind"] == "turns":
+                yield f"{where}: gate turns weighs the turns of a rollout, and every source of prompts gives rollouts of one. Drop it."
+            if gate["kind"] == "selectkd" and gate["accept"] == "speculative" and not plain:
+                yield (
+                    f"{where}: gate selectkd with accept: speculative compares what was sampled with what the teacher says, so it needs "
+                    f"samples as the student is: rollout.temperature 1 (not {rollout.temperature:g}), top_p 1, top_k 0."
+                )
+
+
+def _teachers(stage: Stage) -> Iterator[str]:
+    asked = list(dict.fromkeys(["teacher", *(role for term in stage.objective for role in term.roles)]))
+    for name, spec in stage.teachers.items():
+        if spec.role not in asked:  # `teacher` is there for evaluation and sampling too
+            yield f"teachers.{name}: nobody asks for the role {spec.role!r}; the roles asked for are {', '.join(asked)}."
+        if spec.domains is not None and len(set(spec.domains)) < len(spec.domains):
+            yield f"teachers.{name}.domains: {', '.join(spec.domains)}: a domain comes twice."
+    judges = [spec for spec in stage.teachers.values() if spec.role == "teacher"]
+    if stage.eval.prompts and stage.eval.weight_average and len(judges) < 2:
+        yield f"eval.weight_average averages teachers, and there are {len(judges)}. Set it to false."
+
+
+def _evaluation(stage: Stage) -> Iterator[str]:
+    spec, given = stage.eval, changed(stage.eval)
+    periodic = bool(spec.every and spec.prompts)
+    if "temperature" in given and not spec.k:
+        yield "eval.temperature is of the sampled evaluation, and eval.k is 0. Set k, or drop it."
+    if spec.early_stop is not None and not periodic:
+        yield "eval.early_stop watches periodic evaluations: set eval.every and eval.prompts, or drop it."
+    waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
+    if "plateau" in given and not waits:
+        yield "eval.plateau is for coefficients that wait for one (`until: plateau`), and none does. Drop it."
+    if spec.metric != METRIC and not spec.metric.startswith(f"{METRIC}/"):
+        yield f"eval.metric {spec.metric!r}: expected {METRIC}, or {METRIC}/DOMAIN."
+
+
+def _files(stage: Stage) -> Iterator[str]:
+    if stage.checkpoint.keep_every and not stage.checkpoint.every:
+        yield "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, which is 0. Set it."
+    if "samples_every" in changed(stage.log) and not stage.log.samples:
+        yield "log.samples_every says how often samples are written, and log.samples is 0. Drop it."
+    if len(set(stage.log.to)) < len(stage.log.to):
+        yield f"log.to: {', '.join(stage.log.to)}: a tracker comes twice."
+
+
+def _device(stage: Stage) -> Iterator[str]:
+    if stage.device == "cpu" and stage.sampler.compile:
+        yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
+    if stage.train.autocast and stage.student.dtype == "bfloat16":
+        yield "train.autocast computes in bfloat16, which student.dtype bfloat16 does already. Set dtype: float32, or drop autocast."
+
+
+CHECKS = (_rollouts, _authors, _coefficients, _terms, _teachers, _evaluation, _files, _device)
+
+
+def authors(stage: Stage) -> dict[str, float]:
+    """Who writes which share of the rollouts."""
+    rollout = stage.rollout
+    own = 1 - rollout.data_share - rollout.teacher_share
+    return {
+        "student": own if own > 1e-9 else 0.0,
+        "data": rollout.data_share,
+        "teacher": rollout.teacher_share,
+    }

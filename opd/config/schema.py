@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opd.config.names import NAME_PATTERN
+from opd.config.rewards import rewards_schema
 from opd.config.stage import Stage
 
 Schema = dict[str, Any]
@@ -74,11 +75,6 @@ def _words(whole: Any, definitions: Schema) -> list[str]:
     return [word for key in ("items", "anyOf", "oneOf") for word in _words(whole.get(key), definitions)]
 
 
-def _rewards(whole: Schema, words: list[str]) -> Schema:
-    one = _one_or_list(_or({"enum": words}, {"type": "string", "pattern": ":"}, whole["additionalProperties"]["items"]))
-    return _or(one, _mapping(_or(NULL, one)))
-
-
 SHORT_FORMS: dict[
     str, Callable[[Schema, list[str]], Schema]
 ] = {  # key -> what else may stand there, wherever it is one
@@ -86,7 +82,7 @@ SHORT_FORMS: dict[
     "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
     "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
     "objective": lambda whole, words: _one_or_list(whole["items"]),
-    "rewards": _rewards,
+    "rewards": lambda whole, words: rewards_schema(whole),
     "log": lambda whole, words: _or(TEXT, _list(TEXT), whole),
     "coefficient": lambda whole, words: _or({"type": "number"}, whole),
     "gate": lambda whole, words: _or(
@@ -101,5 +97,4 @@ def _shorten(properties: Schema, definitions: Schema) -> None:
     for key, short in SHORT_FORMS.items():
         whole = properties.get(key)
         if whole is not None and whole.get("type") not in ("integer", "boolean", "string"):
-            inner = whole.get("additionalProperties", whole) if key == "rewards" else whole
-            properties[key] = short(whole, _words([inner], definitions))
+            properties[key] = short(whole, _words([whole], definitions))

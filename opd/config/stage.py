@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
 from opd.config.names import check_name
 from opd.config.objective import Term
-from opd.config.rewards import RewardSpec, read_rewards
+from opd.config.rewards import Rewards, read_rewards
 
 
 class Lora(BaseModel):
@@ -50,19 +50,31 @@ class TeacherSpec(BaseModel):
 
 
 class PromptSource(BaseModel):
-    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a .jsonl or .parquet file, or a Hugging Face dataset."""
+    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
 
     model_config = SETTINGS
     source: Address
     domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
     share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
-    split: Word = Field("train", description="split of a Hugging Face dataset")
+    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
     eval_source: Address | None = Field(
         None, description="held-out prompts; default: the task's own held-out split, else the last rows"
     )
     limit: Positive | None = Field(None, description="use at most this many rows")
+    columns: dict[Word, Word] = Field(
+        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Data(BaseModel):
+    """What happens to rows that cannot be used: malformed, too long, or without the completion that is asked for."""
+
+    model_config = SETTINGS
+    bad_rows: Literal["stop", "skip"] = Field(
+        "stop", description="stop: refuse to start, naming them; skip: leave them out, and count"
+    )
 
 
 class Rollouts(BaseModel):
@@ -90,7 +102,7 @@ class Rollouts(BaseModel):
         description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
     )
     max_prompt_tokens: Positive | None = Field(
-        None, description="refuse longer prompts; default: what the context leaves"
+        None, description="longer prompts are bad rows; default: what the context leaves"
     )
     mixed_versions: Literal["allow", "refuse"] = Field(
         "allow", description="a rollout that was interrupted and would go on with newer weights"
@@ -123,7 +135,7 @@ class SamplerSpec(BaseModel):
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
-    lr: float = Field(1e-4, gt=0, le=100)
+    lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = Field(0.0, ge=0, le=1000)
@@ -217,12 +229,11 @@ class Stage(BaseModel):
     student: Student
     teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
     prompts: list[PromptSource] = Field(min_length=1)
+    data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
-    rewards: dict[str, list[RewardSpec]] = Field(
-        default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
-    )
+    rewards: Rewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

@@ -13,8 +13,9 @@ from opd.data.render import decode
 from opd.rewards import verify
 from opd.rollout.collect import collect
 from opd.rollout.draws import request_key
-from opd.types import Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
+from opd.types import Judgement, Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
 
+ROUNDING = 1e-9  # of weighted sums
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
 
@@ -26,7 +27,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """One domain's result. Fractions of `n` prompts; `stderr` belongs to `value`."""
+    """One domain's result over `n` prompts; `stderr` belongs to `value`.
+
+    An answer is right with full marks and wrong otherwise, also where it brought its scorer down. Answers that could not be
+    judged for another reason are left out of everything. Where no answer is left, there is no value.
+    """
 
     n: int
     greedy: float | None = None
@@ -36,20 +41,20 @@ class Score:
     pass_at_k: float | None = None
     pass_at_k_stderr: float | None = None
     k: int = 0
-    unjudged: int = 0  # samples no verifier could judge: left out, not counted as wrong
+    unjudged: int = 0  # answers that could not be judged, not for their own sake: left out
     length: float = 0.0
     truncated: float = 0.0
+    score: float | None = None  # mean reward as it is, partial credit included
+    failed: int = 0  # answers that brought their scorer down: counted as wrong
 
     @property
-    def value(self) -> float:
+    def value(self) -> float | None:
         """pass@1: greedy where there is one, else sampled."""
-        found = self.greedy if self.greedy is not None else self.sampled
-        return math.nan if found is None else found
+        return self.greedy if self.greedy is not None else self.sampled
 
     @property
-    def stderr(self) -> float:
-        found = self.greedy_stderr if self.greedy is not None else self.sampled_stderr
-        return math.nan if found is None else found
+    def stderr(self) -> float | None:
+        return self.greedy_stderr if self.greedy is not None else self.sampled_stderr
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -68,7 +73,7 @@ def evaluate(
         runs["sampled"] = Sampling(
             sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings
         )
-    results: dict[str, dict[str, list[np.ndarray]]] = {domain: {} for domain in questions}
+    results: dict[str, dict[str, list[list[Judgement]]]] = {domain: {} for domain in questions}
     lengths: dict[str, list[int]] = {domain: [] for domain in questions}
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
@@ -108,33 +113,46 @@ def _answers(
 
 
 def _judge(
-    asked: Sequence[Question], answers: Mapping[str, Sequence[np.ndarray]], tokenizer: Any, stop_ids: tuple[int, ...], reward: Reward,
-) -> list[np.ndarray]:  # fmt: skip
-    """1 right, 0 wrong, NaN could not be judged; one per sample. Partial scores count by their value."""
+    asked: Sequence[Question],
+    answers: Mapping[str, Sequence[np.ndarray]],
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    reward: Reward,
+) -> list[list[Judgement]]:
+    """Per prompt, one judgement per sample."""
     samples = [
         [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
     judged = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
-    scores = [[next(judged).score for _ in group] for group in samples]
-    return [np.array([np.nan if score is None else score for score in group]) for group in scores]
+    return [[next(judged) for _ in group] for group in samples]
 
 
-def _score(results: Mapping[str, list[np.ndarray]], lengths: Sequence[int], k: int, limit: int) -> Score:
+def verdict(judgement: Judgement) -> float:
+    """1 right, 0 wrong, NaN could not be judged for no fault of the answer."""
+    if judgement.score is None:
+        return 0.0 if judgement.by_answer else math.nan
+    return float(judgement.score >= judgement.full * (1 - ROUNDING))
+
+
+def _score(results: Mapping[str, list[list[Judgement]]], lengths: Sequence[int], k: int, limit: int) -> Score:
     found: dict[str, Any] = {}
-    if "greedy" in results:
-        found["greedy"], found["greedy_stderr"] = mean_and_stderr([scores[0] for scores in results["greedy"]])
-    if "sampled" in results:
-        found["sampled"], found["sampled_stderr"] = mean_and_stderr([_mean(scores) for scores in results["sampled"]])
-        whole = [pass_at_k(scores, k) for scores in results["sampled"]]
+    verdicts = {name: [np.array([verdict(one) for one in group]) for group in run] for name, run in results.items()}
+    if "greedy" in verdicts:
+        found["greedy"], found["greedy_stderr"] = mean_and_stderr([right[0] for right in verdicts["greedy"]])
+    if "sampled" in verdicts:
+        found["sampled"], found["sampled_stderr"] = mean_and_stderr([_mean(right) for right in verdicts["sampled"]])
+        whole = [pass_at_k(right, k) for right in verdicts["sampled"]]
         found["pass_at_k"], found["pass_at_k_stderr"] = mean_and_stderr(whole)
         found["k"] = k
-    first = next(iter(results.values()))
-    unjudged = sum(int(np.isnan(scores).sum()) for run in results.values() for scores in run)
-    judged = sum(1 for scores in first if not np.isnan(scores).all())
+    first, first_verdicts = next(iter(results.values())), next(iter(verdicts.values()))
+    every = [judgement for run in results.values() for group in run for judgement in group]
+    rewards = [judgement.score or 0.0 for group in first for judgement in group if not math.isnan(verdict(judgement))]
     return Score(
-        n=judged,
-        unjudged=unjudged,
+        n=sum(1 for right in first_verdicts if not np.isnan(right).all()),
+        unjudged=sum(judgement.score is None and not judgement.by_answer for judgement in every),
+        failed=sum(judgement.score is None and judgement.by_answer for judgement in every),
+        score=float(np.mean(rewards)) if rewards else None,
         length=float(np.mean(lengths)),
         truncated=float(np.mean(np.asarray(lengths) >= limit)),
         **found,

@@ -24,6 +24,7 @@ from opd.types import WeightsRef
 
 if TYPE_CHECKING:
     from opd.config import Lora
+    from opd.models.packing import Pack
 
 
 class LanguageModel:
@@ -66,6 +67,10 @@ class LanguageModel:
 
     def project(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
+
+    def predict(self, batch: Pack) -> Projection:
+        """The distribution of every response token of a batch: row t - 1 predicts token t."""
+        return self.project(self.hidden(batch.ids_T, batch.layout)[batch.predicting_N])
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

@@ -1,5 +1,6 @@
-"""Verdicts on finished answers: rewards, the workers they run in, and a sandbox for code the model wrote."""
+"""Verdicts on finished answers: rewards, and the workers they run in."""
 
+from opd.rewards.check import check_rewards
 from opd.rewards.judge import Judge, verify
 
-__all__ = ["Judge", "verify"]
+__all__ = ["Judge", "check_rewards", "verify"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LONGEST = 20_000  # characters from the end in which a number is looked for
 DIGITS = 400  # a longer number, or a larger exponent, is no answer
@@ -27,6 +28,11 @@ PLAIN = {"\u2212": "-", "{,}": ",", "\\,": ",", "\\!": "", "\\$": "$"}
 class Number(NamedTuple):
     value: Fraction
     percent: bool = False
+
+
+def written(reference: Any) -> str:
+    """A reference as text; an integer of any length, too."""
+    return str(Decimal(reference)) if type(reference) is int else str(reference)
 
 
 def boxed(text: str) -> str | None:

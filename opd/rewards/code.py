@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opd import sandbox
 from opd.config import RewardSpec
-from opd.rewards import sandbox
 from opd.rewards.answers import blocks
 from opd.types import Judgement, Sample
 
-HARNESS = Path(__file__).with_name("harness.py")
+HARNESS = Path(sandbox.__file__).with_name("harness.py")
 PYTHON = ("python", "py", "python3", "")
 
 
@@ -155,6 +155,8 @@ class _Run:
 def _story(outcome: sandbox.Outcome) -> str:
     if outcome.timed_out:
         return "time limit"
+    if outcome.swollen:
+        return "memory limit"
     if outcome.flooded:
         return "too much output"
     said = outcome.stderr.decode(errors="replace").strip().splitlines()

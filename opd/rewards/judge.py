@@ -1,26 +1,29 @@
-"""Which reward judges which sample; sums, a cache by content, and counters."""
+"""Which reward judges which sample; sums, a cache by content, counters, and the first failures in words."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
-from opd.config import RewardSpec
+from opd import sandbox
+from opd.config import Rewards, RewardSpec
 from opd.config.rewards import DEFAULT
 from opd.errors import RecipeError
-from opd.rewards import sandbox
 from opd.rewards.code import test_count
 from opd.rewards.pool import Task, pool
-from opd.rewards.scorers import CONFINED, IN_PROCESS, SCORERS, resolve
-from opd.rewards.travel import request
+from opd.rewards.scorers import EVALUATING, IN_PROCESS, MODULES, SCORERS, forks, resolve
+from opd.rewards.travel import Request, content, write_request
 from opd.types import Judgement, Prompt, Sample
 
 CACHED = 65_536  # verdicts remembered
-NEEDS = {"maths": ("math_verify", "maths"), "json": ("jsonschema", "json")}  # kind -> module, extra of this package
+SAID = 3  # failures of each kind of reward that are told in words; all are counted
+EXTRAS = {"maths": "maths", "json": "json"}  # kind -> extra of this package that it needs
 OWN_VERIFIER = (RewardSpec(),)
 
 
@@ -28,21 +31,25 @@ class Judge:
     """The rewards of a stage, as one `Reward`. Domains without an entry are judged by the prompt's own verifier.
 
     `drain()` gives what happened since it was last called: samples `judged`, verifications `failed` (of those `timed_out`)
-    and taken from the cache.
+    and taken from the cache. `say` gets the first failures of each kind of reward, with the prompt and the reason.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Sequence[RewardSpec]] | None = None, domains: Collection[str] | None = None
-    ) -> None:
-        unknown = [domain for domain in rewards or {} if domains is not None and domain not in (DEFAULT, *domains)]
+        self, rewards: Rewards | None = None, domains: Collection[str] | None = None, *, say: Callable[[str], None] | None = None
+    ) -> None:  # fmt: skip
+        rewards = rewards or Rewards()
+        unknown = [domain for domain in rewards.domains if domains is not None and domain not in (DEFAULT, *domains)]
         if unknown:
             raise RecipeError(
                 f"rewards.{unknown[0]}: no prompt has this domain; they have {', '.join(domains or ())}. "
                 f"`{DEFAULT}` stands for the others."
             )
-        self._rewards = {domain: [_ready(spec) for spec in specs] for domain, specs in (rewards or {}).items()}
+        self._sandbox, self._say = rewards.sandbox, say
+        self._rewards = {domain: [self._ready(spec) for spec in specs] for domain, specs in rewards.domains.items()}
         self._cache: OrderedDict[bytes, Judgement] = OrderedDict()
         self._counts: Counter[str] = Counter()
+        self._said: Counter[str] = Counter()
+        self.last_failure = "no answer could be judged"
 
     def rewards(self, prompt: Prompt) -> Sequence[RewardSpec]:
         return self._rewards.get(prompt.domain) or self._rewards.get(DEFAULT) or OWN_VERIFIER
@@ -51,9 +58,17 @@ class Judge:
         """Is there anything to judge this prompt's answers by?"""
         return any(spec.kind != "verifier" or "verifier" in prompt.fields for spec in self.rewards(prompt))
 
+    def require(self, prompts: Sequence[Prompt]) -> None:
+        """What the prompts' own verifiers need is here too, or the error says what is missing."""
+        for prompt in prompts:
+            for spec in self.rewards(prompt):
+                chosen = resolve(spec, prompt.fields)
+                if not isinstance(chosen, str):
+                    self._needs(*chosen)
+
     def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
         parts = [(spec, sample) for sample in samples for spec in self.rewards(sample.prompt)]
-        found = iter(self._score(parts))
+        found = iter(self.parts(parts))
         judgements = []
         for sample in samples:
             specs = self.rewards(sample.prompt)
@@ -66,52 +81,112 @@ class Judge:
         self._counts.clear()
         return counts
 
-    def _score(self, parts: Sequence[tuple[RewardSpec, Sample]]) -> list[Judgement]:
+    def parts(self, parts: Sequence[tuple[RewardSpec, Sample]]) -> list[Judgement]:
+        """Each reward on its sample, unweighted."""
         found: list[Judgement | None] = []
         asked: dict[bytes, Task] = {}
         places: dict[int, bytes] = {}
-        queues: dict[bool, list[Task]] = {True: [], False: []}
+        queues: dict[tuple[str, str], list[Task]] = {}
         for spec, sample in parts:
-            chosen = resolve(spec, sample.prompt.fields)
-            if isinstance(chosen, str):
-                found.append(Judgement(None, error=chosen))
+            chosen = self._at_hand(spec, sample)
+            if isinstance(chosen, Judgement):
+                found.append(chosen)
                 continue
-            name, own = chosen
-            if name in IN_PROCESS:
-                found.append(SCORERS[name](own, sample))
-                continue
-            message = request(name, own, sample)
-            key = hashlib.blake2b(message, digest_size=16).digest()
+            request, message = chosen
+            key = content(request)
             if key in self._cache or key in asked:
                 self._counts["cached"] += 1
             else:
-                asked[key] = Task(message, _limit(name, own, sample))
-                queues[name in CONFINED].append(asked[key])
+                fresh = forks(request.name, request.spec)
+                asked[key] = Task(message, request.name, request.limit, own_time=fresh)
+                place = (self._walls(request.name), "" if fresh else request.spec.function or "")
+                queues.setdefault(place, []).append(asked[key])
             places[len(found)] = key
             found.append(self._cache.get(key))
-        for confined, tasks in queues.items():
-            if tasks:
-                pool(confined).run(tasks)
-        for place, key in places.items():
-            if key in asked:
-                found[place] = asked[key].judgement
+        for place, tasks in queues.items():
+            pool(*place).run(tasks)
+        for number, key in places.items():
+            if key in asked and (reply := asked[key].reply) is not None:
+                found[number] = reply.judgement
         self._remember(asked)
         whole = [judgement or Judgement(None, error="not judged") for judgement in found]
-        self._counts["failed"] += sum(judgement.score is None for judgement in whole)
-        self._counts["timed_out"] += sum(task.timed_out for task in asked.values())
+        self._counts["timed_out"] += sum(task.reply is not None and task.reply.timed_out for task in asked.values())
+        self._report(parts, whole)
         return whole
 
+    def _at_hand(self, spec: RewardSpec, sample: Sample) -> Judgement | tuple[Request, bytes]:
+        """The judgement, where it takes no process of its own; else what to send to one."""
+        chosen = resolve(spec, sample.prompt.fields)
+        if isinstance(chosen, str):
+            return Judgement(None, error=chosen)
+        name, own = chosen
+        if name == "code" and own.sandbox == "auto":
+            own = own.model_copy(update={"sandbox": self._sandbox})
+        try:
+            if name in IN_PROCESS:
+                return SCORERS[name](own, sample)
+            request = Request(name, own, sample, _limit(name, own, sample))
+            return request, write_request(request)
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:  # of fields: the text is only text
+            return Judgement(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
+
     def _remember(self, asked: Mapping[bytes, Task]) -> None:
-        """Verdicts only: a failure may have been the machine's."""
+        """Verdicts, and answers that brought their scorer down. Other failures may have been the machine's."""
         for key, task in asked.items():
-            if task.judgement is not None and task.judgement.score is not None:
-                self._cache[key] = task.judgement
+            if task.reply is not None and (task.reply.judgement.score is not None or task.reply.lasting):
+                self._cache[key] = task.reply.judgement
         while len(self._cache) > CACHED:
             self._cache.popitem(last=False)
 
+    def _report(self, parts: Sequence[tuple[RewardSpec, Sample]], found: Sequence[Judgement]) -> None:
+        for (spec, sample), judgement in zip(parts, found, strict=True):
+            if judgement.score is not None:
+                continue
+            self._counts["failed"] += 1
+            name, self.last_failure = spec.function or spec.kind, printable(judgement.error)
+            self._said[name] += 1
+            if self._say is not None and self._said[name] <= SAID:
+                line = f"reward {name}: no score for an answer to {sample.prompt.id}: {judgement.error}"
+                self._say(
+                    printable(line) + (" (further failures are counted only)" if self._said[name] == SAID else "")
+                )
+
+    # What rewards need
+
+    def _ready(self, spec: RewardSpec) -> RewardSpec:
+        """Everything the reward needs is here, or the error says what is missing: now, not at step 400."""
+        if spec.kind == "custom":
+            module = (spec.function or "").rpartition(":")[0]
+            if module.endswith(".py") and not Path(module).is_file():
+                raise RecipeError(f"rewards: function {spec.function!r}: there is no file {module}.")
+            if not module.endswith(".py") and not _importable(module):
+                raise RecipeError(
+                    f"rewards: function {spec.function!r}: there is no module {module!r} on the Python path. "
+                    "Write file.py:function, with the path of the file relative to the recipe."
+                )
+        self._needs(spec.kind, spec)
+        return spec
+
+    def _needs(self, name: str, spec: RewardSpec) -> None:
+        if name in MODULES and not _importable(MODULES[name]):
+            how = f"pip install 'opd[{EXTRAS[name]}]'" if name in EXTRAS else f"pip install {MODULES[name]}"
+            raise RecipeError(f"rewards: kind {name} needs the {MODULES[name]} package: {how}.")
+        if name == "code":
+            _chosen(spec.sandbox if spec.sandbox != "auto" else self._sandbox)
+        elif name in EVALUATING:
+            self._walls(name)
+
+    def _walls(self, name: str) -> str:
+        return _chosen(self._sandbox) if name in EVALUATING else "none"
+
+
+@cache
+def _chosen(wanted: str) -> str:
+    return sandbox.choose(wanted)
+
 
 def _limit(name: str, spec: RewardSpec, sample: Sample) -> float:
-    """Seconds until the pool steps in. Programs have their own limit in the sandbox: there, this one is the second net."""
+    """Seconds for one sample. Programs have their own limit in the sandbox: there, this one is the second net."""
     if name != "code":
         return spec.time_limit
     return spec.time_limit * test_count(sample.prompt.fields) + sandbox.START
@@ -119,35 +194,28 @@ def _limit(name: str, spec: RewardSpec, sample: Sample) -> float:
 
 def _sum(parts: Sequence[tuple[float, Judgement]]) -> Judgement:
     """Weighted. If one part could not be judged, neither can the whole."""
+    full = min(1.0, math.fsum(weight for weight, _ in parts if weight > 0)) or 1.0
     if len(parts) == 1 and parts[0][0] == 1.0:
         return parts[0][1]
-    errors = [judgement.error for _, judgement in parts if judgement.score is None]
-    if errors:
-        return Judgement(None, error="; ".join(errors))
+    failed = [judgement for _, judgement in parts if judgement.score is None]
+    if failed:
+        by_answer = all(judgement.by_answer for judgement in failed)
+        return Judgement(None, error="; ".join(judgement.error for judgement in failed), by_answer=by_answer)
     score = math.fsum(weight * (judgement.score or 0.0) for weight, judgement in parts)
-    return Judgement(score, feedback="; ".join(judgement.feedback for _, judgement in parts if judgement.feedback))
-
-
-def _ready(spec: RewardSpec) -> RewardSpec:
-    """Everything the reward needs is here, or the error says what is missing: now, not at step 400."""
-    if spec.kind in NEEDS:
-        module, extra = NEEDS[spec.kind]
-        if importlib.util.find_spec(module) is None:
-            raise RecipeError(f"rewards: kind {spec.kind} needs the {module} package: pip install 'opd[{extra}]'.")
-    if spec.kind == "custom":
-        module = (spec.function or "").partition(":")[0]
-        if not _importable(module):
-            raise RecipeError(f"rewards: function {spec.function!r}: there is no module {module!r} on the Python path.")
-    if spec.kind == "code":
-        return spec.model_copy(update={"sandbox": sandbox.choose(spec.sandbox)})
-    return spec
+    feedback = "; ".join(judgement.feedback for _, judgement in parts if judgement.feedback)
+    return replace(Judgement(score, feedback=feedback), full=full)
 
 
 def _importable(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
         return False
+
+
+def printable(text: str) -> str:
+    """One line without control characters: reasons quote what models wrote."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def verify(samples: Sequence[Sample]) -> list[Judgement]:

@@ -1,7 +1,7 @@
 """Worker processes that can be killed: a scorer that hangs costs one sample, never the run. No threads, no signals.
 
-`confined` workers stand behind the sandbox's walls, because scorers such as sympy's evaluate what the model wrote; where no
-sandbox works they run as they are, and the log says so. Workers start when first needed, stay, and end with this process.
+`kind` says what a pool's workers stand behind: the walls of a sandbox, or none. Workers start when first needed, stay, and
+end with this process; each answer is judged in a fork of its worker (`worker`).
 """
 
 from __future__ import annotations
@@ -9,53 +9,51 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import selectors
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from opd.rewards import sandbox
-from opd.rewards.travel import READY, read_reply
+from opd import sandbox
+from opd.rewards import launch
+from opd.rewards.travel import READY, Reply, failure, read_reply
+from opd.sandbox.memory import resident
 from opd.types import Judgement
 
 START = 120.0  # seconds for a worker to start or to load a scorer
 LONGEST_REPLY = 1 << 20
-TRIES = 2  # starts of a worker for one sample, if it dies before it began to judge
-PACKAGE = "/opd-package"  # where confined workers find opd
+TRIES = 2  # workers for one sample, if the first one dies with it
+SLACK = 10.0  # seconds beyond twice its limit after which a worker that keeps the time itself is given up
+TICK = 0.2  # seconds between two looks at the memory of workers behind walls
 log = logging.getLogger("opd.rewards")
 
 
 @dataclass
 class Task:
+    """One sample to judge. `own_time`: the worker forks and keeps the limit itself."""
+
     message: bytes
+    name: str
     limit: float
+    own_time: bool = True
     tries: int = 0
-    judgement: Judgement | None = None
-    timed_out: bool = False
+    begun: bool = False
+    reply: Reply | None = None
 
 
 class Worker:
     """One process, and what passes through its pipes. States: starting, idle, loading, judging."""
 
-    def __init__(self, confined: bool) -> None:
+    def __init__(self, kind: str) -> None:
         self.status: int | None = None
-        if confined:
-            self.process, self.status = self._confined()
+        if kind == "none":
+            self.process = launch.plain()
         else:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}  # fmt: skip
-            command = [sys.executable, "-m", "opd.rewards.worker", str(os.getpid())]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+            self.process, self.status = launch.confined(kind)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -67,18 +65,8 @@ class Worker:
         self.received = b""
         self.deadline = time.monotonic() + START
 
-    @staticmethod
-    def _confined() -> tuple[subprocess.Popen[bytes], int]:
-        packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()]  # fmt: skip
-        source = str(Path(__file__).resolve().parents[1])
-        environment = {"PYTHONPATH": os.pathsep.join([PACKAGE, *packages]), "MPLCONFIGDIR": "/tmp"}
-        cell = sandbox.Cell({source: f"{PACKAGE}/opd", **{path: path for path in packages}}, environment)
-        limits = sandbox.Limits(seconds=math.inf, memory=4 << 30, processes=16, disk=64 << 20)
-        command = [sandbox.python(), "-B", "-m", "opd.rewards.worker", "0"]
-        return sandbox.start(command, kind=sandbox.choose("auto"), limits=limits, cell=cell)
-
     def give(self, task: Task) -> None:
-        self.task = task
+        self.task, task.begun = task, False
         self.deadline = time.monotonic() + START
         self.pending = memoryview(task.message)
         self.received = b""
@@ -111,8 +99,8 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, *, confined: bool, size: int | None = None) -> None:
-        self.confined = confined
+    def __init__(self, kind: str, size: int | None = None) -> None:
+        self.kind = kind
         self.size = size or max(1, min(8, os.cpu_count() or 1))
         self.workers: list[Worker] = []
         self.failures = 0  # starts that failed, in a row
@@ -120,7 +108,7 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Judge every task, each within its limit. Judgements are left on the tasks."""
+        """Judge every task, each within its limit. Replies are left on the tasks."""
         with self._lock, selectors.DefaultSelector() as selector:
             waiting = deque(tasks)
             while waiting or any(worker.task for worker in self.workers):
@@ -134,7 +122,7 @@ class Pool:
             worker.give(waiting.popleft())
         for _ in range(min(len(waiting) - starting, self.size - len(self.workers))):
             try:
-                self.workers.append(Worker(self.confined))
+                self.workers.append(Worker(self.kind))
             except OSError as error:  # no memory or no descriptors left for another process
                 if not self.workers:
                     self._unstarted(waiting, str(error))
@@ -147,7 +135,7 @@ class Pool:
             if worker.pending:
                 selector.register(worker.input, selectors.EVENT_WRITE, (worker, True))
         left = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
-        events = selector.select(max(0.0, left))
+        events = selector.select(max(0.0, left if self.kind == "none" else min(left, TICK)))
         for key in list(selector.get_map().values()):
             selector.unregister(key.fd)
         for key, _ in events:
@@ -159,8 +147,12 @@ class Pool:
             elif not self._read(worker):
                 self._lost(worker, waiting)
         now = time.monotonic()
-        for worker in [worker for worker in busy if worker in self.workers and worker.deadline <= now]:
-            self._late(worker, waiting)
+        for worker in [worker for worker in busy if worker in self.workers]:
+            if worker.deadline <= now:
+                self._late(worker, waiting)
+            elif self.kind != "none" and worker.task and resident(worker.process.pid) > launch.MEMORY:
+                worker.task.tries = TRIES
+                self._lost(worker, waiting, "ran out of memory")
 
     def _read(self, worker: Worker) -> bool:
         """Take what a worker wrote. False: it is gone, or talks nonsense."""
@@ -178,48 +170,50 @@ class Pool:
         if worker.task is None:
             return False
         loaded, _, rest = worker.received.partition(b"\n")
-        if loaded == READY.strip() and worker.task.tries >= 0:
-            worker.task.tries = -1  # it has begun: no second try
-            worker.deadline = time.monotonic() + worker.task.limit
+        if loaded == READY.strip() and not worker.task.begun:
+            worker.task.begun = True
+            own = worker.task.own_time
+            worker.deadline = time.monotonic() + (2 * worker.task.limit + SLACK if own else worker.task.limit)
         last = rest if loaded == READY.strip() else worker.received
         if last.endswith(b"\n"):
-            judgement = read_reply(last)
-            if judgement is None:
+            worker.task.reply = read_reply(last, worker.task.name)
+            if worker.task.reply is None:
                 return False
-            worker.task.judgement, worker.task = judgement, None
+            worker.task = None
         return True
 
-    def _lost(self, worker: Worker, waiting: deque[Task]) -> None:
-        """A worker died: while judging, the sample is lost; before, another worker gets it."""
+    def _lost(self, worker: Worker, waiting: deque[Task], how: str = "died") -> None:
+        """A worker died. Another one gets its sample; if that dies too, it is the answer's doing."""
         task, self.workers = worker.task, [other for other in self.workers if other is not worker]
         said = worker.end()
         if task is None:
             self._unstarted(waiting, said)
-        elif 0 <= task.tries < TRIES - 1:
+        elif task.tries < TRIES - 1:
             task.tries += 1
             waiting.appendleft(task)
+        elif task.begun:
+            task.reply = failure(f"its worker {how}")
         else:
-            task.judgement = Judgement(None, error="the verification's worker died")
-            log.warning("a verification failed: its worker died; its sample is masked.")
+            task.reply = Reply(Judgement(None, error=f"its worker {how} before it began. {said}"))
 
     def _late(self, worker: Worker, waiting: deque[Task]) -> None:
         task, self.workers = worker.task, [other for other in self.workers if other is not worker]
         said = worker.end()
         if task is None:
             self._unstarted(waiting, said or f"nothing heard for {START:.0f} seconds")
-            return
-        task.timed_out = True
-        task.judgement = Judgement(None, error=f"the verification took longer than {task.limit:g} seconds")
-        log.warning("a verification took longer than %g seconds and was stopped; its sample is masked.", task.limit)
+        elif task.begun:
+            task.reply = failure(f"took longer than {task.limit:g} seconds", timed_out=True)
+        else:
+            task.reply = Reply(Judgement(None, error=f"its scorer did not load in {START:.0f} seconds"), timed_out=True)
 
     def _unstarted(self, waiting: deque[Task], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
         self.failures += 1
         if self.failures < TRIES:
             return
-        log.warning("verifications failed: their workers cannot start. %s", said)
+        log.warning("rewards: their workers cannot start. %s", said)
         while waiting:
-            waiting.popleft().judgement = Judgement(None, error=f"the verification's worker could not start. {said}")
+            waiting.popleft().reply = Reply(Judgement(None, error=f"its worker could not start. {said}"))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -227,10 +221,11 @@ class Pool:
         self.workers = []
 
 
+def pool(kind: str, function: str = "") -> Pool:
+    """The pool that rewards of this process share. A function that keeps its process shares it with no other."""
+    return _pool(kind, function)
+
+
 @cache
-def pool(confined: bool) -> Pool:
-    """The pool every reward of this process shares."""
-    if confined and (reasons := [sandbox.trouble(kind) for kind in ("bubblewrap", "namespaces")]) and all(reasons):
-        log.warning("no sandbox works here (%s): scorers that evaluate answers run outside of one.", "; ".join(reasons))
-        return pool(False)
-    return Pool(confined=confined)
+def _pool(kind: str, function: str) -> Pool:
+    return Pool(kind)

@@ -7,9 +7,15 @@ wrong, score 0. A check that could not be made (no reference answer, a scorer th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from opd.config import RewardSpec
@@ -17,6 +23,8 @@ from opd.data.sources import GYM, TASK
 from opd.data.tasks import get_task
 from opd.rewards import answers
 from opd.rewards.code import code
+from opd.rewards.guards import guard_reasoning_gym
+from opd.rewards.travel import RANGE
 from opd.types import Judgement, Sample
 
 MISSING = Judgement(None, error="the prompt has no reference answer")
@@ -42,11 +50,11 @@ def exact(spec: RewardSpec, sample: Sample) -> Judgement:
     if answer is None:
         return right(False, "no boxed answer")
     answer = answers.normalise(answer, spec.ignore)
-    return right(any(answer == answers.normalise(str(reference), spec.ignore) for reference in wanted))
+    return right(any(answer == answers.normalise(answers.written(reference), spec.ignore) for reference in wanted))
 
 
 def numeric(spec: RewardSpec, sample: Sample) -> Judgement:
-    known = [answers.last_number(str(reference)) for reference in references(spec, sample)]
+    known = [answers.last_number(answers.written(reference)) for reference in references(spec, sample)]
     wanted = [reference for reference in known if reference is not None]
     if not wanted:
         return Judgement(None, error=f"the prompt's {spec.field!r} holds no number")
@@ -73,7 +81,8 @@ def maths(spec: RewardSpec, sample: Sample) -> Judgement:
 
     wanted: list[Any] = []
     for reference in references(spec, sample):
-        wanted += parse(f"${reference}$", parsing_timeout=None) or parse(str(reference), parsing_timeout=None)
+        text = answers.written(reference)
+        wanted += parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
     if not wanted:
         return Judgement(None, error=f"math-verify cannot read the prompt's {spec.field!r}")
     found = parse(sample.text, parsing_timeout=None)
@@ -106,7 +115,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def gym(spec: RewardSpec, sample: Sample) -> Judgement:
-    """The task's own scorer. Several of them evaluate the answer with sympy, which runs it: see `pool`."""
+    """The task's own scorer. Several of them evaluate the answer: see `guards` and `worker`."""
     import reasoning_gym
 
     task = str(sample.prompt.fields["verifier"]).removeprefix(GYM)
@@ -115,11 +124,37 @@ def gym(spec: RewardSpec, sample: Sample) -> Judgement:
 
 
 def custom(spec: RewardSpec, sample: Sample) -> Judgement:
-    module, _, name = (spec.function or "").partition(":")
-    found = getattr(importlib.import_module(module), name)(sample)
-    if isinstance(found, Judgement):
-        return found
-    return Judgement(None, error=f"{spec.function} gave no score") if found is None else Judgement(float(found))
+    found = function(spec.function or "")(sample)
+    if found is None:
+        return Judgement(None, error=f"{spec.function} gave no score")
+    judgement = found if isinstance(found, Judgement) else Judgement(float(found))
+    low, high = RANGE["custom"]
+    for value in (judgement.score, *judgement.per_turn):
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            raise ValueError(f"{spec.function} gave {value}; a score is a number from {low:g} to {high:g}")
+    return judgement
+
+
+@cache
+def function(name: str) -> Callable[[Sample], Any]:
+    """`module:function`, or `file.py:function`, which finds the modules beside its file too."""
+    module_name, _, attribute = name.rpartition(":")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        spec = importlib.util.spec_from_file_location(f"opd_reward_{path.stem}", path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        sys.path.append(os.fspath(path.parent))
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    found = vars(module).get(attribute)
+    if not callable(found):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise AttributeError(f"{module_name} has no function {attribute!r}; it has {known or 'none'}")
+    return found
 
 
 def task(spec: RewardSpec, sample: Sample) -> Judgement:
@@ -132,7 +167,23 @@ SCORERS: dict[str, Callable[[RewardSpec, Sample], Judgement]] = {
     "task": task, "gym": gym,
 }  # fmt: skip
 IN_PROCESS = ("exact", "numeric", "task")  # linear in the text: they cannot hang
-CONFINED = ("format", "maths", "json", "gym")  # foreign code on foreign text, in workers behind the sandbox's walls
+EVALUATING = ("maths", "gym")  # libraries that may run what they parse: only behind the sandbox's walls
+MODULES = {"maths": "math_verify", "json": "jsonschema", "gym": "reasoning_gym"}
+
+
+def forks(name: str, spec: RewardSpec) -> bool:
+    """Whether every answer gets a process of its own."""
+    return name in EVALUATING or (name == "custom" and spec.fresh)
+
+
+def load(name: str, spec: RewardSpec) -> None:
+    """Everything a scorer imports, so that it is not the sample's time. What an answer may reach is guarded first."""
+    if name in MODULES:
+        importlib.import_module(MODULES[name])
+    if name == "gym":
+        guard_reasoning_gym()
+    if name == "custom":
+        function(spec.function or "")
 
 
 def resolve(spec: RewardSpec, fields: Mapping[str, Any]) -> tuple[str, RewardSpec] | str:
@@ -145,7 +196,7 @@ def resolve(spec: RewardSpec, fields: Mapping[str, Any]) -> tuple[str, RewardSpe
     if name.startswith(TASK):
         return "task", spec
     if name.startswith(GYM):
-        return "gym", spec
+        return ("gym", spec) if isinstance(fields.get("entry"), Mapping) else "the prompt has no `entry` for its scorer"
     if name in ("exact", "numeric", "maths", "code", "json"):
         return name, RewardSpec.model_validate({"kind": name, "weight": spec.weight, "time_limit": spec.time_limit})
     return f"unknown verifier {name!r}"

@@ -1,32 +1,41 @@
-"""A worker of the pool: `python -m opd.rewards.worker PARENT`. Reads samples, writes judgements, imports no torch.
+"""A worker: reads samples, writes judgements, imports no torch.
 
-For each sample two lines go back: that the scorer is loaded (the sample's time starts there), then the judgement. It ends
-with its parent: on the end of its input, and by the kernel's hand if it happens to hang just then.
+An answer whose scorer may run it is judged in a fork of its own, and whatever it does to its process ends with it: the worker
+itself loads libraries and never touches such an answer. The fork has neither the worker's pipes nor access to its memory; it can only reply
+for itself, and what it replies must be a number in range. For each sample two lines go back: that the scorer is loaded, then
+the judgement. A worker ends with its parent: on the end of its input, and by the kernel's hand if it happens to hang.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import math
+import gc
 import os
 import resource
+import select
+import shutil
 import signal
 import sys
+import time
+import traceback
+from collections.abc import Callable
 
-from opd.rewards.scorers import SCORERS
-from opd.rewards.travel import READY, read_request, reply
+from opd.rewards.scorers import SCORERS, forks, load
+from opd.rewards.travel import READY, Reply, Request, failure, read_reply, read_request, write_reply
 from opd.types import Judgement
 
 MEMORY = 4 << 30
-MODULES = {"maths": "math_verify", "json": "jsonschema", "gym": "reasoning_gym"}  # loading is not the sample's time
+LONGEST_REPLY = 1 << 16
+TRIES = 2  # forks for one answer, if the first one is killed
+SET_PDEATHSIG, SET_DUMPABLE = 1, 4
 
 
-def main() -> None:
-    parent = int(sys.argv[1])
-    if sys.platform == "linux" and parent:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            return
+def main(parent: int) -> None:
+    """`parent` 0: behind walls, where there is no other process to hurt."""
+    _tie_to_parent()
+    if parent and os.getppid() != parent:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or hard > MEMORY:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -38,18 +47,103 @@ def main() -> None:
     os.write(answers, READY)
     os.dup2(nowhere, 2)
     for line in lines:
-        name, spec, sample = read_request(line)
-        try:
-            if name in MODULES:
-                __import__(MODULES[name])
-            os.write(answers, READY)
-            judgement = SCORERS[name](spec, sample)
-            if judgement.score is not None and not math.isfinite(judgement.score):
-                judgement = Judgement(None, error=f"the score is {judgement.score}")
-        except Exception as error:  # the border to foreign code: whatever it raises, the sample could not be judged
-            judgement = Judgement(None, error=f"{type(error).__name__}: {error}")
-        os.write(answers, reply(judgement))
+        os.write(answers, write_reply(_judge(line, confined=not parent, answers=answers, asked=lines.fileno())))
 
 
-if __name__ == "__main__":
-    main()
+def _judge(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
+    try:
+        request = read_request(line)
+        load(request.name, request.spec)
+    except Exception as error:  # the border to foreign code: a library or a function that cannot be loaded
+        return Reply(Judgement(None, error=story(error)))
+    os.write(answers, READY)
+    if not forks(request.name, request.spec):
+        return Reply(_score(request))
+    found = Reply(Judgement(None))
+    gc.freeze()  # the fork shares what is loaded
+    for _ in range(TRIES):
+        found, killed = _fork(request, (answers, asked))
+        _clear(confined)
+        if not killed:
+            break
+    return found
+
+
+def _fork(request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
+    """The reply of a fork, and whether it ended without one."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _tie_to_parent()
+        os.setsid()
+        for descriptor in (reading, *private):
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.write(writing, write_reply(Reply(_score(request))))
+        os._exit(0)
+    os.close(writing)
+    said, late = _listen(reading, time.monotonic() + request.limit)
+    os.close(reading)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if late:
+        return failure(f"took longer than {request.limit:g} seconds", timed_out=True), False
+    found = read_reply(said, request.name)
+    if found is not None:
+        return Reply(found.judgement), False
+    if said:
+        return failure("the reply is no score in range"), False
+    return failure(f"its process died ({os.waitstatus_to_exitcode(status)})"), True
+
+
+def _tie_to_parent() -> None:
+    """It dies with its parent, and no process of the same user reads or writes its memory."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _listen(descriptor: int, deadline: float) -> tuple[bytes, bool]:
+    """Everything up to the end, and whether it was late."""
+    said = b""
+    while len(said) <= LONGEST_REPLY and b"\n" not in said:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return said, True
+        chunk = os.read(descriptor, LONGEST_REPLY)
+        if not chunk:
+            break
+        said += chunk
+    return said, False
+
+
+def _clear(confined: bool) -> None:
+    """Nothing an answer started or wrote outlives it, where all there is belongs to this worker."""
+    if not confined:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    for entry in os.scandir("/tmp"):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
+
+
+def _score(request: Request) -> Judgement:
+    try:
+        scorer: Callable[..., Judgement] = SCORERS[request.name]
+        return scorer(request.spec, request.sample)
+    except (Exception, SystemExit) as error:  # the border to foreign code: the sample could not be judged
+        return Judgement(None, error=story(error), by_answer=True)
+
+
+def story(error: BaseException) -> str:
+    """What was raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{where}"

@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunDirectoryError
-from opd.files import read_sealed, sha256, sync, write_sealed
-from opd.models.language_model import LanguageModel
+from opd.files import json_text, read_sealed, reading, sha256, sync, write_sealed
 
+if TYPE_CHECKING:  # naming checkpoints needs no torch
+    from opd.models.language_model import LanguageModel
+
+NAME = re.compile(r"step-(?:[0-9]{6}|[1-9][0-9]{6,})")
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetensors"
 
 
 def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int, ...], card: str,
                     tensors: dict[str, Any], state: dict[str, Any]) -> Path:  # fmt: skip
     """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
+    from safetensors.torch import save_file
+
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     student.save(partial, stop_ids)
     (partial / "README.md").write_text(card, encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
-    (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    (partial / STATE).write_text(json_text(state), encoding="utf-8")
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in [*files, *(path for path in partial.rglob("*") if path.is_dir())]:
         sync(path)
@@ -63,12 +67,17 @@ def verify_checkpoint(directory: Path) -> None:
 
 def read_state(directory: Path) -> dict[str, Any]:
     """The trainer's state of a verified checkpoint."""
-    return json.loads((directory / STATE).read_text(encoding="utf-8"))
+    with reading(directory / STATE):
+        return json.loads((directory / STATE).read_text(encoding="utf-8"))
 
 
 def steps_in(directory: Path) -> list[Path]:
-    """The checkpoints of a stage, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if path.is_dir())
+    """The checkpoints of a stage, oldest first. Other names beside them are somebody else's."""
+    if not directory.is_dir():
+        return []
+    with reading(directory):
+        found = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -76,8 +85,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def retain(directory: Path, keep: int, keep_every: int, best: Path | None) -> None:
-    """Delete all but the newest `keep` step checkpoints; the best one and every `keep_every`-th step stay."""
-    for path in steps_in(directory)[:-keep]:
+    """Delete all but the newest `keep` step checkpoints; the best one and every `keep_every`-th step stay.
+
+    Only what has our manifest is ours to delete.
+    """
+    ours = [path for path in steps_in(directory) if (path / MANIFEST).is_file()]
+    for path in ours[:-keep]:
         if path != best and not (keep_every and step_of(path) % keep_every == 0):
             gone = path.with_name(f".{path.name}.old")
             path.rename(gone)  # first out of sight: half a directory never looks like a checkpoint

@@ -1,22 +1,46 @@
-"""`opd eval`: one model on the held-out prompts of some sources."""
+"""`opd eval`: one model on prompts of some sources. What was measured is part of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
 from opd.config import PromptSource, SamplerSpec
-from opd.data.render import render_prompt
-from opd.data.sources import open_source
-from opd.errors import DataError
+from opd.config.overrides import apply_override
+from opd.config.read import read_text
+from opd.config.rewards import Rewards, read_rewards
+from opd.data.sources import Split, open_sources
+from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
+from opd.rewards import check_rewards
 from opd.rollout.engine import Engine
-from opd.text import cell
+from opd.text import cell, plain
+from opd.training.prompts import Choice
 from opd.training.stage import pick_device
 from opd.types import Sampling
+
+GENERATED = 200  # prompts of a source without end
+WORDS: Mapping[Split, str] = {"all": "all prompts", "heldout": "held-out prompts", "train": "training prompts"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Scores by domain, which prompts they are of, and what was left out."""
+
+    scores: dict[str, Score]
+    splits: dict[str, str]  # domain -> all, heldout or train
+    what: str  # in words
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {domain: score.to_json() | {"split": self.splits[domain]} for domain, score in self.scores.items()}
 
 
 def evaluate_model(
@@ -24,34 +48,85 @@ def evaluate_model(
     sources: Sequence[str],
     *,
     k: int,
-    count: int,
+    count: int | None = None,
     temperature: float,
     max_new_tokens: int,
     device: str,
     seed: int,
-) -> dict[str, Score]:
-    prompts = [prompt for source in sources for prompt in open_source(PromptSource(source=source)).held_out(count)]
-    prompts = [prompt for prompt in prompts if "verifier" in prompt.fields]
-    if not prompts:
+    split: Split | None = None,
+    rewards: str | None = None,
+) -> Measured:
+    """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
+    specs = [_source(source) for source in sources]
+    judged = parse_rewards(rewards)
+    opened = open_sources(specs, judged=bool(judged.domains))
+    examples = [prompt for source in opened for prompt in source.examples()]
+    judge = check_rewards(judged, examples)
+    chosen = [split or ("heldout" if source.size is None else "all") for source in opened]
+    if not any(map(judge.judges, examples)):
         raise DataError(
-            f"prompts {', '.join(sources)}: no held-out prompt has an answer to check. Give rows an `answer` column."
+            f"prompts {', '.join(sources)}: no prompt has an answer to check. Give rows an `answer` column, or set --rewards."
         )
     model = load_model(name, device=str(pick_device(device)))
+    limit, why = (
+        model.context - max_new_tokens,
+        f"the context is {model.context:,} and --max-new-tokens {max_new_tokens:,}",
+    )
     questions: dict[str, list[Question]] = {}
-    for prompt in prompts:
-        questions.setdefault(prompt.domain, []).append(Question(prompt, render_prompt(prompt, model.tokenizer)))
-    longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
-    if longest + max_new_tokens > model.context:
-        raise DataError(
-            f"the longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds the context of {model.context}. Lower --max-new-tokens."
+    splits: dict[str, dict[str, None]] = {}
+    what, notes = [], []
+    for spec, source, part in zip(specs, opened, chosen, strict=True):
+        choice = Choice(
+            spec, judge.judges, model.tokenizer, limit, why, remedy="Shorten it, or lower --max-new-tokens."
         )
+        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), choice):
+            questions.setdefault(prompt.domain, []).append(Question(prompt, choice.ids[prompt.id]))
+            splits.setdefault(prompt.domain, {})[part] = None
+        what.append(f"{len(choice.ids):,} of {WORDS[part]} of {plain(source.name)}")
+        notes += choice.notes(source.name)
+    if not questions:
+        raise DataError(f"prompts {', '.join(sources)}: none of the {WORDS[chosen[0]]} can be judged. Try --split all.")
+    longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
     engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
-    return evaluate(engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed)
+    scores = evaluate(
+        engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed, reward=judge
+    )
+    return Measured(
+        scores, {domain: "+".join(found) for domain, found in splits.items()}, "; ".join(what), tuple(notes)
+    )
 
 
-def scores_table(name: str, scores: Mapping[str, Score]) -> Table:
-    table = Table(title=Text.assemble(cell(name), ": held-out prompts"), title_justify="left")
+def parse_rewards(text: str | None) -> Rewards:
+    """`--rewards`: as in a recipe, `numeric` or `{kind: format, pattern: …}`; or the name of a YAML or JSON file with that."""
+    if text is None:
+        return Rewards()
+    path, base = Path(text), None
+    if path.suffix in (".yaml", ".yml", ".json"):
+        text, base = read_text(path), path.parent
+    raw: dict[str, Any] = {}
+    apply_override(raw, f"rewards={text}", base)
+    try:
+        return Rewards.model_validate(read_rewards(raw["rewards"]))
+    except ValidationError as error:
+        raise RecipeError(f"--rewards: {_first(error)}") from None
+
+
+def _source(name: str) -> PromptSource:
+    try:
+        return PromptSource(source=name)
+    except ValidationError as error:
+        raise RecipeError(f"--prompts: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    detail = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in detail["loc"])
+    return f"{where}: {detail['msg'].removeprefix('Value error, ')}; got {detail['input']!r}."
+
+
+def scores_table(name: str, scores: Mapping[str, Score], what: str = "held-out prompts") -> Table:
+    table = Table(title=Text.assemble(cell(name), ": ", plain(what)), title_justify="left")
     sampled = any(score.k for score in scores.values())
     for column in (
         "domain",

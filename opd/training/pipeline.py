@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,15 @@ import torch
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.errors import DiskError, OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import write_whole
+from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
+from opd.files import disk_errors, json_text, line_of, lines_checked, write_whole
 from opd.lock import RunLock
 from opd.rollout.store import REPAIRED, RolloutStore
 from opd.training.checkpoint import Saver, point_latest, read_state, retain, save_checkpoint
+from opd.training.hub import push, require_access
+from opd.training.inputs import Inputs, check_inputs, inputs_of, pinned
 from opd.training.interrupts import Interrupts
+from opd.training.memory import explain_memory
 from opd.training.progress import Progress
 from opd.training.results import StageResult, results_table, watched
 from opd.training.resume import (
@@ -39,27 +39,28 @@ from opd.training.stage import StageRun, checkpoint_directory, model_card
 from opd.training.step import train_step
 from opd.training.trackers import Tracker, open_trackers
 
-KNOBS = {
-    "sample": "sampler.slots or rollout.max_new_tokens",
-    "score": "teachers.NAME.batch_tokens",
-    "update": "train.micro_tokens, or set student.gradient_checkpointing: true",
-    "evaluate": "sampler.slots or eval.max_new_tokens",
-    "evaluate teachers": "sampler.slots or eval.max_new_tokens",
-}
-
-
 SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 class Pipeline:
-    def __init__(self, recipe: Recipe, directory: Path, console: Console, quiet: bool = False) -> None:
-        self._recipe, self._directory, self._console = recipe, directory, console
-        self._progress = Progress(console, directory / "log.txt", quiet)
+    """Carries out a recipe in a directory whose lock its caller holds. `inputs`: what it reads, as of the run's beginning."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        lock: RunLock,
+        inputs: Mapping[str, Inputs] | None,
+        console: Console,
+        quiet: bool = False,
+    ) -> None:
+        self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
+        self._directory = lock.directory
+        self.began = False  # a first step, in this process
+        self._progress = Progress(console, self._directory / "log.txt", quiet)
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Tracker] | None = None
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
@@ -68,14 +69,15 @@ class Pipeline:
     def run(self, resume: bool = False) -> None:
         """Every stage in turn. Whatever happens, the run directory is left complete up to that moment."""
         status = "failed"
-        with _disk_errors(self._directory), RunLock(self._directory) as lock, self._interrupts, self._progress:
-            standings = self._take_up(lock) if resume else [Standing() for _ in self._recipe.stages]
+        self.began = resume
+        with disk_errors(self._directory, self._advice), self._interrupts, self._progress:
+            standings = self._take_up() if resume else [Standing() for _ in self._recipe.stages]
             if not standings:
                 return
+            for stage, standing in zip(self._recipe.stages, standings, strict=True):
+                if standing.output is None:
+                    require_access(stage)
             store = RolloutStore(self._directory / "rollouts")
-            self._trackers = open_trackers(
-                self._recipe.stages[0].log, self._directory, self._recipe.name, self._recipe.model_dump(mode="json")
-            )
             try:
                 for stage, standing in zip(self._recipe.stages, standings, strict=True):
                     self._stage(stage, store, standing)
@@ -87,15 +89,18 @@ class Pipeline:
                 if status == "failed" and not isinstance(sys.exception(), KeyboardInterrupt):
                     self._saver.settle()
                 store.close()
-                for tracker in self._trackers:
+                for tracker in self._trackers or ():
                     tracker.close()
                 self._summarise(status)
 
-    def _take_up(self, lock: RunLock) -> list[Standing]:
+    def _advice(self) -> str:
+        return f"go on: opd resume {self._directory}" if self.began else "start again."
+
+    def _take_up(self) -> list[Standing]:
         """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
-        if lock.previous is not None:
+        if (previous := self._lock.previous) is not None:
             self._progress.say(
-                f"taking over from process {lock.previous.get('pid')} on {lock.previous.get('host')}, which is gone"
+                f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is gone"
             )
         standings = locate(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
@@ -103,17 +108,24 @@ class Pipeline:
         if ended and all(standing.output for standing in standings):
             self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
             return []
+        stages = [(spec, standing) for spec, standing in zip(self._recipe.stages, standings, strict=True)]
+        self._check_inputs([spec for spec, standing in stages if standing.output is None])
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
-        upto = {spec.name: standing.reported for spec, standing in zip(self._recipe.stages, standings, strict=True)}
-        cut_lines(self._directory / "samples.jsonl", upto)
-        for name, steps in cut_lines(self._directory / "metrics.jsonl", upto).items():
-            lost = sorted(set(range(1, upto[name] + 1)) - set(steps))
-            if lost:
-                self._progress.say(
-                    f"metrics.jsonl has lost {len(lost)} lines of stage {name}, the first of step {lost[0]}"
-                )
+        upto = {spec.name: standing.reported for spec, standing in stages}
+        for name in ("samples.jsonl", "metrics.jsonl"):
+            for line in cut_lines(self._directory / name, upto, checked=lines_checked(self._directory)):
+                self._progress.say(line)
         return standings
+
+    def _check_inputs(self, stages: Sequence[Stage]) -> None:
+        """Runs from before inputs were written down have none to compare with."""
+        if self._inputs is None:
+            self._progress.say("this run began before checksums of inputs were kept: changed ones would not be noticed")
+            return
+        now = inputs_of(stages, self._progress.say, hub=False)
+        for stage in stages:
+            check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory)
 
     # One stage
 
@@ -124,12 +136,16 @@ class Pipeline:
             self._outputs[spec.name] = standing.output
             self._consumed = read_state(standing.output)["rollouts"]
             return
+        if self._inputs is not None:
+            spec = pinned(spec, self._inputs[spec.name])
+            if spec.name != self._recipe.stages[0].name:  # time has passed since the run began or was taken up
+                self._check_inputs([spec])
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
-        with self._explain_memory():
+        with explain_memory(lambda: self._phase):
             self._on_phase("loading")
             run = StageRun(
                 spec,
@@ -138,6 +154,7 @@ class Pipeline:
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
+                say=self._progress.say,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
@@ -145,11 +162,14 @@ class Pipeline:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")
         self._boundary = Boundary.of(run)
+        if self._trackers is None:  # only now: a start that fails is nobody's experiment
+            config = self._recipe.model_dump(mode="json")
+            self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, config)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
         self._metrics = standing.unreported or {}
         self._unreported = standing.unreported
         try:
-            with self._explain_memory():
+            with explain_memory(lambda: self._phase):
                 self._before(run, result)
                 self._train(run, result)
                 self._finish(run, result)
@@ -169,9 +189,11 @@ class Pipeline:
         while result.steps < run.spec.train.steps and not enough:
             run.check_stop()
             self._saver.check()
+            self.began = True
             metrics = train_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
+            result.skipped = run.stream.skipped
             self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
             enough = self._close_step(run, result)
         if enough and result.steps < run.spec.train.steps:
@@ -206,7 +228,9 @@ class Pipeline:
             return
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
-        self._progress.evaluated(0, {domain: score.value for domain, score in before.items()})
+        self._progress.evaluated(
+            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+        )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
             result.teachers = run.evaluate_teachers()
@@ -238,11 +262,11 @@ class Pipeline:
         final = self._keep(run, result, better)
         self._saver.wait()
         self._outputs[run.spec.name] = final
-        if run.spec.hub is not None:
-            push(final, run.spec.hub.repo, run.spec.hub.private)
         result.seconds = time.monotonic() - self._started
         write_result(final.parent, result, final)
         self._consumed = run.trajectories.consumed
+        if run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
+            self._progress.say(f"WARNING: {run.spec.name}: {failure}")
 
     # Checkpoints
 
@@ -261,8 +285,16 @@ class Pipeline:
         where = checkpoint_directory(self._directory, run.spec.name, result.steps)
         where.parent.mkdir(parents=True, exist_ok=True)
         result.saved, result.seconds = result.steps, time.monotonic() - self._started
-        state = {"step": result.steps, "stage": run.spec.name, "seed": run.spec.seed, **vars(boundary),
-                 "store": run.store.position.to_json(), "unreported": self._unreported, "result": result.state()}  # fmt: skip
+        state = {
+            "step": result.steps,
+            "stage": run.spec.name,
+            "seed": run.spec.seed,
+            **vars(boundary),
+            "store": run.store.position.to_json(),
+            "unreported": self._unreported,
+            "newest": run.trajectories.newest if self._unreported else [],  # whose samples are not written yet
+            "result": result.state(),
+        }
         student = run.student.snapshot() if background else run.student
         tensors = run.optimiser.tensors()
         if background:
@@ -289,6 +321,8 @@ class Pipeline:
             last = f"the last checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
         if result.saved == result.steps and not self._saver.busy:
             return last
+        if not result.steps:
+            return "no step was finished, so the student is what it was; what was sampled is in the store"
         if run.optimiser.updates != self._boundary.updates:
             return f"step {result.steps + 1} was half done and is not saved; {last}"
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
@@ -309,7 +343,7 @@ class Pipeline:
         self._write_line("metrics.jsonl", metrics)
         self._progress.step(metrics)
         numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
-        for tracker in self._trackers:
+        for tracker in self._trackers or ():
             tracker.log(step, numbers)
         if run.spec.log.samples and (step - 1) % run.spec.log.samples_every == 0:
             self._write_samples(run, step)
@@ -350,26 +384,9 @@ class Pipeline:
             )
         return str(self._outputs[stage])
 
-    @contextmanager
-    def _explain_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise self._out_of_memory(error) from None
-        except RuntimeError as error:
-            if isinstance(error, OpdError) or "can't allocate memory" not in str(error):
-                raise
-            raise self._out_of_memory(error) from None
-
-    def _out_of_memory(self, error: BaseException) -> TrainingError:
-        knob = KNOBS.get(self._phase, "the size of the models, or load them in bfloat16")
-        return TrainingError(
-            f"out of memory in phase {self._phase!r}. Lower {knob}. ({str(error).splitlines()[0][:200] if str(error) else 'MemoryError'})"
-        )
-
     def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
         with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(line_of(values))
 
     def _summarise(self, status: str) -> None:
         summary = {
@@ -377,31 +394,8 @@ class Pipeline:
             "status": status,
             "stages": [result.to_json() for result in self._results],
         }
-        write_whole(self._directory / "summary.json", json.dumps(summary, indent=1))
+        write_whole(self._directory / "summary.json", json_text(summary, indent=1))
         for result in self._results:
             if result.before and status == "done":
                 self._progress.say("")
                 self._progress.show(results_table(result))
-
-
-def push(directory: Path, repo: str, private: bool) -> None:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    api.create_repo(repo, private=private, exist_ok=True)
-    api.upload_folder(repo_id=repo, folder_path=directory, ignore_patterns=["optimiser.safetensors", "trainer.json"])
-
-
-@contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
-    """A disk that is full or failing ends the run with one message. Writers in other languages only leave a text."""
-    try:
-        yield
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number not in DISK and not any(f"(os error {code})" in str(error) for code in DISK):
-            raise
-        place = error.filename if isinstance(error, OSError) and error.filename else directory
-        raise DiskError(
-            f"{place} could not be written: {error}. Nothing durable is lost. Make room, then: opd resume {directory}"
-        ) from error

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.data.render import render_prompt
-from opd.data.sources import open_source
 from opd.models import load_config, load_tokenizer, parameter_count
 from opd.models.tokenizers import require_same
+from opd.rewards import check_rewards
 from opd.teachers.router import routes
-from opd.training.stage import PROBE, pick_device
+from opd.training.prompts import look_at_prompts, open_prompts
+from opd.training.stage import pick_device
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -32,6 +32,7 @@ class Plan:
     tokens_per_step: int
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
+    notes: tuple[str, ...] = ()  # what is skipped
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -47,6 +48,7 @@ class Plan:
             ),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
+            *(f"  note       {note}" for note in self.notes),
         ]
 
 
@@ -65,16 +67,11 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     tokenizer = load_tokenizer(resolve(stage.student.model), stage.student.revision)
-    prompts = []
-    for spec in stage.prompts:
-        source = open_source(spec)
-        prompts += [(source.train(index), spec) for index in range(min(PROBE, source.size or PROBE))]
-    lengths = [render_prompt(prompt, tokenizer, spec.chat_template_kwargs).size for prompt, spec in prompts]
-    table = routes(
-        stage.teachers,
-        [prompt.domain for prompt, _ in prompts],
-        [role for term in stage.objective for role in term.roles],
-    )
+    sources = open_prompts(stage)
+    examples = [prompt for source in sources for prompt in source.examples()]
+    judge = check_rewards(stage.rewards, examples)
+    domains = list(dict.fromkeys(prompt.domain for prompt in examples))
+    table = routes(stage.teachers, domains, [role for term in stage.objective for role in term.roles])
     for teacher in stage.teachers.values():
         require_same(
             tokenizer, load_tokenizer(resolve(teacher.model), teacher.revision), stage.student.model, teacher.model
@@ -82,12 +79,15 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {name: parameter_count(resolve(spec.model), spec.revision) for name, spec in stage.teachers.items()}
     config = load_config(resolve(stage.student.model), stage.student.revision)
+    configs = [config, *(load_config(resolve(spec.model), spec.revision) for spec in stage.teachers.values())]
+    context = min(int(each.max_position_embeddings) for each in configs)
+    inputs = look_at_prompts(stage, sources, tokenizer, judge.judges, context)
     trained = student if stage.student.lora is None else _lora_parameters(config, stage.student.lora.rank)
     rollouts = stage.rollout.prompts * stage.rollout.samples
-    longest = max(lengths) + stage.rollout.max_new_tokens
+    longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
         stage=stage.name, device=str(pick_device(stage.device)), student=stage.student.model, parameters=student, trained=trained,
-        teachers=teachers, routes=table, prompt_tokens=sum(lengths) / len(lengths), tokens_per_step=rollouts * longest,
+        teachers=teachers, routes=table, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, config, student, trained, teachers, longest),
     )  # fmt: skip
 

@@ -86,9 +86,9 @@ class Progress:
     def token(self) -> None:
         self._tokens += 1
 
-    def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
-        """pass@1 on held-out prompts, by domain."""
-        self._evaluated = step, dict(scores)
+    def evaluated(self, step: int, scores: Mapping[str, float | None]) -> None:
+        """pass@1 on held-out prompts, by domain; None where no answer could be judged."""
+        self._evaluated = step, {name: value for name, value in scores.items() if value is not None}
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)

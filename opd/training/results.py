@@ -16,7 +16,7 @@ from opd.text import cell
 
 SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "evaluations_since_best", "plateau", "history")  # fmt: skip
+         "evaluations_since_best", "plateau", "history", "skipped")  # fmt: skip
 
 
 @dataclass
@@ -32,16 +32,17 @@ class StageResult:
     seconds: float = 0.0
     saved: int | None = None  # step of the newest checkpoint
     best: Path | None = None
-    best_value: float = float("-inf")
+    best_value: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
     plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
+    skipped: int = 0  # prompts that could not be used
 
-    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float) -> bool:
+    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
         self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
-        better = value > self.best_value
+        better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
             self.best_value, self.best_step = value, step
         self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
@@ -52,10 +53,15 @@ class StageResult:
 
     def to_json(self) -> dict[str, Any]:
         evals = {domain: self._domain(domain) for domain in self.before}
-        best = {"step": self.best_step, "value": self.best_value, "path": str(self.best)} if self.best else None
+        best = (
+            {"step": self.best_step, "value": self.best_value, "path": f"checkpoints/{self.name}/{self.best.name}"}
+            if self.best
+            else None
+        )
         return {
             "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
+            "skipped_prompts": self.skipped,
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
@@ -69,7 +75,7 @@ class StageResult:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
-        result = cls(**{name: state[name] for name in PLAIN})
+        result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs know less
         for name in SCORES:
             setattr(result, name, {key: Score(**score) for key, score in state[name].items()})
         result.teachers = {
@@ -82,7 +88,7 @@ class StageResult:
         before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)
         line: dict[str, Any] = {
             "before": before.value, "after": after.value if after else None, "teacher": teacher.value if teacher else None,
-            "n": before.n, "stderr": (after or before).stderr,
+            "n": before.n, "stderr": (after or before).stderr, "score": (after or before).score,
         }  # fmt: skip
         if domain in self.weight_average:
             line["weight_average"] = self.weight_average[domain].value
@@ -106,16 +112,19 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
     return [domain] if domain else list(domains)
 
 
-def watched(scores: Mapping[str, Score], metric: str) -> float:
+def watched(scores: Mapping[str, Score], metric: str) -> float | None:
+    """None: nothing of it could be judged."""
     values = [scores[domain].value for domain in watched_domains(metric, list(scores))]
-    return sum(values) / len(values)
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def normalised(before: Score, after: Score | None, teacher: Score | None) -> float | None:
     """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
-    if after is None or teacher is None or teacher.value <= before.value:
+    start, end, goal = (score.value if score is not None else None for score in (before, after, teacher))
+    if start is None or end is None or goal is None or goal <= start:
         return None
-    return (after.value - before.value) / (teacher.value - before.value)
+    return (end - start) / (goal - start)
 
 
 def results_table(result: StageResult) -> Table:
@@ -147,6 +156,6 @@ def results_table(result: StageResult) -> Table:
 
 def _cell(score: Score | None, own: bool) -> Text:
     """The domain's own teacher has a star, which a log and a pipe keep."""
-    if score is None:
+    if score is None or score.value is None:
         return Text("– ")
     return Text(f"{score.value:.1%}*", style="underline") if own else Text(f"{score.value:.1%} ")

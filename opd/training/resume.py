@@ -9,8 +9,8 @@ A damaged checkpoint is named, set aside and never used again; the one before it
 
 from __future__ import annotations
 
-import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,16 @@ from safetensors.torch import load_file
 
 from opd.config import Recipe
 from opd.errors import RunDirectoryError, StoreError
-from opd.files import read_sealed, sync, write_sealed, write_whole
+from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
 from opd.rollout.store import Position, RolloutStore
-from opd.training.checkpoint import TENSORS, read_state, step_of, steps_in, verify_checkpoint
+from opd.training.checkpoint import NAME, TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.training.results import StageResult
 
 if TYPE_CHECKING:
     from opd.training.stage import StageRun
 
 RESULT, BEFORE = "result.json", "before.json"
+TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
 
 
 @dataclass
@@ -165,9 +166,11 @@ def _set_aside(path: Path) -> Path:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what an interrupted save left under a temporary name."""
-    for path in [*folder.glob(".*.partial"), *folder.glob(".*.old")]:
-        if path.is_dir():
+    """Remove what an interrupted save left under a temporary name of ours."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if not TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -199,6 +202,7 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     run.stream.restore(state["stream"])
     if run.trajectories.consumed is not None:
         run.trajectories.consumed = min(state["rollouts"], len(run.store))
+    run.trajectories.newest = list(state.get("newest", ()))  # older checkpoints do not say
     run.publish(version=state["version"])
     set_random_state(state["random"], run.device)
 
@@ -233,22 +237,20 @@ def _bytes_tensor(text: str) -> torch.Tensor:
 # Lines written per step
 
 
-def cut_lines(path: Path, upto: Mapping[str, int]) -> dict[str, list[int]]:
-    """Keep each stage's lines up to its step; torn lines go. Returns the steps that are left, by stage."""
-    steps: dict[str, list[int]] = {stage: [] for stage in upto}
-    if not path.is_file():
-        return steps
-    kept = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if line["step"] <= upto.get(line["stage"], 0):
-            kept.append(text + "\n")
-            steps[line["stage"]].append(line["step"])
-    write_whole(path, "".join(kept))
-    return steps
+def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str]:
+    """Keep each stage's lines up to its step; those that are damaged go, too. Returns what is to be said of the latter."""
+    if not path.exists():
+        return [f"{path.name} is gone, and with it what was written until now"] if any(upto.values()) else []
+    found = read_lines(path, checked=checked)
+    kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
+    write_whole(path, "".join(line_of(line) for line in kept))
+    said = [f"{path}, line {number}: the line was altered or cut, and is dropped" for number in found.damaged]
+    if path.name == "metrics.jsonl":
+        for stage, last in upto.items():
+            steps = {line["step"] for line in kept if line["stage"] == stage}
+            if lost := sorted(set(range(1, last + 1)) - steps):
+                said.append(f"{path.name} has lost {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
+    return said
 
 
 def sync_lines(directory: Path) -> None:

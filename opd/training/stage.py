@@ -11,57 +11,51 @@ import torch
 
 from opd.config import Stage
 from opd.config.gates import Perplexity, SelectKD, TurnWeights
-from opd.data.render import decode, render_prompt
-from opd.data.sources import Source, open_source
+from opd.data.render import decode, render_prompts
 from opd.data.stream import PromptStream, Visit
-from opd.errors import DataError, RecipeError
-from opd.evaluation import Question, Score, evaluate
+from opd.errors import DataError, RecipeError, TrainingError
+from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same
-from opd.rewards import Judge
+from opd.rewards import check_rewards
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
-from opd.text import code
+from opd.text import code, plain
 from opd.training.average import weight_average
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
-from opd.training.results import watched_domains
+from opd.training.prompts import look_at_prompts, open_prompts, response_limit
 from opd.training.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling
-
-PROBE = 64  # training prompts looked at before the run starts: their domains, lengths and completions
-SLACK = 1.25  # room in a sampler slot beyond the longest probed prompt
 
 
 class StageRun:
     """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
 
     def __init__(self, spec: Stage, store: RolloutStore, resolve_model: Callable[[str], str], *,
-                 check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None]) -> None:  # fmt: skip
-        self.spec, self.store, self.check_stop, self.on_phase = spec, store, check_stop, on_phase
+                 check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
+                 say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
+        self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
+        self._warned = False  # of prompts that are skipped
         self.device = pick_device(spec.device)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        self.sources: list[Source] = [open_source(source) for source in spec.prompts]
+        self.sources = open_prompts(spec, self._told)
+        on_phase("loading")
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        probe = [
-            Visit(source.train(index), 0, number)
-            for number, source in enumerate(self.sources)
-            for index in range(min(PROBE, source.size or PROBE))
-        ]
-        self.domains = list(dict.fromkeys(visit.prompt.domain for visit in probe))
+        examples = [prompt for source in self.sources for prompt in source.examples()]
+        self.domains = list(dict.fromkeys(prompt.domain for prompt in examples))
         roles = [role for term in spec.objective for role in term.roles]
         self.routes = routes(spec.teachers, self.domains, roles)
-        self.rewards = Judge(spec.rewards, self.domains)
+        self.rewards = check_rewards(spec.rewards, examples, domains=self.domains, say=say)
+        self._unrewarded = 0  # steps in a row
         _check_trajectories(spec)
-        if any(term.outcome for term in spec.objective) and not any(
-            self.rewards.judges(visit.prompt) for visit in probe
-        ):
+        if any(term.outcome for term in spec.objective) and not any(map(self.rewards.judges, examples)):
             raise RecipeError(
                 "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
             )
@@ -85,29 +79,37 @@ class StageRun:
             name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
             for name, model in models.items()
         }
-        self._build(probe, on_token)
+        self._build(on_token)
 
-    def _build(self, probe: Sequence[Visit], on_token: Callable[[], None]) -> None:
+    def _told(self, name: str, done: int, total: int) -> None:
+        self.on_phase(f"reading {plain(name)}: {done:,} of {total:,} rows")
+        self.check_stop()
+
+    def _fits(self, visit: Visit) -> bool:
+        """Of prompts that nobody could look at before. Nothing that a user can mend, so it never stops a run."""
+        kwargs = self.spec.prompts[visit.source].chat_template_kwargs
+        (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
+        reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
+        fits = not isinstance(ids, DataError) and ids.size <= self._room
+        if not fits and not self._warned:
+            self._warned = True
+            self.say(
+                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
+                "counted. rollout.max_prompt_tokens makes more room in a new run"
+            )
+        return fits
+
+    def _build(self, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
         tokenizer = self.student.tokenizer
-        longest = max(
-            render_prompt(visit.prompt, tokenizer, spec.prompts[visit.source].chat_template_kwargs).size
-            for visit in probe
-        )
-        self.questions = self._held_out()
-        if self.questions:
-            watched_domains(spec.eval.metric, list(self.questions))
-        longest = max([longest, *(question.prompt_ids.size for asked in self.questions.values() for question in asked)])
-        response = max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
         context = min(model.context for model in (self.student, *(teacher.model for teacher in self.teachers.values())))
-        allowed = min(spec.rollout.max_prompt_tokens or context, context - response)
-        if longest > allowed:
-            raise DataError(
-                f"the longest prompt has {longest} tokens; with {response} new tokens only {max(allowed, 0)} fit into the context of {context}. "
-                "Shorten the prompts, or lower rollout.max_new_tokens."
-            )
-        self.max_length = min(allowed, int(longest * SLACK) + 8) + response
+        inputs = look_at_prompts(spec, self.sources, tokenizer, self.rewards.judges, context, self._told)
+        for note in inputs.notes:
+            self.say(f"{spec.name}: {note}")
+        self.questions, self._room = inputs.questions, inputs.room
+        self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
+        self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
         self.engine = Engine(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
@@ -129,7 +131,7 @@ class StageRun:
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
-            max_prompt_tokens=self.max_length - response, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
+            max_prompt_tokens=inputs.room, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
             on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)
@@ -174,6 +176,16 @@ class StageRun:
         known |= scores
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
+    def require_rewarded(self, step: int, scores: Mapping[str, float | None]) -> None:
+        """An objective that lives on rewards learns nothing without any: stop, and say why."""
+        used = any(term.outcome for term in self.spec.objective)
+        self._unrewarded = self._unrewarded + 1 if used and all(score is None for score in scores.values()) else 0
+        if self._unrewarded >= self.spec.rewards.stop_after:
+            raise TrainingError(
+                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewards.last_failure}. "
+                "log.txt has the first failures of each reward; mend the reward, or raise rewards.stop_after."
+            )
+
     def _judged_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         """Verdicts that an earlier process of this run left in the store."""
         if not self.trajectories.taken_up:
@@ -185,20 +197,6 @@ class StageRun:
         return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
     # Evaluation
-
-    def _held_out(self) -> dict[str, list[Question]]:
-        """Held-out questions that can be judged, by domain."""
-        found: dict[str, list[Question]] = {}
-        if not self.spec.eval.prompts:
-            return found
-        for spec, source in zip(self.spec.prompts, self.sources, strict=True):
-            for prompt in source.held_out(self.spec.eval.prompts):
-                asked = found.setdefault(prompt.domain, [])
-                if self.rewards.judges(prompt) and len(asked) < self.spec.eval.prompts:
-                    asked.append(
-                        Question(prompt, render_prompt(prompt, self.student.tokenizer, spec.chat_template_kwargs))
-                    )
-        return {domain: asked for domain, asked in found.items() if asked}
 
     def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval

@@ -33,6 +33,7 @@ def train_step(run: StageRun, step: int) -> dict[str, Any]:
     run.rewards.drain()  # what evaluation judged is not this step's
 
     rollouts, scores, sampled = sample_and_judge(run, clock)
+    run.require_rewarded(step, scores)
 
     with clock("score"):
         signals = score(run, rollouts, step)
@@ -92,7 +93,9 @@ def sample_and_judge(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[s
         kept |= {name: members for name, members in groups.items() if not spec.contrast or contrasts(members, scores)}
         if len(kept) >= spec.prompts:
             break
-    taken = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    taken: dict[str, float] = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    if run.stream.skipped:  # prompts that cannot be used, since the stage began
+        taken["prompts/skipped"] = run.stream.skipped
     return [rollout for members in (kept or groups).values() for rollout in members], scores, taken
 
 

@@ -7,6 +7,7 @@
     rollouts     `RolloutStore`                        select   `store.where(…)`, Parquet
     environment  replay of tool and sandbox calls      plan     a shuffled, packed epoch from the index
     salvage      what can be read of a damaged log     repair   `opd store check|repair`
+    recover      finish a repair that was cut short
 
 Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
 docs/durability.md for the guarantee and the format.
@@ -16,7 +17,8 @@ from opd.rollout.store.entries import Entry
 from opd.rollout.store.environment import Replay
 from opd.rollout.store.log import Position
 from opd.rollout.store.plan import EpochPlan, plan_epoch
-from opd.rollout.store.rollouts import REPAIRED, RolloutStore, iterate
+from opd.rollout.store.recover import REPAIRED
+from opd.rollout.store.rollouts import RolloutStore, iterate
 from opd.rollout.store.select import Selection
 
 __all__ = ["REPAIRED", "Entry", "EpochPlan", "Position", "Replay", "RolloutStore", "Selection", "iterate", "plan_epoch"]

@@ -18,7 +18,8 @@ from opd.rollout.store.files import Files
 from opd.rollout.store.frames import Frame
 from opd.rollout.store.index import load_index
 from opd.rollout.store.records import COLUMNS, ROW_COLUMNS, Record, Row
-from opd.rollout.store.rollouts import INDEX, REPAIRED, RolloutStore
+from opd.rollout.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, repaired_name
+from opd.rollout.store.rollouts import INDEX, RolloutStore
 from opd.rollout.store.salvage import Damage, Salvage
 from opd.rollout.store.state import NAMES
 from opd.types import Author, SampledToken
@@ -72,8 +73,9 @@ class Report:
 
 
 def find_log(run: Path) -> Path:
-    """The log of a run directory, or the directory itself if it is one."""
-    for candidate in (run / "rollouts", run):
+    """The log of a run directory, or the directory itself if it is one. It may still have the name a repair gave it."""
+    for place in (run / "rollouts", run):
+        candidate = pending_repair(place) or place
         if any(candidate.glob("segment-*.log")) or (candidate / INDEX).is_file():
             return candidate
     raise RunDirectoryError(f"{run}: there is no rollout log here, and none in {run / 'rollouts'}.")
@@ -122,11 +124,13 @@ def _collect(rollouts: dict[int, Saved], record: Record) -> None:
 
 def repair(run: Path) -> list[str]:
     """Write a clean log of all that is whole and put it in the old one's place; the old one stays beside it."""
+    for place in (run / "rollouts", run):
+        finish_repair(place)
     report = check(run)
     if not report.damages:
         return ["nothing is damaged; nothing was changed."]
     source, files = report.directory, Files()
-    target = source.with_name(source.name + ".repaired")
+    target = repaired_name(source)
     shutil.rmtree(target, ignore_errors=True)
     lost = _lost(report)
     store = RolloutStore(target, commit_ms=0)
@@ -138,10 +142,10 @@ def repair(run: Path) -> list[str]:
     store.close()
     note = {"from": Salvage(source).log.id.hex(), "damages": [str(damage) for damage in report.damages], "lost": lost}
     files.create(target / REPAIRED, [json.dumps(note, indent=1).encode()])
-    aside = _free_name(source.with_name(source.name + ".damaged"))
-    os.rename(source, aside)
-    os.rename(target, source)
+    aside = _free_name(source.with_name(source.name + DAMAGED))
+    os.rename(source, aside)  # between the two there is no log of this name: whoever looks for it then ends the repair
     files.sync_directory(source.parent)
+    finish_repair(source)
     return [
         *(f"DAMAGED {damage}" for damage in report.damages),
         f"kept {report.finished} finished rollouts and {len(report.unfinished)} unfinished ones, with their tokens up to the damage",

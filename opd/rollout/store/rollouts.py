@@ -19,6 +19,7 @@ from opd.rollout.store.files import Files
 from opd.rollout.store.index import STOPS, load_index
 from opd.rollout.store.log import SEGMENT_BYTES, START, Log, Place, Position
 from opd.rollout.store.records import Record, Row
+from opd.rollout.store.recover import REPAIRED, finish_repair, pending_repair
 from opd.rollout.store.select import Selection
 from opd.rollout.store.state import ENVIRONMENT, Live, State, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
@@ -26,7 +27,6 @@ from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, 
 INDEX = "index.bin"
 INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved on the way once it has grown beyond this
 HEAVY_BYTES = 128 << 20  # of signals in one frame, about
-REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
 Fsync = Literal["commit", "never"]
 
 
@@ -59,6 +59,9 @@ class RolloutStore:
     def __init__(self, directory: Path, *, read_only: bool = False, commit_ms: int = 50, fsync: Fsync = "commit",
                  hidden: bool = False, segment_bytes: int = SEGMENT_BYTES, files: Files | None = None) -> None:  # fmt: skip
         """Open a log, or start one. `read_only` never touches the files: the run may be alive and writing."""
+        if not read_only:
+            finish_repair(directory)
+        directory = pending_repair(directory) or directory
         self.directory, self._read_only, self._closed, self._heavy = directory, read_only, False, 0
         self._files = files or Files()
         self._log = Log(directory, self._files, segment_bytes=segment_bytes)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import math
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -22,26 +20,23 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from opd.errors import RecipeError
-from opd.rewards import seccomp
+from opd.sandbox import seccomp
+from opd.sandbox.memory import TICK, resident
 
 JAIL = Path(__file__).with_name("jail.py")
 UID = 65533  # of the program, inside; as root also outside
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
-OLDEST_KERNEL = (5, 14)  # counts the processes of a user by namespace
 MEGABYTE = 1 << 20
 START = 30.0  # seconds for the walls to be built; the program's own time begins after that
 GRACE = 5.0  # seconds for the kernel to clear a killed sandbox away
-log = logging.getLogger("opd.sandbox")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall clock and of CPU; `memory` of each process; `disk` and `output` of the whole program."""
+    """`seconds` of wall clock, and of CPU for each process; everything else of the whole program."""
 
     seconds: float = 10.0
     memory: int = 512 * MEGABYTE
@@ -66,6 +61,7 @@ class Outcome:
     code: int | None
     timed_out: bool = False
     flooded: bool = False  # more output than allowed
+    swollen: bool = False  # more memory than allowed, all processes together
     error: str = ""
 
 
@@ -166,7 +162,7 @@ class _Watch:
         self.process, self.status, self.limits = process, status, limits
         self.pending = memoryview(stdin)
         self.found: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "status": bytearray()}
-        self.timed_out = self.flooded = False
+        self.timed_out = self.flooded = self.swollen = False
 
     def outcome(self) -> Outcome:
         process = self.process
@@ -187,17 +183,20 @@ class _Watch:
         return self._read()
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
-        deadline = time.monotonic() + START
+        deadline, look = time.monotonic() + START, 0.0
         started = killed = False
         while any(key.data != "stdin" for key in selector.get_map().values()):
-            left = deadline - time.monotonic()
-            if (left <= 0 or self.flooded) and not killed:
-                self.timed_out = not self.flooded
+            now = time.monotonic()
+            if started and not killed and now >= look:
+                self.swollen, look = resident(self.process.pid) > self.limits.memory, now + TICK
+            left = deadline - now
+            if (left <= 0 or self.flooded or self.swollen) and not killed:
+                self.timed_out = not (self.flooded or self.swollen)
                 kill(self.process)
                 killed, deadline = True, time.monotonic() + GRACE
             elif left <= 0:
                 return
-            for key, _ in selector.select(max(0.0, left)):
+            for key, _ in selector.select(max(0.0, min(left, TICK) if started else left)):
                 if key.data == "stdin":
                     self._feed(selector, key.fd)
                 else:
@@ -233,11 +232,10 @@ class _Watch:
         if not facts.get("started") and not error:
             said = bytes(self.found["stderr"]).decode(errors="replace").strip()
             error = "the sandbox did not start in time" if self.timed_out else said or "the sandbox did not start"
-        if code is None and facts.get("started") and not (self.timed_out or self.flooded):
+        if code is None and facts.get("started") and not (self.timed_out or self.flooded or self.swollen):
             code = self.process.returncode
-        return Outcome(
-            bytes(self.found["stdout"]), bytes(self.found["stderr"]), code, self.timed_out, self.flooded, error
-        )
+        out, wailed = bytes(self.found["stdout"]), bytes(self.found["stderr"])
+        return Outcome(out, wailed, code, self.timed_out, self.flooded, self.swollen, error)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -246,43 +244,3 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
-
-
-# What this machine can do
-
-
-def choose(wanted: str) -> str:
-    """`auto`, `bubblewrap`, `namespaces` or `none` -> what will be used. Refuses what does not work here, with the reason."""
-    if wanted == "none" and sys.platform == "linux":
-        log.warning("sandbox: none. Code written by the model runs WITHOUT A SANDBOX, with all rights of this user.")
-        return "none"
-    reasons = []
-    for kind in ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,):
-        problem = trouble(kind)
-        if not problem:
-            return kind
-        reasons.append(f"{kind}: {problem}")
-    raise RecipeError(
-        f"sandbox {wanted!r}: no sandbox for model-written code works here ({'; '.join(reasons)}). Install bubblewrap or allow "
-        "user namespaces; or, if this machine holds nothing of value, set `sandbox: none` in the reward."
-    )
-
-
-@cache
-def trouble(kind: str) -> str:
-    """Why this kind of sandbox cannot be used here; empty if it can. Tried for real, once."""
-    if sys.platform != "linux" or seccomp.machine() is None:
-        return "needs Linux on x86_64 or aarch64"
-    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    if version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
-        return f"needs Linux 5.14 or newer, this is {os.uname().release}"
-    if kind == "bubblewrap":
-        if shutil.which("bwrap") is None:
-            return "bwrap is not installed"
-        if os.geteuid() == 0:
-            return "its process limit does not bind root"
-    try:
-        outcome = run([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
-    except OSError as error:
-        return str(error)
-    return "" if outcome.stdout == b"1\n" else (outcome.error or outcome.stderr.decode(errors="replace").strip())

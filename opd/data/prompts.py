@@ -1,0 +1,124 @@
+"""From a row to a prompt, in TRL's convention: `prompt` or `messages`, and beside them completion, answer, system, domain.
+
+>>> row_prompt({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+...            "rows/train/0", "sums").fields
+{'completion': '4'}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.data.parse import BadRow
+from opd.types import Message, Prompt
+
+TAKEN = ("prompt", "domain", "completion", "system")  # columns with a meaning of their own; others travel in `fields`
+CHECKABLE = ("answer", "verifier", "cases", "tests", "schema")  # columns that rewards compare with
+
+
+def row_prompt(row: Mapping[str, Any], identity: str, domain: str) -> Prompt:
+    """Text stays text, a list of messages is rendered by the chat template. A row that has neither is a `BadRow`."""
+    own = {key: value for key, value in row.items() if value is not None}
+    content, completion = own.get("prompt"), own.get("completion")
+    spoken = content is None and "messages" in own
+    if spoken:
+        content, last = _conversation(own["messages"])
+        completion = last if completion is None else completion
+    if content is None:
+        raise BadRow(f"no `prompt`; it has {', '.join(map(str, own)) or 'nothing'}")
+    fields = {key: value for key, value in own.items() if key not in TAKEN and not (spoken and key == "messages")}
+    if completion is not None:
+        fields["completion"] = _completion(completion)
+    if "answer" in fields:
+        fields.setdefault("verifier", "exact")
+    label = _label(own.get("domain"), domain)
+    system = _system(own.get("system"))
+    if isinstance(content, str) and content.strip():
+        if system is None:
+            return Prompt(id=identity, domain=label, text=content, fields=fields)
+        content = [{"role": "user", "content": content}]
+    messages = _messages(content, "prompt")
+    if system is not None:
+        messages = _with_system(system, messages)
+    return Prompt(id=identity, domain=label, messages=messages, fields=fields)
+
+
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """`columns` says where each of our names is found: {"prompt": "question"}."""
+    if not columns:
+        return row
+    rest = {key: value for key, value in row.items() if key not in columns.values()}
+    return rest | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def _messages(content: Any, column: str) -> tuple[Message, ...]:
+    if not isinstance(content, Sequence) or isinstance(content, (str, bytes)) or not content:
+        raise BadRow(
+            f"`{column}` must be text or a list of {{role, content}} messages and not empty, got {_short(content)}"
+        )
+    return tuple(_message(message, column) for message in content)
+
+
+def _message(message: Any, column: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise BadRow(f"`{column}` must be a list of {{role, content}} messages, got {_short(message)}")
+    found = {key: value for key, value in message.items() if value is not None}  # tables fill up with null
+    return found | {"content": _content(found, column)}
+
+
+def _content(message: Message, column: str) -> str | None:
+    """Text; a list of text parts is put together; only a call of a tool may come without any."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("tool_calls"):
+        return None
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise BadRow(f"`{column}`: the content of a message must be text, got {_short(content)}")
+
+
+def _conversation(messages: Any) -> tuple[Sequence[Any], str | None]:
+    """What was said up to the last answer, and that answer where it comes last."""
+    found = _messages(messages, "messages")
+    if found[-1]["role"] != "assistant" or found[-1]["content"] is None:
+        return found, None
+    if len(found) == 1:
+        raise BadRow("`messages` holds an answer and nothing before it")
+    return found[:-1], found[-1]["content"]
+
+
+def _system(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise BadRow(f"`system` must be text, got {_short(value)}")
+    return value if value and value.strip() else None
+
+
+def _with_system(system: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if any(message["role"] == "system" for message in messages):
+        raise BadRow("it has a `system` column and a system message; keep one")
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _completion(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"`completion` must be text or a list of {{role, content}} messages, got {_short(value)}")
+    return "".join(message["content"] or "" for message in _messages(value, "completion"))
+
+
+def _label(value: Any, domain: str) -> str:
+    if value is None or value == "":
+        return domain
+    if not isinstance(value, (str, int)):
+        raise BadRow(f"`domain` must be text, got {_short(value)}")
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

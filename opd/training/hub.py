@@ -1,0 +1,46 @@
+"""Pushing trained models to the Hugging Face hub: access is checked before anything is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opd.config import Hub, Stage
+from opd.errors import RecipeError
+
+LEFT_HERE = ("optimiser.safetensors", "trainer.json")  # of a checkpoint; the rest is the model
+
+
+def require_access(stage: Stage) -> None:
+    """Refuse a stage whose model could not be pushed: no token, no network, no right to write. Makes the repository."""
+    if stage.hub is None:
+        return
+    from huggingface_hub import HfApi, constants
+
+    repo, where = stage.hub.repo, f"stage {stage.name!r}: hub.repo {stage.hub.repo!r}"
+    if constants.HF_HUB_OFFLINE:
+        raise RecipeError(f"{where}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or leave `hub` out.")
+    api = HfApi()
+    try:
+        api.whoami()
+        api.create_repo(repo, private=stage.hub.private, exist_ok=True)
+    except (OSError, ValueError) as error:  # every error of the hub's client is one of the two
+        raise RecipeError(
+            f"{where} cannot be written to ({_first_line(error)}). Log in with `hf auth login` and a token that may write, name "
+            "a repository of your own, or leave `hub` out."
+        ) from None
+
+
+def push(directory: Path, hub: Hub) -> str | None:
+    """Upload a model. None where that worked; else what went wrong, and the command that does it later."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=hub.repo, folder_path=directory, ignore_patterns=list(LEFT_HERE))
+    except (OSError, ValueError, RuntimeError) as error:
+        excluded = " ".join(f"--exclude {name}" for name in LEFT_HERE)
+        return f"the model was not pushed to {hub.repo} ({_first_line(error)}). Later: hf upload {hub.repo} {directory} . {excluded}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

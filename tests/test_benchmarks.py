@@ -1,0 +1,72 @@
+"""Every benchmark runs at its smallest size, so that none falls behind the code it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opd
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+SMALLEST = {
+    "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 1",
+    "opd_vs_rl": "--steps 1 --grpo-steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1",
+    "grpo_smol": "--run {run}",
+    "length_bias": "--rollouts 40 --seeds 1",
+    "plot_divergences": "",
+    "divergence": "--device cpu --tokens 16 --vocabulary 64",
+    "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
+    "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
+    "store_index": "--rows 2000",
+    "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
+}
+RECIPE = {
+    "student": "tiny/generalist", "prompts": "task:addition", "eval": {"prompts": 4}, "train": {"steps": 1},
+    "rollout": {"prompts": 2, "samples": 2, "max_new_tokens": 4},
+    "objective": {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The benchmarks in a tree of their own: results and figures are written beside the scripts."""
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    return tmp_path
+
+
+def run(copy: Path, name: str, arguments: str) -> None:
+    command = [sys.executable, str(copy / "benchmarks" / f"{name}.py"), *arguments.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_each_benchmark_has_a_smallest_size() -> None:
+    assert set(SMALLEST) == {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"runs"}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs(name: str, copy: Path) -> None:
+    if name in ("beyond_teacher", "opd_vs_rl", "length_bias", "plot_divergences"):
+        pytest.importorskip("matplotlib")
+    directory = copy / "run"
+    if "{run}" in SMALLEST[name]:
+        opd.run(RECIPE, out=directory)
+    run(copy, name, SMALLEST[name].format(run=directory))
+
+
+def test_the_step_is_compared_with_trl(copy: Path) -> None:
+    pytest.importorskip("trl")
+    run(copy, "step", SMALLEST["step"].replace("--alone ", ""))
+    results = json.loads((copy / "benchmarks" / "results" / "step-cpu.json").read_text(encoding="utf-8"))
+    check = results["comparisons"][0]["check"]
+    for name in ("loss", "grad_norm"):  # on the same tokens
+        assert check["opd"][name] == pytest.approx(check["trl"][name], rel=1e-3)

@@ -1,0 +1,162 @@
+"""`make fuzz COUNT=n`: n mutated recipes and n * 60 / 500 real runs. No traceback, no hang, exit code 0 or 2.
+
+A failure names its number; `FUZZ_ONLY=number` replays it alone. Everything follows from SEED and the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from opd import cli
+from tests.fuzz_recipes import combined, mutated, shipped
+
+pytestmark = pytest.mark.fuzz
+
+SEED = 20_261_115
+COUNT = int(os.environ.get("COUNT") or 500)
+RUNS = max(1, COUNT * 60 // 500)
+PROCESSES = 12
+PATIENCE = 120  # seconds of one recipe
+
+
+class Hang(BaseException):
+    """The alarm went off."""
+
+
+def numbers(count: int) -> list[int]:
+    only = os.environ.get("FUZZ_ONLY")
+    return [int(only)] if only else list(range(count))
+
+
+@contextlib.contextmanager
+def alarm(seconds: int) -> Iterator[None]:
+    def ring(*_: Any) -> None:
+        raise Hang(f"no answer in {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def call(*arguments: str) -> tuple[int | None, str]:
+    """Exit code and what was printed; None instead of a code: a traceback or a hang, which is then in the text."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["opd", *arguments]
+    code: int | None
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), alarm(PATIENCE):
+            cli.main()
+        code = 0
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except (Exception, Hang):
+        code = None
+        err.write(traceback.format_exc())
+    finally:
+        sys.argv = before
+    return code, out.getvalue() + err.getvalue()
+
+
+def in_child(*arguments: str) -> tuple[int | None, str]:
+    """The same in a forked process, which starts with everything imported and leaves nothing behind."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        found = call(*arguments)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump([found[0], found[1][-6000:]], pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return tuple(json.loads(text)) if text else (None, "the process died")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_mutated_recipes_are_read_or_refused(place: Path) -> None:
+    import opd.training.plan  # noqa: F401 — once, before the children are forked
+
+    recipes, failures, codes = shipped(), [], Counter[Any]()
+    for number in numbers(COUNT):
+        path = place / "recipe.yaml"
+        path.write_bytes(mutated(random.Random(f"{SEED}/{number}"), recipes))
+        code, text = in_child("run", str(path), "--dry-run")
+        codes[code] += 1
+        if code not in (0, 2) or "Traceback" in text or len(text) > 20_000:
+            failures.append(f"number {number}: exit code {code}\n{text[-3000:]}")
+    print(f"seed {SEED}: {dict(codes)}")
+    assert not failures, f"{len(failures)} of {COUNT}\n" + "\n\n".join(failures[:5])
+    assert not any((place / name).exists() for name in ("runs", "opd"))
+
+
+def test_some_of_them_in_real_processes(place: Path) -> None:
+    recipes = shipped()
+    for number in numbers(PROCESSES):
+        path = place / "recipe.yaml"
+        path.write_bytes(mutated(random.Random(f"{SEED}/process/{number}"), recipes))
+        command = [sys.executable, "-m", "opd.cli", "run", str(path), "--dry-run"]
+        found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE, errors="replace")
+        assert found.returncode in (0, 2), f"number {number}\n{found.stderr[-3000:]}"
+        assert "Traceback" not in found.stderr, f"number {number}\n{found.stderr[-3000:]}"
+
+
+def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
+    """Random valid combinations: a run ends with exit code 0, or with the refusal that its dry run made."""
+    import opd.training.pipeline
+    import opd.training.plan  # noqa: F401
+
+    rows = place / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"add {n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)}) + "\n"
+            for n in range(40)
+        )
+    )
+    failures, codes, done = [], Counter[Any](), 0
+    only = numbers(1_000_000)
+    for number in only:
+        raw = combined(random.Random(f"{SEED}/run/{number}"), rows)
+        path = place / f"recipe{number}.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        planned, plan = in_child("run", str(path), "--dry-run")
+        # most combinations are refused at once; every fifth of those is run all the same, to see that the run refuses it too
+        if planned == 0 or number % 5 == 0 or len(only) == 1:
+            done += planned == 0
+            ran, text = in_child("run", str(path), "--out", str(place / f"run{number}"))
+            codes[planned, ran] += 1
+            if planned not in (0, 2) or ran != planned or "Traceback" in text:
+                failures.append(
+                    f"number {number}: dry run {planned}, run {ran}\n{yaml.safe_dump(raw)}\n{plan[-600:]}\n{text[-3000:]}"
+                )
+        elif planned != 2:
+            failures.append(f"number {number}: dry run {planned}\n{yaml.safe_dump(raw)}\n{plan[-3000:]}")
+        if done == RUNS:
+            break
+    print(f"seed {SEED}: (dry run, run) {dict(codes)} of {number + 1}")
+    assert not failures, f"{len(failures)} of {number + 1}\n" + "\n\n".join(failures[:5])

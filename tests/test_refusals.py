@@ -1,0 +1,68 @@
+"""Keys that would do nothing where they stand, and combinations that cannot work, are refused when the recipe is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opd.config import load_recipe
+from opd.errors import RecipeError
+
+BASE: dict[str, Any] = {"student": "tiny/generalist", "teachers": {"t": "tiny/arithmetic"}, "prompts": "task:addition"}
+PG = {"form": "policy_gradient"}
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"teachers": {"t": "x", "r": {"model": "x", "role": "refrence"}}}, "refrence.*teacher"),
+    ({"objective": PG, "rollout": {"data_share": 0.5}}, "data_share 0.5.*data tokens"),
+    ({"objective": PG, "rollout": {"teacher_share": 0.5}}, "teacher_share 0.5"),
+    ({"objective": {"form": "cross_entropy"}, "rollout": {"data_share": 0.5}}, "student's own"),
+    ({"objective": {"gate": "turns"}}, "turns"),
+    ({"eval": {"temperature": 0.5}}, "eval.temperature"),
+    ({"eval": {"early_stop": {}}}, "early_stop"),
+    ({"eval": {"early_stop": {}, "every": 5, "prompts": 0}}, "early_stop"),
+    ({"eval": {"plateau": 5}}, "eval.plateau"),
+    ({"eval": {"metric": "accuracy"}}, "eval.metric"),
+    ({"eval": {"weight_average": True}}, "weight_average"),
+    ({"rollout": {"teacher_mix": 0.2, "data_share": 0.5, "teacher_share": 0.5}}, "teacher_mix"),
+    ({"rollout": {"teacher_mix": 0.2, "data_share": 0.7, "teacher_share": 0.3}}, "teacher_mix"),
+    ({"rollout": {"temperature": 0, "top_k": 5}}, "top_k"),
+    ({"rollout": {"temperature": 0, "samples": 4}}, "equal samples"),
+    ({"rollout": {"prompts": 2}, "train": {"minibatches": 3}}, "minibatches"),
+    ({"objective": {"gate": {"kind": "selectkd", "accept": "speculative"}}, "rollout": {"temperature": 0.7}}, "speculative"),
+    ({"objective": {"coefficient": 0}}, "coefficient is 0"),
+    ({"objective": {"coefficient": {"value": 0, "to": 0, "over": 5}}}, "coefficient is 0"),
+    ({"objective": {"coefficient": {"after": 100}}, "train": {"steps": 100}}, "nothing is trained"),
+    ({"objective": {"temperature": 1e-30}}, "temperature"),
+    ({"objective": {"divergence": "acceptance", "support": "topk", "closure": "generalised"}}, "acceptance"),
+    ({"checkpoint": {"keep_every": 5}}, "keep_every"),
+    ({"log": {"samples": 0, "samples_every": 5}}, "samples_every"),
+    ({"log": {"to": ["wandb", "wandb"]}}, "twice"),
+    ({"device": "cpu", "sampler": {"compile": True}}, "compile"),
+    ({"train": {"autocast": True}, "student": {"model": "smol", "dtype": "bfloat16"}}, "autocast"),
+    ({"student": "stage:nope"}, "no earlier stage.*'nope'"),
+    ({"stages": [{"name": "a"}, {"name": "b", "teachers": {"t": "stage:b"}}]}, "no earlier stage.*'b'.*there are a"),
+    ({"stages": [{"name": "a"}, {"name": "b", "log": {"to": ["wandb"]}}]}, "stages.b.log"),
+    ({"stages": [{"name": "a", "eval": {"temperature": 0.5}}]}, "stages.a.eval.temperature"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), CASES)
+def test_what_would_do_nothing_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe({**BASE, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective": [PG, {"form": "cross_entropy"}], "rollout": {"data_share": 0.5}},
+        {"objective": {"coefficient": {"value": 0, "to": 1, "over": 5}}},
+        {"objective": [{"coefficient": {"until": "plateau"}}, {**PG, "coefficient": {"after": "plateau"}}], "eval": {"every": 5, "plateau": 2}},
+        {"eval": {"temperature": 0.5, "k": 4}},
+        {"eval": {"every": 5, "early_stop": {}, "metric": "pass@1/arithmetic"}},
+        {"stages": [{"name": "a"}, {"name": "b", "teachers": {"t": "stage:a"}}]},
+        {"log": {"to": ["wandb"]}, "stages": [{"name": "a"}, {"name": "b"}]},
+    ],
+)  # fmt: skip
+def test_what_makes_sense_is_read(change: dict[str, Any]) -> None:
+    assert load_recipe({**BASE, **change}).stages
