@@ -19,7 +19,7 @@ from opd.errors import ModelError
 from opd.models import attention, lora
 from opd.models.attention import Packed
 from opd.models.recompute import checkpoint_layers, plain_layers
-from opd.models.tokenizers import stop_ids
+from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class LanguageModel:
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
-        self.stop_ids = stop_ids(module, tokenizer)
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
         self.head = _plain_head(module, name)
@@ -41,7 +40,9 @@ class LanguageModel:
             getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.size = min(len(tokenizer), self.head.weight.shape[0])
+        rows = self.head.weight.shape[0]
+        self.stop_ids = stop_ids(module, tokenizer, rows, name)
+        self.size = vocabulary_size(tokenizer, self.stop_ids, rows)
         self._switch_attention_and_check()
 
     @property

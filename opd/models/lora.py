@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
             "parameter, whose input cannot be dropped. Set lora.dropout: 0, or name the attention's projections in lora.targets."
         )
     return Targets([name for name in named if name not in renamed], fused + [f"{name}.weight" for name in renamed])
+
+
+def adapter_size(module: Any, head: nn.Linear, lora: Lora) -> int:
+    """Parameters that adapters would add: two factors per matrix, and per expert."""
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    found = [shapes[name] for name in find_targets(module, head, lora).weights]
+    return sum(lora.rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in found)
 
 
 def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str], head: nn.Linear) -> list[str]:

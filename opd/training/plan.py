@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.models import load_config, load_tokenizer, parameter_count
+from opd.models import load_config, load_tokenizer, lora_parameter_count, parameter_count
 from opd.models.tokenizers import require_same
 from opd.rewards import check_rewards
 from opd.teachers.router import routes
@@ -82,7 +82,11 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     configs = [config, *(load_config(resolve(spec.model), spec.revision) for spec in stage.teachers.values())]
     context = min(int(each.max_position_embeddings) for each in configs)
     inputs = look_at_prompts(stage, sources, tokenizer, judge.judges, context)
-    trained = student if stage.student.lora is None else _lora_parameters(config, stage.student.lora.rank)
+    trained = (
+        student
+        if stage.student.lora is None
+        else lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
+    )
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
@@ -119,13 +123,6 @@ def _memory(
         + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
     }
-
-
-def _lora_parameters(config: Any, rank: int) -> int:
-    """Attention and MLP projections of a Llama-like layer, each with two factors."""
-    width, layers = int(getattr(config, "hidden_size", 0)), int(getattr(config, "num_hidden_layers", 0))
-    inner = int(getattr(config, "intermediate_size", 4 * width))
-    return layers * rank * (4 * 2 * width + 3 * (width + inner))
 
 
 def _count(number: int) -> str:

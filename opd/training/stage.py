@@ -17,7 +17,7 @@ from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.models.tokenizers import require_same
+from opd.models.tokenizers import require_same, share_vocabulary
 from opd.rewards import check_rewards
 from opd.rollout.engine import Engine
 from opd.rollout.graphs import Partner
@@ -69,8 +69,7 @@ class StageRun:
                 resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, device=device
             )
             require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
-        every = [*self.student.stop_ids, *(stop for model in models.values() for stop in model.stop_ids)]
-        self.stop_ids = tuple(dict.fromkeys(every))  # of student and teachers together: one event
+        self.stop_ids = share_vocabulary(self.student, models)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
