@@ -1,6 +1,6 @@
 """Makes `smol/words`: trains the recipe `smol-teacher` (on a GPU, four minutes) and packs its adapter in bfloat16.
 
-    python examples/smol_teacher.py                 # writes opd/models/smol/words
+python examples/smol_teacher.py                 # writes opd/models/smol/words
 """
 
 import json
@@ -23,7 +23,9 @@ def pack(run: opd.Run, to: Path) -> None:
     config |= {"base_model_name_or_path": "smol"}
     (to / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     (evals,) = (stage["evals"] for stage in run.summary["stages"])
-    (to / "manifest.json").write_text(json.dumps({"recipe": "smol-teacher", "evals": evals}, indent=1) + "\n", encoding="utf-8")
+    (to / "manifest.json").write_text(
+        json.dumps({"recipe": "smol-teacher", "evals": evals}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any
 
 from opd.errors import ModelError
 from opd.models.directory import read_json, reading
-from opd.models.lora import require_peft
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -42,6 +41,8 @@ def base_of(name: str, directory: Path) -> str:
 
 def merge_adapter(module: Any, name: str, directory: Path) -> Any:
     """The base with the adapter's weights added to its own."""
+    from opd.models.lora import require_peft
+
     require_peft()
     from peft import PeftModel
 
