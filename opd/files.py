@@ -16,7 +16,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,16 @@ FORMAT = 2  # of run directories; from 2 on, the lines of metrics.jsonl and samp
 SEAL, CRC = "sha256", "crc"
 CRC_TAIL = len(f', "{CRC}": "00000000"}}')
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+DENIED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 HASH_CHUNK = 16 << 20
 HASH_CACHED = 16 << 20  # bytes; smaller files are read each time, which takes no time and cannot be fooled
 
@@ -178,10 +187,10 @@ def content_hash(path: Path, advance: Callable[[int], None] = lambda _: None) ->
         advance(facts.st_size)
         return sha256(path)
     key = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd" / "hashes"
-    kept = root / hashlib.sha256(key.encode()).hexdigest()
+    root = cache_directory()
+    kept = root / "hashes" / hashlib.sha256(key.encode()).hexdigest() if root is not None else None
     try:
-        known = read_sealed(kept)["content"]
+        known = read_sealed(kept)["content"] if kept is not None else None
     except (RunDirectoryError, KeyError):  # not there, or damaged: read the file itself
         known = None
     if known is not None:
@@ -192,11 +201,10 @@ def content_hash(path: Path, advance: Callable[[int], None] = lambda _: None) ->
         while chunk := file.read(HASH_CHUNK):
             digest.update(chunk)
             advance(len(chunk))
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        write_sealed(kept, {"key": key, "content": digest.hexdigest()})
-    except OSError:  # a cache that cannot be written is only slower
-        pass
+    if kept is not None:
+        with suppress(OSError):  # a cache that cannot be written is only slower
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(kept, {"key": key, "content": digest.hexdigest()})
     return digest.hexdigest()
 
 

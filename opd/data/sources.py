@@ -179,7 +179,6 @@ class RowSource:
             self._held_from = count - max(1, int(count * HELD_OUT_ROWS))
             count = self._held_from
         self.size: int | None = count
-        self.held_size = len(self._held_survey.usable) - self._held_from
         self.fingerprint = self._rows.fingerprint
 
     def files(self) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 from opd.config.stage import RESERVED_KWARGS
 from opd.errors import DataError, ModelError
 
-STEPS = 2_000_000  # lines of Python that one rendering may take, a hundred times what real templates need
+STEPS = 2_000_000  # lines and calls that one rendering may take, a hundred times what real templates need
 SECONDS = 5.0  # of this thread's processor time, for lines that are long
 CHARACTERS = 20_000_000
 
@@ -82,16 +82,16 @@ def _check(source: str) -> None:
 
 
 class _Steps:
-    """Counts the lines of Python that this thread executes, and stops it when there were too many or they took too long.
+    """Counts a template's lines and the calls it causes, and stops it when there were too many or they took too long.
 
     An exception from the tracing function comes up in the traced code, so that no loop written in a template escapes.
     """
 
     def __init__(self) -> None:
-        self._taken, self._before = 0, None
+        self._taken, self._start = 0, time.thread_time()
+        self._before = sys.gettrace()
 
     def __enter__(self) -> None:
-        self._before, self._start = sys.gettrace(), time.thread_time()
         sys.settrace(self._count)
 
     def __exit__(self, *_: object) -> None:
@@ -101,4 +101,4 @@ class _Steps:
         self._taken += 1
         if self._taken > STEPS or (self._taken % 64 == 0 and time.thread_time() - self._start > SECONDS):
             raise _OutOfSteps
-        return self._count
+        return self._count if frame.f_code.co_filename == "<template>" else None  # elsewhere calls are enough

@@ -69,7 +69,8 @@ def check_header(file: Path) -> None:
             found: dict[str, Any] = {}
             for _ in range(fields):
                 key = _bytes(stream, size).decode("utf-8")
-                found[key.rpartition(".")[2]] = _value(stream, *struct.unpack("<I", stream.read(4)), size)
+                (kind,) = struct.unpack("<I", stream.read(4))
+                found[key.rpartition(".")[2]] = _value(stream, kind, size)
         except (struct.error, ValueError):
             raise ModelError(
                 f"model {str(file)!r} has a damaged GGUF header at byte {stream.tell()}. Download the file again."

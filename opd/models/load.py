@@ -173,6 +173,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from opd.models.complete import load_complete
     from opd.models.language_model import LanguageModel
     from opd.models.lora import require_peft
 
@@ -187,12 +188,13 @@ def load_model(
     quiet_bars()
     with reading(name, "the model", location.directory):
         _refuse_more_than_stored(name, config, location.directory)
-        module = AutoModelForCausalLM.from_pretrained(
+        module = load_complete(
+            AutoModelForCausalLM,
             location.path,
+            name,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa" if _has_sdpa(config) else "eager",
-            use_safetensors=True,
-            **location.arguments,  # pickled weights are never opened
+            attn_implementation="eager" if _caps_scores(config) else None,  # None: fused where the class knows how
+            **location.arguments,
         )
         if location.adapter is not None:
             module = merge_adapter(module, name, location.adapter)
@@ -204,6 +206,11 @@ def load_model(
     return model
 
 
+def _caps_scores(config: Any) -> bool:
+    """Gemma 2 caps its attention scores, which only its eager path does exactly."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def quiet_bars() -> None:
     """No bar per weight that is loaded. Downloads, which can take minutes, keep theirs."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
@@ -213,11 +220,6 @@ def quiet_bars() -> None:
     logging.disable_progress_bar()  # the hub's too
     if not HF_HUB_DISABLE_PROGRESS_BARS:
         enable_progress_bars()
-
-
-def _has_sdpa(config: Any) -> bool:
-    # Gemma 2 caps its attention scores, which only its eager path does exactly.
-    return getattr(config, "attn_logit_softcapping", None) is None
 
 
 def parameter_count(name: str, revision: str | None = None) -> int:

@@ -20,14 +20,13 @@ from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.rewards import check_rewards
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler
 from opd.text import cell, plain
 from opd.training.prompts import Choice
 from opd.training.stage import pick_device
 from opd.types import Sampling
 
 GENERATED = 200  # prompts of a source without end
-WORDS: Mapping[Split, str] = {"all": "all prompts", "heldout": "held-out prompts", "train": "training prompts"}
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,14 @@ def evaluate_model(
         for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), choice):
             questions.setdefault(prompt.domain, []).append(Question(prompt, choice.ids[prompt.id]))
             splits.setdefault(prompt.domain, {})[part] = None
-        what.append(f"{len(choice.ids):,} of {WORDS[part]} of {plain(source.name)}")
+        what.append(f"{len(choice.ids):,} prompts of {plain(source.name)} (split {part})")
         notes += choice.notes(source.name)
     if not questions:
-        raise DataError(f"prompts {', '.join(sources)}: none of the {WORDS[chosen[0]]} can be judged. Try --split all.")
+        raise DataError(
+            f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
+        )
     longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
-    engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
+    engine = open_sampler(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     scores = evaluate(
         engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed, reward=judge

@@ -111,7 +111,7 @@ def _prompt_files(source: PromptSource) -> list[Path]:
 
 def _fingerprint(source: PromptSource) -> str | None:
     """Of a dataset that is neither generated nor a file here."""
-    if source.source.startswith((TASK, GYM)) or _prompt_files(source):
+    if source.source.startswith((TASK, GYM)) or Path(source.source).is_absolute() or _prompt_files(source):
         return None
     return open_rows(source.source, source.split).fingerprint
 

@@ -11,6 +11,7 @@ from opd.models import load_config, load_tokenizer, lora_parameter_count, parame
 from opd.models.tokenizers import require_same
 from opd.rewards import check_rewards
 from opd.teachers.router import routes
+from opd.text import plain
 from opd.training.prompts import look_at_prompts, open_prompts
 from opd.training.stage import pick_device
 
@@ -48,7 +49,7 @@ class Plan:
             ),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
-            *(f"  note       {note}" for note in self.notes),
+            *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
 
@@ -106,8 +107,11 @@ def _memory(
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    queries = int(
+        getattr(config, "num_attention_heads", None) or 1
+    )  # recurrent models have none, and state of about a width
+    heads = int(getattr(config, "num_key_value_heads", None) or queries)
+    head = int(getattr(config, "head_dim", None) or width // queries)
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (

@@ -70,6 +70,11 @@ def locate(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[
     """Every stage's standing. Verifies what is going to be used, and says what is damaged. Needs the lock."""
     root = directory / "checkpoints"
     latest = root / "latest"
+    for folder in (root, *(root / spec.name for spec in recipe.stages)):
+        if folder.exists() and not folder.is_dir():
+            raise RunDirectoryError(
+                f"{folder} is not a directory. Delete it to begin again from the rollouts in the store."
+            )
     if latest.exists() and not latest.is_symlink():
         raise RunDirectoryError(
             f"{latest} is not a link. Was the run copied without its links? Delete it and resume again."

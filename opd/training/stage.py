@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
 from opd.rewards import check_rewards
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
+from opd.rollout.plain import PlainSampler
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import routes
@@ -30,7 +32,9 @@ from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
 from opd.training.prompts import look_at_prompts, open_prompts, response_limit
 from opd.training.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampling
+from opd.types import Rollout, Sample, Sampler, Sampling
+
+SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
 class StageRun:
@@ -40,7 +44,10 @@ class StageRun:
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
-        self._warned = False  # of prompts that are skipped
+        self._warned, self._said = (
+            False,
+            time.monotonic(),
+        )  # of prompts that are skipped; when reading them was last told
         self.device = pick_device(spec.device)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
@@ -81,7 +88,11 @@ class StageRun:
         self._build(on_token)
 
     def _told(self, name: str, done: int, total: int) -> None:
-        self.on_phase(f"reading {plain(name)}: {done:,} of {total:,} rows")
+        line = f"reading {plain(name)}: {done:,} of {total:,} rows"
+        self.on_phase(line)
+        if time.monotonic() - self._said > SIGN_OF_LIFE:
+            self._said = time.monotonic()
+            self.say(f"{self.spec.name}: {line}")
         self.check_stop()
 
     def _fits(self, visit: Visit) -> bool:
@@ -110,9 +121,14 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine = Engine(
+        self.engine: Sampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
+        if spec.rollout.teacher_mix:
+            mixed = set(self.routes.get("teacher", {}).values())
+            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
+        for line in self._slower():
+            self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
         self.optimiser = Optimiser(self.student.trainable(), spec.train)
         self.version = 0
@@ -125,8 +141,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Engine] = {}
-        self._mixed_engines: dict[str, Engine] = {}
+        self._teacher_engines: dict[str, Sampler] = {}
+        self._mixed_engines: dict[str, Sampler] = {}
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
@@ -135,12 +151,24 @@ class StageRun:
         )  # fmt: skip
         self.publish(version=0)
 
-    def teacher_engine(self, name: str) -> Engine:
+    def _slower(self) -> list[str]:
+        """Models that do not run packed, or not in slots, and why: said once."""
+        models = (self.student, *(teacher.model for teacher in self.teachers.values()))
+        found = {
+            f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+            for model in models
+            if model.route.why
+        }
+        if isinstance(self.engine, PlainSampler):
+            found.add(f"{self.student.name} {self.engine.manner}")
+        return sorted(found)
+
+    def teacher_engine(self, name: str) -> Sampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Engine:
+    def mixed_engine(self, name: str) -> Sampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -148,9 +176,9 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Engine:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return Engine(
+        return open_sampler(
             model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
@@ -197,7 +225,7 @@ class StageRun:
 
     # Evaluation
 
-    def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
