@@ -64,6 +64,12 @@ def test_longrope_goes_alone_beyond_its_original_context_and_packed_within() -> 
     assert isinstance(open_sampler(model.inference_copy(), spec, 17, merge_stop=(EOS,)), PlainSampler)
 
 
+def test_half_precision_hides_no_leak() -> None:
+    """RWKV's config names no kinds of layers: in bf16 too the probe alone has to find its state."""
+    assert LanguageModel(family_named("RWKV").build().bfloat16(), tiny_tokenizer(), "rwkv").route.name == "padded"
+    assert LanguageModel(tiny_module("llama").bfloat16(), tiny_tokenizer(), "llama").route.name == "packed"
+
+
 def test_rectangles_hold_sequences_of_similar_length() -> None:
     assert StockRoute("")._groups((30, 4, 8, 16, 5)) == [[1, 4, 2], [3, 0]]
     assert StockRoute("", alone=True)._groups((3, 3)) == [[0], [1]]

@@ -62,14 +62,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        """The longest sequence; models without positions (Mamba, RWKV) have no limit of their own.
-
-        Dynamic NTK turns positions differently once it has read something longer than it was trained on, so it stops there.
-        """
-        config = self.module.config
-        names = ("max_position_embeddings", "max_seq_len", "context_length")
-        known = [rotary_limit(config, "dynamic"), *(getattr(config, name, None) for name in names)]
-        return next((int(value) for value in known if value), sys.maxsize)
+        return context_of(self.module.config)
 
     def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
         """Final hidden states (T, D) of sequences packed back to back; row t predicts token t + 1."""
@@ -195,3 +188,13 @@ def _plain_head(module: Any, name: str) -> nn.Linear:
             f"model {name!r}: its output head is {type(head).__name__}, and only a plain linear head is supported."
         )
     return head
+
+
+def context_of(config: Any) -> int:
+    """The longest sequence; models without positions (Mamba, RWKV) have no limit of their own.
+
+    Dynamic NTK turns positions differently once it has read something longer than it was trained on, so it stops there.
+    """
+    names = ("max_position_embeddings", "max_seq_len", "context_length")
+    known = [rotary_limit(config, "dynamic"), *(getattr(config, name, None) for name in names)]
+    return next((int(value) for value in known if value), sys.maxsize)

@@ -22,8 +22,8 @@ from opd.models import load_model
 from opd.rewards import check_rewards
 from opd.rollout.choose import open_sampler
 from opd.text import cell, plain
+from opd.training.checks import pick_device
 from opd.training.prompts import Choice
-from opd.training.stage import pick_device
 from opd.types import Sampling
 
 GENERATED = 200  # prompts of a source without end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.config.gates import Perplexity, SelectKD, TurnWeights
 from opd.data.render import decode, render_prompts
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
@@ -19,18 +17,17 @@ from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
-from opd.rewards import check_rewards
 from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
 from opd.rollout.plain import PlainSampler
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.teachers.router import routes
 from opd.text import code, plain
 from opd.training.average import weight_average
+from opd.training.checks import check_stage
 from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
-from opd.training.prompts import look_at_prompts, open_prompts, response_limit
+from opd.training.prompts import Looked, response_limit
 from opd.training.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampler, Sampling
 
@@ -44,29 +41,17 @@ class StageRun:
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
-        self._warned, self._said = (
-            False,
-            time.monotonic(),
-        )  # of prompts that are skipped; when reading them was last told
-        self.device = pick_device(spec.device)
+        self._warned = False  # of prompts that are skipped
+        self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        self.sources = open_prompts(spec, self._told)
+        checked = check_stage(spec, resolve_model, self._told, say)
         on_phase("loading")
-        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        examples = [prompt for source in self.sources for prompt in source.examples()]
-        self.domains = list(dict.fromkeys(prompt.domain for prompt in examples))
-        roles = [role for term in spec.objective for role in term.roles]
-        self.routes = routes(spec.teachers, self.domains, roles)
-        self.rewards = check_rewards(spec.rewards, examples, domains=self.domains, say=say)
+        self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
+        self.routes, self.rewards = checked.routes, checked.rewards
         self._unrewarded = 0  # steps in a row
-        _check_trajectories(spec)
-        if any(term.outcome for term in spec.objective) and not any(map(self.rewards.judges, examples)):
-            raise RecipeError(
-                "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
-            )
-
+        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
         self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
@@ -85,7 +70,7 @@ class StageRun:
             name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
             for name, model in models.items()
         }
-        self._build(on_token)
+        self._build(checked.inputs, on_token)
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -109,12 +94,10 @@ class StageRun:
             )
         return fits
 
-    def _build(self, on_token: Callable[[], None]) -> None:
+    def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
         tokenizer = self.student.tokenizer
-        context = min(model.context for model in (self.student, *(teacher.model for teacher in self.teachers.values())))
-        inputs = look_at_prompts(spec, self.sources, tokenizer, self.rewards.judges, context, self._told)
         for note in inputs.notes:
             self.say(f"{spec.name}: {note}")
         self.questions, self._room = inputs.questions, inputs.room
@@ -245,46 +228,6 @@ class StageRun:
     def evaluate_weight_average(self) -> dict[str, Score]:
         names = list(dict.fromkeys(self.routes.get("teacher", {}).values()))
         return self.evaluate(self._engine(weight_average([self.teachers[name].model for name in names])))
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
-    return device
-
-
-def _check_trajectories(spec: Stage) -> None:
-    """A term that can never see a token is a mistake, found now and not at step 400."""
-    rollout = spec.rollout
-    present: Mapping[str, float] = {
-        "student": 1 - rollout.data_share - rollout.teacher_share, "data": rollout.data_share, "teacher": rollout.teacher_share,
-    }  # fmt: skip
-    for number, term in enumerate(spec.objective):
-        if not any(present[author] > 0 for author in term.authors):
-            raise RecipeError(
-                f"objective term {number} ({term.form}) trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
-                "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
-            )
-    for term in spec.objective:
-        others = [author for author in term.authors if author != "student" and present[author] > 0]
-        by_student = [gate.kind for gate in term.gate if isinstance(gate, TurnWeights) or (isinstance(gate, Perplexity) and gate.of == "student")
-                      or (isinstance(gate, SelectKD) and gate.accept == "speculative")]  # fmt: skip
-        if others and by_student:
-            raise RecipeError(
-                f"objective: gate {by_student[0]} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} tokens. "
-                "Set `on: [student]`."
-            )
-    teachers = any(teacher.role == "teacher" for teacher in spec.teachers.values())
-    for key in ("teacher_share", "teacher_mix"):
-        if getattr(rollout, key) and not teachers:
-            raise RecipeError(f"rollout.{key} is set, but there is no teacher to sample from.")
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
