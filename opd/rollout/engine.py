@@ -19,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from opd.config import SamplerSpec
+from opd.divergence.lanes import LANES
 from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
 from opd.rollout.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
@@ -30,7 +32,7 @@ from opd.types import Finished, SampledToken, SampleRequest, StopReason, Weights
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
 
 
-def choose_settings(model: LanguageModel, spec: SamplerSpec) -> Settings:
+def choose_settings(model: LanguageModel, spec: SamplerSpec, partner: Partner | None = None) -> Settings:
     """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
@@ -38,7 +40,23 @@ def choose_settings(model: LanguageModel, spec: SamplerSpec) -> Settings:
         slots, rows, chunk = 64, 16, 16
     else:
         slots, rows, chunk = 16, 1, 32
-    return Settings(spec.slots or slots, spec.prefill_rows or rows, spec.prefill_chunk or chunk)
+    even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
+    slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
+    return Settings(slots, spec.prefill_rows or rows, chunk)
+
+
+def even_rows(model: LanguageModel) -> int:
+    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergence.lanes`.
+
+    It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
+    """
+    if model.device.type != "cpu":
+        return 1
+    widths = [tensor.shape[-1] for tensor in model.module.parameters() if tensor.dim()]
+    # one frequency per pair of a rotary embedding's sines and cosines
+    widths += [2 * tensor.shape[-1] for name, tensor in model.module.named_buffers() if name.endswith("inv_freq")]
+    lanes = LANES if model.dtype == torch.bfloat16 else LANES // 2
+    return lanes // math.gcd(lanes, *widths)
 
 
 @dataclass(eq=False)
@@ -80,7 +98,7 @@ class Engine:
                 f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot draw for it."
             )
         self.model, self.max_length, self.version = model, max_length, 0
-        self.settings = choose_settings(model, spec)
+        self.settings = choose_settings(model, spec, partner)
         self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile, partner)
         self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
         self.decode_steps = self.prefill_calls = 0
