@@ -62,7 +62,8 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
     assert_logprobs(rollout, stock_of(tmp_path / "trained", student), student.size)
     assert set(rollout.version.tolist()) == {1}
 
-    assert row(family, teacher) in page_rows(), "write the page again: python -m tests.families"
+    listed = [cells[:5] for cells in page_rows()]  # the reason is worded by the versions the page was written with
+    assert row(family, teacher)[:5] in listed, "write the page again: python -m tests.families"
 
 
 @pytest.mark.families
