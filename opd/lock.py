@@ -22,6 +22,7 @@ from typing import Any
 from opd.errors import RunDirectoryError, RunLocked
 
 NAME = "run.lock"
+ATTEMPTS = 100  # at a directory that others make and take away meanwhile
 _held: set[int] = set()
 
 
@@ -149,13 +150,15 @@ def claim(wanted: Path) -> tuple[RunLock, bool]:
 
 def make(directory: Path) -> bool:
     """True for the one process that made it; False where something of this name is there."""
-    while True:
+    for _ in range(ATTEMPTS):
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir()
             return True
-        except FileNotFoundError:  # the parent was taken away in between
-            continue
+        except (
+            FileNotFoundError
+        ) as error:  # the parent was taken away in between; or nothing can be made here, as in /proc
+            why = error.strerror
         except FileExistsError:
             if directory.parent.is_dir():
                 return False
@@ -164,6 +167,7 @@ def make(directory: Path) -> bool:
             ) from None
         except OSError as error:
             raise RunDirectoryError(f"run directory {str(directory)!r} cannot be made: {error.strerror}.") from None
+    raise RunDirectoryError(f"run directory {str(directory)!r} cannot be made: {why}.")
 
 
 def _free(directory: Path) -> bool:

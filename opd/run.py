@@ -30,7 +30,7 @@ from opd.files import (
     write_sealed,
     write_whole,
 )
-from opd.lock import NAME, Gone, RunLock, claim, make
+from opd.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
 from opd.text import plain
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
@@ -248,14 +248,15 @@ def _require_same(directory: Path, recipe: Recipe) -> None:
 
 def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
     """The wanted directory and no other, locked: new, empty, begun by a process that died at once, or a run."""
-    while True:
+    lock = RunLock(wanted)
+    for attempt in range(ATTEMPTS):
         made = make(wanted)
-        lock = RunLock(wanted)
         try:
             lock.take()
             break
-        except Gone:
-            continue
+        except Gone:  # made by another one, who took it away again; or a link to nowhere
+            if attempt == ATTEMPTS - 1:
+                raise
     foreign = sorted(set(os.listdir(wanted)) - EARLY)
     if foreign and not (wanted / SEALS).exists():
         lock.release()

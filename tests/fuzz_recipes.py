@@ -139,10 +139,12 @@ def combined(draw: random.Random, rows: Path) -> dict[str, Any]:
         "device": "cpu",
         "seed": draw.randrange(1000),
     }  # fmt: skip
-    if maybe() < 0.85:
-        raw["teachers"] = {"arithmetic": "tiny/arithmetic"}
-    if maybe() < 0.3:
-        raw.setdefault("teachers", {})["start"] = {"model": "tiny/generalist", "role": "reference"}
+    if any(part["form"] == "cross_entropy" and "on" not in part for part in raw["objective"]) and maybe() < 0.8:
+        raw["rollout"] |= {"data_share": 0.5} if len(raw["objective"]) > 1 else {"data_share": 1.0, "samples": 1}
+    if any("reference" in str(part) or "extrapolation" in str(part) for part in raw["objective"]) or maybe() < 0.05:
+        raw["teachers"] = {"start": {"model": "tiny/generalist", "role": "reference"}}
+    if maybe() < 0.9:
+        raw.setdefault("teachers", {})["arithmetic"] = "tiny/arithmetic"
     if maybe() < 0.2:
         raw["student"]["lora"] = {"rank": 2, "dropout": draw.choice([0.0, 0.1])}
     if maybe() < 0.2:
@@ -168,7 +170,7 @@ def rollout(draw: random.Random) -> dict[str, Any]:
         ("temperature", [1.0, 0.7, 0.0]), ("top_p", [0.9]), ("top_k", [5]), ("data_share", [0.5, 1.0]), ("teacher_share", [0.5, 1.0]),
         ("teacher_mix", [0.2]), ("contrast", [1, 2]), ("stop", [["\n"]]), ("max_prompt_tokens", [3, 64]),
     ):  # fmt: skip
-        if draw.random() < 0.15:
+        if draw.random() < 0.08:
             found[key] = draw.choice(values)
     return found
 

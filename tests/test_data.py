@@ -182,16 +182,16 @@ def test_rendering() -> None:
 def test_completions_end_in_the_stop_token_and_decode_without_it() -> None:
     tokenizer = tiny_tokenizer()
     prompt = Prompt(id="t", domain="d", text="x", fields={"completion": "42"})
-    ids, cut = render_completion(prompt, tokenizer, 10)
+    ids, cut = render_completion(prompt, tokenizer, 10, (EOS,))
     assert ids[-1] == EOS
     assert not cut
     assert decode(ids, tokenizer, (EOS,)) == "42"
-    ids, cut = render_completion(prompt, tokenizer, 2)
+    ids, cut = render_completion(prompt, tokenizer, 2, (EOS,))
     assert cut
     assert ids.size == 2
     assert decode(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
     with pytest.raises(DataError, match="no completion"):
-        render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10)
+        render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10, (EOS,))
 
 
 def test_what_cannot_be_judged_is_not_a_zero() -> None:

@@ -279,6 +279,17 @@ def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spe
         assert together[request.id].numbers == collect(engine, [request])[request.id].numbers
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "gpt2", "olmo2"])
+@pytest.mark.parametrize("slots", [3, 20, 64])
+def test_every_slot_gives_the_same_bits(kind: str, slots: int) -> None:
+    """The end of a tensor is computed by other instructions than the rest; no slot may notice."""
+    engine = make_engine(tiny_model(kind), SamplerSpec(slots=slots, prefill_rows=3, prefill_chunk=7), max_length=100)
+    (request,) = make_requests((9,), Sampling(12, 0.9, stop_ids=STOPS))
+    for sampling in (request.sampling, replace(request.sampling, top_p=0.95)):
+        copies = [replace(request, id=f"copy{index}", sampling=sampling) for index in range(engine.settings.slots)]
+        assert len({tuple(response.numbers) for response in collect(engine, copies).values()}) == 1
+
+
 def test_a_mixture_of_experts_keeps_its_tokens_in_other_company() -> None:
     """How many tokens share an expert depends on the batch, so here only rounding may differ."""
     engine = make_engine(tiny_model("qwen3_moe"))

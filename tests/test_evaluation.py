@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from itertools import combinations
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from opd.errors import UserError
-from opd.evaluation.passk import mean_and_stderr, pass_at_k
+from opd.evaluation.passk import Score, _score, mean_and_stderr, pass_at_k
 from opd.training.evaluate import evaluate_model
+from opd.training.results import StageResult, results_table, watched
+from opd.types import Judgement
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
@@ -35,6 +39,50 @@ def test_unjudged_samples_are_left_out() -> None:
     mean, stderr = mean_and_stderr([1.0, 0.0, 1.0, 0.0, math.nan])
     assert mean == 0.5
     assert stderr == pytest.approx(np.std([1, 0, 1, 0], ddof=1) / 2)
+
+
+BOMB = Judgement(None, error="took too long", by_answer=True)
+BROKEN = Judgement(None, error="its worker could not start")
+
+
+def score(*judgements: Judgement) -> Score:
+    return _score({"greedy": [[judgement] for judgement in judgements]}, [3] * len(judgements), 0, 10)
+
+
+def test_an_answer_that_brings_its_scorer_down_is_wrong() -> None:
+    found = score(*[Judgement(1.0)] * 2, *[BOMB] * 8)
+    assert (found.value, found.n, found.failed, found.unjudged, found.score) == (0.2, 10, 8, 0, 0.2)
+    sampled = _score({"sampled": [[Judgement(1.0), BOMB], [BOMB, BOMB]]}, [3] * 4, 2, 10)
+    assert (sampled.value, sampled.pass_at_k, sampled.failed) == (0.25, 0.5, 3)
+
+
+def test_what_the_machine_did_is_left_out_and_counted() -> None:
+    found = score(Judgement(1.0), Judgement(0.0), BROKEN, BROKEN)
+    assert (found.value, found.n, found.failed, found.unjudged) == (0.5, 2, 0, 2)
+
+
+def test_only_full_marks_count_and_the_raw_score_stands_apart() -> None:
+    found = score(Judgement(1.0), Judgement(0.99), Judgement(0.05), Judgement(0.0))
+    assert found.value == 0.25
+    assert found.score == pytest.approx(0.51)
+    weighted = [Judgement(0.25, full=0.25), Judgement(0.1 + 0.2 + 0.7), Judgement(1.2, full=1.0)]
+    assert score(*weighted).value == 1.0
+    assert found.to_json()["score"] == found.score
+
+
+def test_without_an_answer_judged_there_is_no_value() -> None:
+    nothing = score(BROKEN, BROKEN)
+    assert (nothing.value, nothing.stderr, nothing.score, nothing.n) == (None, None, None, 0)
+    assert watched({"d": nothing}, "pass@1") is None
+    result = StageResult("main", before={"d": nothing}, after={"d": nothing})
+    assert not result.note_evaluation(1, {"d": nothing}, watched({"d": nothing}, "pass@1"))
+    assert "nan" not in json.dumps(result.to_json()).lower()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(results_table(result))
+    assert "–" in console.export_text()
+    assert (
+        Score(**{"n": 3, "greedy": 0.5, "k": 0, "unjudged": 1, "length": 2.0, "truncated": 0.0}).value == 0.5
+    )  # as older runs wrote it
 
 
 def test_eval_says_what_it_measured(tmp_path: Path) -> None:

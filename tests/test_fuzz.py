@@ -23,6 +23,8 @@ import pytest
 import yaml
 
 from opd import cli
+from opd.config import load_recipe
+from opd.errors import UserError
 from tests.fuzz_recipes import combined, mutated, shipped
 
 pytestmark = pytest.mark.fuzz
@@ -126,6 +128,14 @@ def test_some_of_them_in_real_processes(place: Path) -> None:
         assert "Traceback" not in found.stderr, f"number {number}\n{found.stderr[-3000:]}"
 
 
+def refused_when_read(path: Path) -> bool:
+    try:
+        load_recipe(path)
+    except UserError:
+        return True
+    return False
+
+
 def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
     """Random valid combinations: a run ends with exit code 0, or with the refusal that its dry run made."""
     import opd.training.pipeline
@@ -144,18 +154,16 @@ def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
         raw = combined(random.Random(f"{SEED}/run/{number}"), rows)
         path = place / f"recipe{number}.yaml"
         path.write_text(yaml.safe_dump(raw))
+        if refused_when_read(path) and number % 20 and len(only) > 1:
+            codes["refused when read"] += 1  # by `load_recipe`, which both call first
+            continue
         planned, plan = in_child("run", str(path), "--dry-run")
-        # most combinations are refused at once; every fifth of those is run all the same, to see that the run refuses it too
-        if planned == 0 or number % 5 == 0 or len(only) == 1:
-            done += planned == 0
-            ran, text = in_child("run", str(path), "--out", str(place / f"run{number}"))
-            codes[planned, ran] += 1
-            if planned not in (0, 2) or ran != planned or "Traceback" in text:
-                failures.append(
-                    f"number {number}: dry run {planned}, run {ran}\n{yaml.safe_dump(raw)}\n{plan[-600:]}\n{text[-3000:]}"
-                )
-        elif planned != 2:
-            failures.append(f"number {number}: dry run {planned}\n{yaml.safe_dump(raw)}\n{plan[-3000:]}")
+        ran, text = in_child("run", str(path), "--out", str(place / f"run{number}"))
+        codes[planned, ran] += 1
+        done += planned == 0
+        if planned not in (0, 2) or ran != planned or "Traceback" in text:
+            how = f"number {number}: dry run {planned}, run {ran}"
+            failures.append(f"{how}\n{yaml.safe_dump(raw)}\n{plan[-600:]}\n{text[-3000:]}")
         if done == RUNS:
             break
     print(f"seed {SEED}: (dry run, run) {dict(codes)} of {number + 1}")

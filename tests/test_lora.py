@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from opd.config import Lora
 from opd.errors import ModelError
+from opd.models import lora_parameter_count
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
-from opd.models.lora import GradientDropout, adapted_layers
+from opd.models.lora import GradientDropout, adapted_layers, adapter_size
 from tests.helpers import tiny_model, tiny_module, tiny_tokenizer
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -79,6 +80,8 @@ def test_mixtures_of_experts_train_as_one_policy_with_the_default_targets(kind: 
     assert experts
     assert adapted == (linear - {"lm_head.weight"}) | experts
     check_one_policy(model, tmp_path / "m")
+    trained = sum(parameter.numel() for parameter in model.trainable().values())
+    assert lora_parameter_count(str(tmp_path / "m"), Lora(rank=2)) == trained  # what a dry run shows
     again = tiny_model(kind, **EXPERTS[kind])
     again.add_lora(Lora(rank=2))
     again.restore(tmp_path / "m")
@@ -96,8 +99,11 @@ def test_adapters_reach_the_sampler_and_the_saved_model(kind: str, targets: str,
     embedding = {"gpt2": ["wte", "c_attn"]}.get(kind, ["embed_tokens", "q_proj"])
     model.add_lora(Lora(rank=4, targets=targets if targets == "all-linear" else embedding))
     check_one_policy(model, tmp_path / "m")
+    trained = sum(parameter.numel() for parameter in model.trainable().values())
+    spec = Lora(rank=4, targets=targets if targets == "all-linear" else embedding)
+    assert lora_parameter_count(str(tmp_path / "m"), spec) == trained
     whole = (tmp_path / "m" / "adapter" / "adapter_model.safetensors").stat().st_size
-    assert whole < 4 * sum(parameter.numel() for parameter in model.trainable().values()) + 8192  # no base weights
+    assert whole < 4 * trained + 8192  # no base weights
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,10 @@ def test_targets_that_cannot_be_adapted_are_refused(kind: str, targets: Any, wor
     pytest.importorskip("peft")
     with pytest.raises(ModelError, match=words):
         tiny_model(kind).add_lora(Lora(targets=targets))
+    with torch.device("meta"):
+        module = tiny_module(kind)  # as a dry run builds it
+    with pytest.raises(ModelError, match=words):
+        adapter_size(module, module.get_output_embeddings(), Lora(targets=targets))
 
 
 def test_a_regular_expression_adapts_what_it_names() -> None:

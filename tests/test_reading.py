@@ -185,8 +185,8 @@ def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
     assert second.teachers["a"].model == str(mine / "again.gguf")
     assert [source.source for source in first.prompts] == [str(mine / "rows.jsonl"), "task:addition", str(shell / "late.parquet")]  # fmt: skip
     assert first.prompts[0].eval_source == str(tmp_path / "held.csv")
-    assert first.rewards["a"][0].function == f"{mine / 'scores.py'}:brevity"
-    assert [spec.function for spec in first.rewards["b"]] == [
+    assert first.rewards.domains["a"][0].function == f"{mine / 'scores.py'}:brevity"
+    assert [spec.function for spec in first.rewards.domains["b"]] == [
         f"{mine / 'scores.py'}:brevity",
         "elsewhere:brevity",
         None,
@@ -223,7 +223,7 @@ def test_a_stage_clears_what_it_does_not_want() -> None:
     assert teachers({"teachers": {}, **sft}) == teachers({"teachers": None, **sft}) == {}
     assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting float32"}
     cleared = load_recipe({**base, "stages": [{"name": "x", "rewards": {}, "seed": None, "rollout": None}]}).stages[0]
-    assert (cleared.rewards, cleared.seed, cleared.rollout.data_share) == ({}, 0, 0)
+    assert (cleared.rewards.domains, cleared.seed, cleared.rollout.data_share) == ({}, 0, 0)
 
 
 def test_a_stage_lays_keys_over_a_short_form() -> None:

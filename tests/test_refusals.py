@@ -15,7 +15,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"teachers": {"t": "x", "r": {"model": "x", "role": "refrence"}}}, "refrence.*teacher"),
     ({"objective": PG, "rollout": {"data_share": 0.5}}, "data_share 0.5.*data tokens"),
     ({"objective": PG, "rollout": {"teacher_share": 0.5}}, "teacher_share 0.5"),
-    ({"objective": {"form": "cross_entropy"}, "rollout": {"data_share": 0.5}}, "student's own"),
     ({"objective": {"gate": "turns"}}, "turns"),
     ({"eval": {"temperature": 0.5}}, "eval.temperature"),
     ({"eval": {"early_stop": {}}}, "early_stop"),

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 import opd
 from opd import sandbox
 from opd.config import RewardSpec, load_recipe
-from opd.errors import RecipeError
-from opd.rewards import Judge, answers, verify
+from opd.errors import RecipeError, TrainingError
+from opd.rewards import Judge, answers, check_rewards, verify
 from opd.rewards.pool import Pool, Task, pool
 from opd.rewards.travel import Request, pack, read_request, unpack, write_request
+from opd.training.plan import make_plan
 from opd.types import Judgement, Prompt, Sample
 from tests.helpers import save_tiny
 from tests.malformed import malformed
@@ -416,6 +418,107 @@ def test_the_prompts_own_verifier_is_the_default() -> None:
 def test_mistakes_are_named(rewards: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         judge(rewards, domains=["sums"])
+
+
+BROKEN = """
+import time
+def raises(sample): raise KeyError("no such thing")
+def two(sample, more): return 1.0
+def hangs(sample): time.sleep(60)
+def nan(sample): return float("nan")
+def later(sample):
+    if sample.text != sample.prompt.fields["answer"]: raise RuntimeError("\\x1b[2J broken later")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("absent", "has no function 'absent'; it has raises, two, hangs, nan, later"),
+        ("raises", r"KeyError: 'no such thing' \(broken.py, line 3\)"),
+        ("two", "missing 1 required positional argument: 'more'"),
+        ("hangs", "took longer than 0.5 seconds"),
+        ("nan", "gave nan; a score is a number from"),
+    ],
+)
+def test_broken_rewards_are_found_before_the_first_step(tmp_path: Path, function: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    rewards = {"kind": "custom", "function": f"{tmp_path / 'broken.py'}:{function}", "time_limit": 0.5}
+    recipe = load_recipe({"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards})
+    with pytest.raises(RecipeError, match=message):
+        check_rewards(recipe.stages[0].rewards, [Prompt("task:addition/1", "arithmetic", fields={"answer": "42"})])
+
+
+def test_a_plan_tries_the_rewards_too(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    recipe = {"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": f"{tmp_path / 'broken.py'}:raises"}
+    with pytest.raises(RecipeError, match="gives no score in domain 'arithmetic'"):
+        make_plan(load_recipe(recipe))
+    with pytest.raises(RecipeError, match="there is no file"):
+        make_plan(load_recipe({**recipe, "rewards": f"{tmp_path / 'nowhere.py'}:raises"}))
+
+
+def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path) -> None:
+    """A function that works on the reference and fails on everything else is found when it has failed for long enough."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    recipe = {
+        "student": save_tiny(tmp_path / "student"),
+        "prompts": ["task:addition"],
+        "rewards": {"default": f"{tmp_path / 'broken.py'}:later", "stop_after": 2},
+        "objective": {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}},
+        "rollout": {"prompts": 2, "samples": 2, "max_new_tokens": 4},
+        "train": {"steps": 5},
+        "eval": {"prompts": 2},
+        "device": "cpu",
+    }
+    with pytest.raises(TrainingError, match=r"nothing was rewarded for 2 steps.*RuntimeError:.*broken later"):
+        opd.run(recipe, out=tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("broken later") >= 3
+    assert "\x1b" not in log
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["stages"][0]["evals"]["arithmetic"]["before"] == 0.0  # the answers brought the reward down: wrong
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["rewards/failed"] == 4
+
+
+def test_long_integers_and_odd_fields() -> None:
+    long = 10**5000 + 7
+    assert score("exact", "1" + "0" * 4999 + "7", answer=long) == 1.0
+    assert score("numeric", "3", answer=long) is None
+    assert score({"kind": "format", "pattern": "a"}, "a", answer=long) == 1.0
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    assert "fields cannot be used" in only({"kind": "format", "pattern": "a"}, "a", answer=nested).error
+    assert only("exact", "a", answer=[[long]]).score is None
+    assert unpack(json.loads(json.dumps(pack({"x": long})))) == {"x": long}
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1, "1e999"])
+@pytest.mark.parametrize("key", ["tolerance", "absolute", "time_limit", "weight"])
+def test_numbers_that_are_none_are_refused(key: str, value: Any) -> None:
+    if (key, value) == ("weight", -1):
+        return
+    with pytest.raises(RecipeError, match=key):
+        judge({"kind": "numeric", key: value})
+
+
+def test_rewards_survive_a_resolved_recipe() -> None:
+    for rewards in (
+        "numeric",
+        {"sandbox": "none"},
+        {"kind": "maths", "sandbox": "none"},
+        {"d": ["exact"], "stop_after": 7},
+    ):
+        recipe = load_recipe({"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards})
+        again = load_recipe(yaml.safe_load(recipe.to_yaml())).stages[0].rewards
+        assert again == recipe.stages[0].rewards
+    assert (
+        load_recipe({"student": "s", "prompts": ["p"], "rewards": {"sandbox": "none"}}).stages[0].rewards.sandbox
+        == "none"
+    )
 
 
 def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ PINNED = {
     "reverse": {("train", 0): ("reverse wvxldv", "vdlxvw"), ("heldout", 7): ("reverse ifoyqd", "dqyofi")},
     "sort": {("train", 0): ("sort zeem", "eemz"), ("heldout", 7): ("sort kxns", "knsx")},
     "caesar": {("train", 0): ("shift 3 dtsi", "gwvl"), ("heldout", 7): ("shift 5 aqhj", "fvmo")},
+    "words": {
+        ("train", 0): ("Reverse the order of these words: farm, pilot, paper, shoe", "shoe, paper, pilot, farm"),
+        ("heldout", 0): ("Reverse the order of these words: spoon, fish, stone, pilot", "pilot, stone, fish, spoon"),
+    },
 }
 
 

@@ -1,7 +1,7 @@
 """Paths in a recipe are relative to the recipe, those in overrides to the working directory; both become absolute here.
 
 A path is what begins with ./, ../, ~ or /, has the suffix of a file that is read (.gguf, .jsonl, .py:function, …), or names
-something that is there. Everything else stays as it is: `org/name` on the hub, `tiny/NAME`, `task:NAME`, `stage:NAME`.
+something that is there. Everything else stays as it is: `org/name` on the hub, `tiny/NAME`, `smol/NAME`, `task:NAME`, `stage:NAME`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT_FILES = (
     ".csv.gz",
     ".tsv.gz",
 )
-BUILT_IN = ("tiny/", "stage:", "task:", "reasoning_gym:")
+BUILT_IN = ("tiny/", "smol/", "stage:", "task:", "reasoning_gym:")
 Place = tuple[str, ...]
 
 

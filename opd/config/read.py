@@ -170,6 +170,8 @@ def _explain(detail: Any, where: str) -> str:
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
     message = cut(detail["msg"].removeprefix("Value error, "), 400)
+    if not detail["loc"]:  # of the stage as a whole
+        return f"{where}{message}."
     return f"{path}: {message[0].lower() + message[1:]}; got {shown(detail['input'])}."
 
 

@@ -59,14 +59,11 @@ def _authors(stage: Stage) -> Iterator[str]:
     """Tokens that nobody trains on."""
     trained = {author for term in stage.objective for author in term.authors}
     for author, share in present_authors(stage.rollout).items():
-        if share and author not in trained:
-            key = (
-                f"rollout.{author}_share {share:g}"
-                if author != "student"
-                else f"rollout: a share of {share:g} is the student's own"
+        if share and author not in trained and author != "student":
+            yield (
+                f"rollout.{author}_share {share:g}, but no term of the objective trains on {author} tokens. "
+                "Add a term with it in `on:`, or set the share to 0."
             )
-            remedy = "Add a term with it in `on:`, or set the share to 0." if author != "student" else "Raise data_share or teacher_share to 1, or add a term."  # fmt: skip
-            yield f"{key}, but no term of the objective trains on {author} tokens. {remedy}"
 
 
 def _coefficients(stage: Stage) -> Iterator[str]:

@@ -54,6 +54,26 @@ class TeacherSpec(BaseModel):
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
 
+# What rendering a chat template is given by us, or would do with text that is still to be encoded.
+RESERVED_KWARGS = frozenset(
+    [
+        "conversation",
+        "messages",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
+
 class PromptSource(BaseModel):
     """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
 
@@ -71,6 +91,14 @@ class PromptSource(BaseModel):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RESERVED_KWARGS & value.keys())
+        if taken:
+            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
+        return value
 
 
 class Data(BaseModel):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from opd.data.template import render
 from opd.errors import DataError
 from opd.types import Prompt
 
@@ -44,30 +45,57 @@ def _text(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
         raise DataError(
             f"prompt {prompt.id!r} is a list of messages, but the tokenizer has no chat template. Give text prompts, or a tokenizer with a template."
         )
-    return str(
-        tokenizer.apply_chat_template(
-            list(prompt.messages), tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
-    )
+    return render(prompt.id, prompt.messages, tokenizer, template_kwargs)
 
 
 def _ids(prompt: Prompt, ids: list[int], tokenizer: Any) -> np.ndarray | DataError:
-    if prompt.messages is None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]  # some tokenizers close the text; a prompt is to be continued
+    ids = _open(prompt, ids, tokenizer)
     if not ids:
         return DataError(f"prompt {prompt.id!r} has no tokens: {prompt.text or prompt.messages!r}.")
     return np.asarray(ids, dtype=np.int32)
 
 
-def render_completion(prompt: Prompt, tokenizer: Any, max_tokens: int) -> tuple[np.ndarray, bool]:
-    """The dataset's own answer as ids ending in the stop token, cut at `max_tokens`; and whether it was cut."""
+def _open(prompt: Prompt, ids: list[int], tokenizer: Any) -> list[int]:
+    """Some tokenizers close a text; a prompt is to be continued."""
+    closed = prompt.messages is None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    return ids[:-1] if closed else ids
+
+
+def render_completion(
+    prompt: Prompt,
+    tokenizer: Any,
+    max_tokens: int,
+    stop_ids: tuple[int, ...],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[np.ndarray, bool]:
+    """The dataset's own answer as ids ending in a stop id, cut at `max_tokens`; and whether it was cut.
+
+    The ids are those that the answer has behind its prompt: encoded alone it may begin with another token, such as one
+    that stands for the space before a first word.
+    """
     completion = prompt.fields.get("completion")
     if not completion:
         raise DataError(
             f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set data_share: 0."
         )
-    ids = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    return np.asarray(ids[:max_tokens], dtype=np.int32), len(ids) > max_tokens
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer(text, add_special_tokens=prompt.messages is None)["input_ids"]
+        return _open(prompt, ids, tokenizer)
+
+    ids = _behind(_text(prompt, tokenizer, template_kwargs or {}), completion, encode)
+    if ids is None:  # prompt and answer share a token: the prompt keeps its ids, and the answer begins a line
+        ids = _behind("\n", completion, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+    if ids is None:
+        ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    stop = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
+    return np.asarray([*ids, stop][:max_tokens], dtype=np.int32), len(ids) >= max_tokens
+
+
+def _behind(before: str, after: str, encode: Callable[[str], list[int]]) -> list[int] | None:
+    """The ids of `after` in the joint text, if they begin where those of `before` end."""
+    first, both = encode(before), encode(before + after)
+    return both[len(first) :] if both[: len(first)] == first else None
 
 
 def decode(ids: np.ndarray, tokenizer: Any, stop_ids: tuple[int, ...]) -> str:

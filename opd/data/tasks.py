@@ -21,6 +21,17 @@ from opd.types import Prompt
 
 Split = Literal["train", "heldout"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = """
+apple arm autumn bag ball bank bear bell bird boat book bottle box bread bridge brush cake camp card castle cat
+chair cheese church circle clock cloud coat coffee corn cow cup dance desk doctor dog door dream dress duck ear
+egg engine eye farm father field finger fire fish flag floor flower forest fox friend game garden gate gift
+glass gold grass hammer hand hat head hill horse hotel house ice island jacket key king kitchen knife lake lamp
+leaf letter lion map market milk mirror moon mother mountain mouse music needle nose ocean orange paper park
+pencil phone piano picture pig pilot plane plant plate pocket queen radio rain ring river road rock roof room
+rope rose salt sand school sea sheep ship shirt shoe silver sister snow soap spoon spring star stone street
+sugar summer sun table tea tent ticket tiger tower toy train tree truck uncle valley village wall water wheel
+wind window winter wolf wood yard
+""".split()  # noqa: SIM905  a list of one word per line says no more
 HELDOUT_SHARE = 3  # one question in three is held out
 
 
@@ -60,6 +71,12 @@ def _sort(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
 def _caesar(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
     shift, word = 1 + dice.below(options["shifts"]), dice.letters(options["length"])
     return f"shift {shift} {word}", "".join(LETTERS[(LETTERS.index(letter) + shift) % 26] for letter in word)
+
+
+def _words(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
+    count = 3 + dice.below(options["words"] - 2)
+    words = [WORDS[dice.below(len(WORDS))] for _ in range(count)]
+    return f"Reverse the order of these words: {', '.join(words)}", ", ".join(reversed(words))
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ TASKS: dict[str, Task] = {
             {"length": 4, "shifts": 5},
             {"length": (3, 32), "shifts": (1, 9)},
         ),
+        Task("words", "words", "say words in the opposite order", _words, {"words": 5}, {"words": (3, 12)}),
     )
 }
 

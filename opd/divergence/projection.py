@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from opd.divergence.lanes import evenly
+
 # Finite stand-in for log 0: probabilities become exactly 0 while 0 * (log p - log q) stays 0 instead of NaN.
 LOG_ZERO = -1e30
 MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
@@ -56,7 +58,7 @@ class Projection:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits = self.softcap * evenly(torch.tanh, logits / self.softcap)
         return logits
 
 

@@ -1,5 +1,21 @@
 """Load a causal LM and see it as hidden states plus a head. Nothing heavy is imported until a model is loaded."""
 
-from opd.models.load import load_config, load_model, load_tokenizer, locate, parameter_count, tiny_models
+from opd.models.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    lora_parameter_count,
+    parameter_count,
+    tiny_models,
+)
 
-__all__ = ["load_config", "load_model", "load_tokenizer", "locate", "parameter_count", "tiny_models"]
+__all__ = [
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "locate",
+    "lora_parameter_count",
+    "parameter_count",
+    "tiny_models",
+]

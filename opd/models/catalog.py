@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from opd.errors import UserError
+from opd.models.adapters import smol_models
 from opd.models.load import load_model, tiny_models
 
 TINY_ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
@@ -20,7 +21,11 @@ def catalog() -> list[str]:
     for name in tiny_models():
         scores = manifest[name.removeprefix("tiny/")]["scores"]
         lines.append(f"{name:18} " + "  ".join(f"{domain} {score:.0%}" for domain, score in scores.items()))
-    return [*lines, "smol               SmolLM2-135M-Instruct; needs `make smol`"]
+    lines.append("smol               SmolLM2-135M-Instruct; needs `make smol`")
+    for name, directory in smol_models().items():
+        evals = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["evals"]
+        lines.append(f"{name:18} " + "  ".join(f"{domain} {found['after']:.0%}" for domain, found in evals.items()))
+    return lines
 
 
 def export(name: str, to: Path) -> None:

@@ -8,6 +8,7 @@ projection = model.project(hidden_TD)                     # logits, not multipli
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 
 from opd.divergence import Projection
 from opd.errors import ModelError
-from opd.models import attention, lora
+from opd.models import lora
 from opd.models.attention import Packed
+from opd.models.complete import load_complete
+from opd.models.probe import choose_route, rotary_limit
 from opd.models.recompute import checkpoint_layers, plain_layers
-from opd.models.tokenizers import stop_ids
+from opd.models.routes import Route
+from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
@@ -32,17 +36,15 @@ class LanguageModel:
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
-        self.stop_ids = stop_ids(module, tokenizer)
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
         self.head = _plain_head(module, name)
-        config = module.config
-        self.scale = float(
-            getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        )
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.size = min(len(tokenizer), self.head.weight.shape[0])
-        self._switch_attention_and_check()
+        self.scale, self.softcap = _logit_scale(module.config), _logit_softcap(module.config)
+        rows = self.head.weight.shape[0]
+        self.stop_ids = stop_ids(module, tokenizer, rows, name)
+        self.size = vocabulary_size(tokenizer, self.stop_ids, rows)
+        self.own_attention: str = module.config._attn_implementation
+        self.route: Route = choose_route(self)
 
     @property
     def device(self) -> torch.device:
@@ -54,16 +56,17 @@ class LanguageModel:
 
     @property
     def backbone(self) -> Any:
-        return self.module.base_model
+        """The model below the head. Llama 4 has no base model of the name that its class gives."""
+        base = self.module.base_model
+        return base if base is not self.module else next(self.module.children())
 
     @property
     def context(self) -> int:
-        return int(self.module.config.max_position_embeddings)
+        return context_of(self.module.config)
 
     def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
         """Final hidden states (T, D) of sequences packed back to back; row t predicts token t + 1."""
-        out = self.backbone(input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout)
-        return out.last_hidden_state[0]
+        return self.route.hidden(self.backbone, ids_T, layout)
 
     def project(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
@@ -74,21 +77,6 @@ class LanguageModel:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-
-    def _switch_attention_and_check(self) -> None:
-        """Compare the stock forward pass with ours on a short probe, so that a surprise in a model shows here."""
-        ids = torch.arange(self.size, device=self.device)[torch.linspace(1, self.size - 1, 7).long()]
-        with torch.no_grad():
-            stock = self.module(input_ids=ids[None], use_cache=False).logits[0, :, : self.size].float()
-            self.module.set_attn_implementation(attention.NAME)
-            ours = self.project(self.hidden(ids, Packed.of([ids.numel()], self.device))).logits()
-        tolerance = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, float(stock.abs().max()))
-        gap = float((stock - ours).abs().max())
-        if not gap <= tolerance:
-            raise ModelError(
-                f"model {self.name!r} ({type(self.module).__name__}): its logits are not head(hidden) as expected (they differ by "
-                f"{gap:.3g}). Its attention or its head does something this version does not know; use another model."
-            )
 
     # LoRA
 
@@ -144,7 +132,7 @@ class LanguageModel:
         if self.adapter is not None:
             lora.load_adapter(self.adapter, directory / "adapter")
             return
-        saved = type(self.module).from_pretrained(directory, dtype=self.dtype, use_safetensors=True)
+        saved = load_complete(type(self.module), directory, str(directory), dtype=self.dtype)
         tensors = {name: parameter.detach() for name, parameter in saved.named_parameters()}
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
@@ -179,10 +167,34 @@ def _share(module: Any) -> Any:
     return copy.deepcopy(module, memo)
 
 
+def _logit_scale(config: Any) -> float:
+    """Cohere multiplies its logits, Granite and MiniCPM divide them, Falcon-H1 has a multiplier for its head."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0 / divisor)
+
+
+def _logit_softcap(config: Any) -> float | None:
+    """Gemma's name for it, RecurrentGemma's, and xLSTM's."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((value for value in (getattr(config, name, None) for name in names) if value), None)
+
+
 def _plain_head(module: Any, name: str) -> nn.Linear:
+    if module.config.is_encoder_decoder:
+        raise ModelError(f"model {name!r} has an encoder and a decoder, and only decoders alone are supported.")
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"model {name!r}: its output head is {type(head).__name__}, and only a plain linear head is supported."
         )
     return head
+
+
+def context_of(config: Any) -> int:
+    """The longest sequence; models without positions (Mamba, RWKV) have no limit of their own.
+
+    Dynamic NTK turns positions differently once it has read something longer than it was trained on, so it stops there.
+    """
+    names = ("max_position_embeddings", "max_seq_len", "context_length")
+    known = [rotary_limit(config, "dynamic"), *(getattr(config, name, None) for name in names)]
+    return next((int(value) for value in known if value), sys.maxsize)

@@ -1,33 +1,43 @@
-"""From a name in a recipe to a model in memory: HF directory, hub id, GGUF file, `smol`, `tiny/NAME`."""
+"""From a name in a recipe to a model in memory: HF or adapter directory, hub id, GGUF file, `smol`, `smol/NAME`, `tiny/NAME`."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError
+from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
+from opd.models.directory import check_sizes, first_line, read_json, reading, stored_tensors
+from opd.models.tokenizers import check_tokenizer
 
 if TYPE_CHECKING:
     from opd.config import Lora
     from opd.models.language_model import LanguageModel
 
+GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
 class Location:
-    """What `from_pretrained` needs: a directory or hub id, and a hub revision."""
+    """What `from_pretrained` needs: a directory or hub id, and a hub revision; and an adapter to merge into it."""
 
     path: str
     revision: str | None = None
+    adapter: Path | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"revision": self.revision} if self.revision else {}
+        """Code that comes with a model is never run, and nobody is asked whether it should be."""
+        return {"trust_remote_code": False} | ({"revision": self.revision} if self.revision else {})
+
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.path) if Path(self.path).is_dir() else None
 
 
 def tiny_models() -> dict[str, Path]:
@@ -36,13 +46,21 @@ def tiny_models() -> dict[str, Path]:
 
 
 def locate(name: str, revision: str | None = None) -> Location:
-    if name.startswith("tiny/"):
-        known = tiny_models()
-        if name not in known:
-            raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
-        return Location(str(known[name]))
-    if name == "smol":
-        return _smol()
+    try:
+        local = _locate(name)
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL, or of an unknown user's home
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"model {name!r}: {first_line(error)}. Name a directory, a .gguf file or a hub id.") from None
+    if local is not None and revision is not None:
+        raise ModelError(f"model {name!r} is local and has no revisions; remove `revision: {revision}`.")
+    return Location(name, revision) if local is None else local
+
+
+def _locate(name: str) -> Location | None:
+    """Where the model is on this machine; None: it may be on the hub."""
+    if name == "smol" or name.startswith(("tiny/", "smol/")):
+        return _built_in(name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -50,13 +68,34 @@ def locate(name: str, revision: str | None = None) -> Location:
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"model {name!r}: reading GGUF files needs the gguf package: pip install 'opd[gguf]'.")
         return Location(str(_converted(path)))
+    if path.is_dir() and is_adapter(path):
+        return _adapted(name, path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.")
         return Location(str(path))
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"model {name!r}: no such directory.")
-    return Location(name, revision)
+    return None
+
+
+def _built_in(name: str) -> Location:
+    if name == "smol":
+        return _smol()
+    known = tiny_models() | smol_models()
+    if name not in known:
+        raise ModelError(f"model {name!r}: no such built-in model; there are {', '.join(known)}.")
+    return _adapted(name, known[name]) if is_adapter(known[name]) else Location(str(known[name]))
+
+
+def _adapted(name: str, directory: Path) -> Location:
+    base = base_of(name, directory)
+    found = locate(base)
+    if found.adapter is not None:
+        raise ModelError(
+            f"model {name!r}: its base {base!r} is an adapter too. Merge that one into its own base first."
+        )
+    return replace(found, adapter=directory)
 
 
 def _smol() -> Location:
@@ -75,35 +114,49 @@ def _converted(file: Path) -> Path:
     from opd.models.gguf import converted
 
     quiet_bars()
-    try:
+    with reading(str(file), "the GGUF file", None):
         return converted(file)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"GGUF file {str(file)!r} could not be converted: {_first_line(error)}") from None
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     location = locate(name, revision)
-    try:
-        return AutoTokenizer.from_pretrained(location.path, **location.arguments)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r}: its tokenizer could not be loaded: {_first_line(error)}") from None
+    with reading(name, "its tokenizer", location.directory):
+        tokenizer = AutoTokenizer.from_pretrained(location.path, **location.arguments)
+        check_tokenizer(tokenizer, name)
+    return tokenizer
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
-    """The model's config, after checking that it names a causal language model."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    """The model's config, after checking that it names a causal language model which its weight files can hold."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     location = locate(name, revision)
-    try:
+    directory = location.directory
+    what = "its config" if directory is not None else "no local directory, and as a hub id it"
+    with reading(name, what, directory):
+        if directory is None:
+            raw, _ = PreTrainedConfig.get_config_dict(location.path, **location.arguments)
+            check_sizes(name, raw)
+        else:
+            raw = read_json(directory / "config.json")
+            check_sizes(name, raw, len(stored_tensors(directory)))
+            if (directory / GENERATION).exists():
+                read_json(directory / GENERATION)  # transformers would go on without it, and without its stop ids
+        if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING:
+            raise ModelError(
+                f"model {name!r} is a {raw.get('model_type')!r} that comes with Python code of its own, which is never run. "
+                "Choose a model whose type transformers knows."
+            )
         config = AutoConfig.from_pretrained(location.path, **location.arguments)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model {name!r}: neither a local directory nor a hub id that could be loaded ({_first_line(error)}). "
-            "`opd models list` shows the built-in ones."
-        ) from None
+        _refuse_other_kinds(name, config)
+    return config
+
+
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
     architectures = config.architectures or []
     causal = {cls for value in CAUSAL.values() for cls in ([value] if isinstance(value, str) else value)}
     if config.model_type not in CAUSAL or (architectures and not causal & set(architectures)):
@@ -111,7 +164,6 @@ def load_config(name: str, revision: str | None = None) -> Any:
         raise ModelError(
             f"model {name!r} is a {what}, not a causal language model. Choose one whose class ends in ForCausalLM."
         )
-    return config
 
 
 def load_model(
@@ -121,30 +173,42 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from opd.models.complete import load_complete
     from opd.models.language_model import LanguageModel
+    from opd.models.lora import require_peft
 
+    if lora is not None:
+        require_peft()
     config = load_config(name, revision)
     location = locate(name, revision)
+    tokenizer = load_tokenizer(name, revision)
     if device == "cpu" and platform.machine() == "aarch64":
         # oneDNN's set-up per call on ARM makes small fp32 products up to eight times slower than plain BLAS.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
+    with reading(name, "the model", location.directory):
+        _refuse_more_than_stored(name, config, location.directory)
+        module = load_complete(
+            AutoModelForCausalLM,
             location.path,
+            name,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa" if _has_sdpa(config) else "eager",
-            use_safetensors=True,
-            **location.arguments,  # pickled weights are never opened
+            attn_implementation="eager" if _caps_scores(config) else None,  # None: fused where the class knows how
+            **location.arguments,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"model {name!r} could not be loaded: {_first_line(error)}") from None
-    model = LanguageModel(module.to(device), load_tokenizer(name, revision), name)
+        if location.adapter is not None:
+            module = merge_adapter(module, name, location.adapter)
+        model = LanguageModel(module.to(device), tokenizer, name)
     if lora is not None:
         model.add_lora(lora)
     if gradient_checkpointing:
         model.checkpoint_layers()
     return model
+
+
+def _caps_scores(config: Any) -> bool:
+    """Gemma 2 caps its attention scores, which only its eager path does exactly."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def quiet_bars() -> None:
@@ -158,21 +222,40 @@ def quiet_bars() -> None:
         enable_progress_bars()
 
 
-def _has_sdpa(config: Any) -> bool:
-    # Gemma 2 caps its attention scores, which only its eager path does exactly.
-    return getattr(config, "attn_logit_softcapping", None) is None
-
-
 def parameter_count(name: str, revision: str | None = None) -> int:
     """Number of parameters without loading any: the model is built on the meta device."""
+    config = load_config(name, revision)
+    with reading(name, "its config", locate(name, revision).directory):
+        return sum(parameter.numel() for parameter in _empty(config).parameters())
+
+
+def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> int:
+    """Number of parameters that adapters would add, after refusing what `load_model` would refuse about them."""
+    from opd.models.lora import adapter_size, require_peft
+
+    require_peft()
+    config = load_config(name, revision)
+    with reading(name, "its config", locate(name, revision).directory):
+        module = _empty(config)
+        return adapter_size(module, module.get_output_embeddings(), lora)
+
+
+def _empty(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_config(name, revision)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in module.parameters())
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]
+def _refuse_more_than_stored(name: str, config: Any, directory: Path | None) -> None:
+    """A config that asks for far more weights than there are would first fill the memory with random ones."""
+    if directory is None or getattr(config, "quantization_config", None) is not None:
+        return
+    stored = sum(stored_tensors(directory).values())
+    asked = sum(parameter.numel() for parameter in _empty(config).parameters())
+    if asked > 2 * stored:
+        raise ModelError(
+            f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
+            "Download or copy the model again."
+        )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 EVERYTHING = "all-linear"
+# Types whose kernels may read out_proj's matrix past its adapter; peft refuses an adapter there.
+MAMBA = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 # peft takes these for the names that experts had before transformers fused them, and would adapt the experts instead.
 OLD_EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
@@ -91,10 +95,16 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
     """What `lora.targets` names in this model, after refusing what an adapter would not reach or must not change."""
     modules = {name: child for name, child in module.named_modules() if name}
     experts = {name: parameter for name, parameter in module.named_parameters() if _is_experts(name, parameter)}
-    chosen = _chosen(lora.targets, modules, list(experts), head)
+    everything = _everything(modules, module.config.model_type, head)
+    chosen = everything + list(experts) if lora.targets == EVERYTHING else _chosen(lora.targets, modules, list(experts))
     named = [name for name in chosen if name not in experts]
     for name in named:
         _refuse(name, modules[name], head)
+        if lora.targets != EVERYTHING and _is_linear(modules[name]) and name not in everything:
+            raise ModelError(
+                f"lora.targets names {name}, which shares its matrix with another layer or is read by Mamba's kernels past "
+                "its adapter. Leave it out of the targets."
+            )
     fused = [name for name in chosen if name in experts]
     renamed = [name for name in named if experts and name.rpartition(".")[2] in OLD_EXPERT_NAMES]
     if lora.dropout and (fused or renamed):
@@ -105,9 +115,22 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
     return Targets([name for name in named if name not in renamed], fused + [f"{name}.weight" for name in renamed])
 
 
-def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str], head: nn.Linear) -> list[str]:
-    if targets == EVERYTHING:
-        return [name for name, child in modules.items() if _is_linear(child) and child is not head] + experts
+def adapter_size(module: Any, head: nn.Linear, lora: Lora) -> int:
+    """Parameters that adapters would add: two factors per matrix, and per expert."""
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    found = [shapes[name] for name in find_targets(module, head, lora).weights]
+    return sum(lora.rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in found)
+
+
+def _everything(modules: dict[str, Any], model_type: str, head: nn.Linear) -> list[str]:
+    """Linear layers whose matrix is theirs alone: an adapter would change one of the layers that share it, merging both."""
+    linear = {name: child for name, child in modules.items() if _is_linear(child) and child is not head}
+    uses = Counter(id(child.weight) for child in linear.values())
+    left_out = "out_proj" if model_type in MAMBA else ""
+    return [name for name, child in linear.items() if uses[id(child.weight)] == 1 and not _ends_with(name, left_out)]
+
+
+def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str]) -> list[str]:
     names = [*modules, *experts]
     if isinstance(targets, str):
         try:
@@ -148,7 +171,7 @@ def _refuse(name: str, child: Any, head: nn.Linear) -> None:
 def _is_linear(child: Any) -> bool:
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(child, (nn.Linear, Conv1D))
+    return isinstance(child, (nn.Linear, Conv1D)) and "Router" not in type(child).__name__  # those give tuples
 
 
 def _is_experts(name: str, parameter: nn.Parameter) -> bool:

@@ -1,9 +1,8 @@
 """Unit-tested code: the last Python block of an answer, run in the sandbox against the prompt's tests.
 
 `cases` in the prompt's fields are dicts: {input, output} feeds stdin and compares stdout; {call, output} evaluates an
-expression. `tests` is Python: assert statements, or a `check(candidate)` with `entry_point`. What is compared is compared
-out here: a program never sees the output it should have. That holds for cases and for `assert CALL == LITERAL`; other
-asserts run beside the program (`harness`) and end in a token it was not told, which stops accidents, not a determined forger.
+expression. `tests` is Python: assert statements, or a `check(candidate)` with `entry_point`. The program never sees any of
+it: output is compared out here, and expressions and asserts are evaluated in another process than its own (`harness`).
 """
 
 from __future__ import annotations
@@ -11,31 +10,34 @@ from __future__ import annotations
 import ast
 import json
 import math
-import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opd import sandbox
 from opd.config import RewardSpec
 from opd.rewards.answers import blocks
+from opd.sandbox.harness import decode
 from opd.types import Judgement, Sample
 
 HARNESS = Path(sandbox.__file__).with_name("harness.py")
+MISTAKES = (ValueError, SyntaxError, KeyError, TypeError, IndexError, RecursionError, MemoryError)  # of tests
 PYTHON = ("python", "py", "python3", "")
 
 
 def code(spec: RewardSpec, sample: Sample) -> Judgement:
     try:
         checks, prepare = _checks(sample.prompt.fields)
-    except (ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
+    except MISTAKES as error:
         return Judgement(None, error=f"the prompt's tests cannot be read: {type(error).__name__}: {error}")
     if not checks:
         return Judgement(None, error="the prompt has neither `cases` nor `tests`")
     program = last_program(sample.text)
     if program is None:
         return Judgement(0.0, feedback="no Python block")
-    return _Run(spec, program, str(sample.prompt.fields.get("setup") or ""), prepare).judge(checks)
+    setup, entry = (str(sample.prompt.fields.get(key) or "") for key in ("setup", "entry_point"))
+    return _Run(spec, program, {"setup": setup, "prepare": prepare, "own": [entry]}).judge(checks)
 
 
 def last_program(text: str) -> str | None:
@@ -97,8 +99,9 @@ def _assertion(statement: ast.Assert) -> dict[str, Any]:
 
 
 class _Run:
-    def __init__(self, spec: RewardSpec, program: str, setup: str, prepare: str) -> None:
-        self.spec, self.program, self.sources = spec, program, [setup, program, prepare]
+    def __init__(self, spec: RewardSpec, program: str, around: Mapping[str, Any]) -> None:
+        self.spec, self.program = spec, program
+        self.task = {"sources": [around["setup"], program], **around}
         size = sandbox.MEGABYTE
         self.kind = sandbox.choose(spec.sandbox)
         self.limits = sandbox.Limits(spec.time_limit, spec.memory * size, spec.processes, spec.disk * size)
@@ -129,27 +132,31 @@ class _Run:
 
     def _harness(self, checks: list[dict[str, Any]]) -> Judgement:
         """All expressions and asserts in one go. Score: the share that passed."""
-        token = secrets.token_hex(16)
-        work = [{"call": check["call"]} if "call" in check else {**check, "token": token} for check in checks]
-        task = json.dumps({"sources": self.sources, "work": work})
-        outcome = self._start(["harness.py"], {"harness.py": HARNESS.read_text(encoding="utf-8")}, task.encode())
+        work = [{key: check[key]} for check in checks for key in ("call", "run") if key in check]
+        files = {"harness.py": HARNESS.read_text(encoding="utf-8")}
+        outcome = self._start(["harness.py"], files, json.dumps({**self.task, "work": work}).encode(), processes=1)
         if outcome.error:
             return Judgement(None, error=f"sandbox: {outcome.error}")
-        lines = outcome.stdout.decode(errors="replace").splitlines()
         feedback, passed = "", 0
+        lines = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith(b"\n")]
         for check, line in zip(checks, lines, strict=False):
-            wanted = check.get("output", token)
-            if _same_value(line, wanted):
+            if "unsupported" in line:
+                return Judgement(None, error=f"the prompt's tests cannot be used: {line['unsupported']}")
+            if _same_value(line.get("value"), check["output"]) if "value" in line else line.get("passed", False):
                 passed += 1
             elif not feedback:
-                feedback = f"{(check.get('call') or 'tests')[:100]}: {line[:100]}"
+                feedback = f"{(check.get('call') or 'tests')[:100]}: {str(line.get('error', line.get('value')))[:100]}"
         if not feedback and passed < len(checks):
             feedback = _story(outcome) or "it ended before its tests did"
         return Judgement(passed / len(checks), feedback=feedback)
 
-    def _start(self, arguments: list[str], files: Mapping[str, str], stdin: bytes) -> sandbox.Outcome:
+    def _start(
+        self, arguments: list[str], files: Mapping[str, str], stdin: bytes, processes: int = 0
+    ) -> sandbox.Outcome:
+        """`processes` beside the program's own."""
         command = [sandbox.python(), "-I", "-B", *arguments]
-        return sandbox.run(command, kind=self.kind, limits=self.limits, files=files, stdin=stdin)
+        limits = replace(self.limits, processes=self.limits.processes + processes)
+        return sandbox.run(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
 
 
 def _story(outcome: sandbox.Outcome) -> str:
@@ -169,11 +176,15 @@ def _same_text(said: str, wanted: str) -> bool:
     return ours == theirs
 
 
-def _same_value(line: str, wanted: Any) -> bool:
+def _same_value(told: Any, wanted: Any) -> bool:
     try:
-        found = ast.literal_eval(line)
+        found = decode(told, _refuse)
         if isinstance(wanted, float) and isinstance(found, (int, float)):
             return math.isclose(found, wanted)
         return bool(found == wanted)
-    except (ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
+    except (ValueError, TypeError, OverflowError, RecursionError, KeyError):
         return False
+
+
+def _refuse(tag: str, inner: Any) -> Any:
+    raise ValueError(f"{tag} is not a plain value")

@@ -22,15 +22,17 @@ import numpy as np
 import torch
 
 from opd.config import SamplerSpec
-from opd.errors import DataError, ModelError, TrainingError
+from opd.divergence.lanes import LANES
+from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
 from opd.rollout.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
+from opd.rollout.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
 
 
-def choose_settings(model: LanguageModel, spec: SamplerSpec) -> Settings:
+def choose_settings(model: LanguageModel, spec: SamplerSpec, partner: Partner | None = None) -> Settings:
     """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
@@ -38,7 +40,23 @@ def choose_settings(model: LanguageModel, spec: SamplerSpec) -> Settings:
         slots, rows, chunk = 64, 16, 16
     else:
         slots, rows, chunk = 16, 1, 32
-    return Settings(spec.slots or slots, spec.prefill_rows or rows, spec.prefill_chunk or chunk)
+    even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
+    slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
+    return Settings(slots, spec.prefill_rows or rows, chunk)
+
+
+def even_rows(model: LanguageModel) -> int:
+    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergence.lanes`.
+
+    It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
+    """
+    if model.device.type != "cpu":
+        return 1
+    widths = [tensor.shape[-1] for tensor in model.module.parameters() if tensor.dim()]
+    # one frequency per pair of a rotary embedding's sines and cosines
+    widths += [2 * tensor.shape[-1] for name, tensor in model.module.named_buffers() if name.endswith("inv_freq")]
+    lanes = LANES if model.dtype == torch.bfloat16 else LANES // 2
+    return lanes // math.gcd(lanes, *widths)
 
 
 @dataclass(eq=False)
@@ -48,7 +66,6 @@ class Active:
     request: SampleRequest
     slot: int
     rows: deque[PrefillRow]  # of its prompt, not prefilled yet
-    stop: frozenset[int]
     length: int  # columns in use once everything launched so far is done, the token to be fed next included
     position: int  # response tokens launched, the prefix included
     ids: list[int]  # response ids emitted, the prefix included
@@ -75,34 +92,20 @@ class Engine:
         self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],
         partner: Partner | None = None,
     ) -> None:  # fmt: skip
-        if max_length > model.context:
-            raise DataError(
-                f"sampler: {max_length} tokens per sequence, but the context of {model.name} is {model.context}. "
-                "Lower rollout.max_new_tokens or rollout.max_prompt_tokens."
-            )
+        check_context(model, max_length)
         if partner is not None and partner.model.size < model.size:
             raise ModelError(
                 f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot draw for it."
             )
         self.model, self.max_length, self.version = model, max_length, 0
-        self.settings = choose_settings(model, spec)
+        self.settings = choose_settings(model, spec, partner)
         self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile, partner)
         self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
         self.decode_steps = self.prefill_calls = 0
         self._busy = False
 
     def load(self, weights: WeightsRef) -> None:
-        """Copy weights into place: same storage, so CUDA graphs stay valid. What is shared already is left alone."""
-        with torch.no_grad():
-            for name, parameter in self.model.module.named_parameters():
-                tensor = weights.tensors.get(name)
-                if tensor is None or tensor.shape != parameter.shape:
-                    found = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {tuple(parameter.shape)}"
-                    raise ModelError(
-                        f"sampler: weights of version {weights.version} do not fit {self.model.name}: {name} is {found}."
-                    )
-                if tensor.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(tensor)
+        copy_weights(self.model, weights)
         self.version = weights.version
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
@@ -160,13 +163,7 @@ class _Schedule:
 
     def place(self, request: SampleRequest) -> Active:
         sampling = request.sampling
-        prefix = np.zeros(0, dtype=np.int64) if request.prefix_ids is None else request.prefix_ids
-        ids = np.concatenate([request.prompt_ids, prefix]).astype(np.int64)
-        if request.prompt_ids.size + sampling.max_new_tokens > self.engine.max_length or ids.size == 0:
-            raise DataError(
-                f"request {request.id!r}: {request.prompt_ids.size} prompt tokens and {sampling.max_new_tokens} new ones; a sequence "
-                f"here has at least 1 and at most {self.engine.max_length}. Shorten the prompt or lower max_new_tokens."
-            )
+        ids, prefix = sequence_ids(request, self.engine.max_length)
         slot, chunk = self.free[-1], self.settings.prefill_chunk
         rows = deque(
             PrefillRow(
@@ -174,7 +171,7 @@ class _Schedule:
             )
             for first in range(0, ids.size, chunk)
         )
-        return Active(request, slot, rows, frozenset(sampling.stop_ids), ids.size, prefix.size, prefix.tolist())
+        return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist())
 
     # Calls
 
@@ -252,16 +249,4 @@ class _Schedule:
                 yield Finished(active.request.id, over)
 
     def ended(self, active: Active) -> StopReason | None:
-        """Why the response is over after its last token, if it is."""
-        ids, sampling = active.ids, active.request.sampling
-        if ids and ids[-1] in active.stop:
-            return "stop"
-        if ids and sampling.stop_strings and self.stop_string_at_end(ids, sampling.stop_strings):
-            return "stop"
-        return "length" if len(ids) >= sampling.max_new_tokens else None
-
-    def stop_string_at_end(self, ids: list[int], strings: tuple[str, ...]) -> bool:
-        """A string of n characters lies in the last n tokens, save for tokens that show nothing: some to spare."""
-        tail = ids[-max(map(len, strings)) - 16 :]
-        text = self.engine.model.tokenizer.decode(tail, skip_special_tokens=False)
-        return any(string in text for string in strings)
+        return why_over(active.ids, active.request.sampling, self.engine.model.tokenizer)

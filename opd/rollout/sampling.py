@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from opd.divergence.lanes import even_logsumexp, evenly
 from opd.rollout.draws import uniforms_at
 
 BLOCK = 256  # ids whose probabilities are summed before the running sum
@@ -53,23 +54,24 @@ def draw(
     greedy = settings.temperature == 0
     peak, best = logits.max(-1, keepdim=True)
     centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
-    log_total = centred.exp().sum(-1, dtype=torch.float64).log().float()  # (N,) of the policy itself
+    log_total = evenly(
+        torch.log, evenly(torch.exp, centred).sum(-1, dtype=torch.float64)
+    ).float()  # (N,) of the policy itself
     tempered = centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
     if other is not None:
-        tempered = torch.logaddexp(
-            centred - log_total[:, None] + math.log1p(-share), other.log_softmax(-1) + math.log(share)
-        )
+        own = centred - log_total[:, None] + math.log1p(-share)
+        tempered = evenly(torch.logaddexp, own, other.log_softmax(-1) + math.log(share))
     elif filtered:
         tempered = _filter(tempered, settings.top_p, settings.top_k)
     drawn, log_drawn = _inverse_cdf(tempered, uniforms_at(settings.key, settings.position))
     token = torch.where(greedy, best[:, 0], drawn)
     logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
     if stop.numel():
-        logprob_stop = centred[:, stop].logsumexp(-1) - log_total
+        logprob_stop = even_logsumexp(centred[:, stop]) - log_total
         stopped = (token[:, None] == stop).any(-1)
         logprob = torch.where(stopped, logprob_stop, logprob)
         if other is not None:
-            log_drawn = torch.where(stopped, tempered[:, stop].logsumexp(-1), log_drawn)
+            log_drawn = torch.where(stopped, even_logsumexp(tempered[:, stop]), log_drawn)
     else:
         logprob_stop = torch.full_like(logprob, float("nan"))
     return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
@@ -82,7 +84,7 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     full-width scan is slow. An id of probability 0 is never returned: comparisons are strict and, should the two
     levels disagree by a rounding, the block's likeliest id is taken.
     """
-    probability = logits.exp()
+    probability = evenly(torch.exp, logits)
     size = min(BLOCK, logits.shape[1])
     blocks = pad(probability, (0, -logits.shape[1] % size)).unflatten(-1, (-1, size))  # (N, V / size, size)
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -94,7 +96,7 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=size - 1)
     index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
     token = block * size + index
-    return token[:, 0], (logits.gather(-1, token) - total.log().float())[:, 0]
+    return token[:, 0], (logits.gather(-1, token) - evenly(torch.log, total).float())[:, 0]
 
 
 def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ class SlotLayout:
         return near[: self.slots.shape[0]] if self.in_order else near[self.slots]
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """query (B, H, Q, D), whole caches (S, G, W, D) -> (B, Q, H, D).
 
         The query heads that share a key/value head lie side by side on the query axis: nothing is repeated.
@@ -51,12 +52,19 @@ class SlotLayout:
         folded = query.reshape(rows, groups, heads // groups * queries, -1)
         mask = self._mask(window, heads // groups, query.dtype)
         near_key, near_value = self.read(key), self.read(value)
-        if softcap is None:
+        if sinks is not None:
+            column = sinks.to(query.dtype).view(groups, -1, 1).expand(-1, -1, queries).reshape(1, groups, -1, 1)
+            scores = folded @ near_key.transpose(-1, -2) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = torch.cat([scores + mask, column.expand(rows, -1, -1, -1)], -1)
+            out = scores.softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ near_value
+        elif softcap is None:
             out = scaled_dot_product_attention(folded, near_key, near_value, attn_mask=mask, scale=scale)
         else:
             scores = softcap * torch.tanh(folded @ near_key.transpose(-1, -2) * (scale / softcap))
             out = (scores + mask).softmax(-1, dtype=torch.float32).to(query.dtype) @ near_value
-        return out.reshape(rows, heads, queries, -1).transpose(1, 2)
+        return out.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """(B, 1, repeats * Q, span), to be added: 0 where a token sees a column, hugely negative elsewhere.

@@ -20,10 +20,10 @@ from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.rewards import check_rewards
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler
 from opd.text import cell, plain
+from opd.training.checks import pick_device
 from opd.training.prompts import Choice
-from opd.training.stage import pick_device
 from opd.types import Sampling
 
 GENERATED = 200  # prompts of a source without end
@@ -88,7 +88,7 @@ def evaluate_model(
             f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
         )
     longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
-    engine = Engine(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
+    engine = open_sampler(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     scores = evaluate(
         engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed, reward=judge

@@ -10,8 +10,8 @@ from opd.errors import RecipeError
 LEFT_HERE = ("optimiser.safetensors", "trainer.json")  # of a checkpoint; the rest is the model
 
 
-def require_access(stage: Stage) -> None:
-    """Refuse a stage whose model could not be pushed: no token, no network, no right to write. Makes the repository."""
+def require_access(stage: Stage, *, make: bool = True) -> None:
+    """Refuse a stage whose model could not be pushed: no token, no network, no right to write. `make`: the repository, too."""
     if stage.hub is None:
         return
     from huggingface_hub import HfApi, constants
@@ -22,7 +22,8 @@ def require_access(stage: Stage) -> None:
     api = HfApi()
     try:
         api.whoami()
-        api.create_repo(repo, private=stage.hub.private, exist_ok=True)
+        if make:
+            api.create_repo(repo, private=stage.hub.private, exist_ok=True)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of the two
         raise RecipeError(
             f"{where} cannot be written to ({_first_line(error)}). Log in with `hf auth login` and a token that may write, name "

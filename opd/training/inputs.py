@@ -18,6 +18,7 @@ from opd.data.generators import GYM, TASK
 from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
+from opd.models.adapters import smol_models
 from opd.models.load import SMOL_FILE, locate, tiny_models
 
 MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -117,8 +118,10 @@ def _fingerprint(source: PromptSource) -> str | None:
 
 def _model_files(name: str) -> Iterator[tuple[Path, str]]:
     """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
-    if name in (shipped := tiny_models()):
+    if name in (shipped := tiny_models() | smol_models()):
         yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
+        if (base := _base(shipped[name])) is not None:
+            yield from _model_files(base)
         return
     path = _smol() if name == "smol" else Path(name).expanduser()
     if path.suffix == ".gguf":

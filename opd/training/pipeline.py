@@ -132,6 +132,8 @@ class Pipeline:
     def _stage(self, spec: Stage, store: RolloutStore, standing: Standing) -> None:
         result = standing.result or StageResult(spec.name)
         self._results.append(result)
+        if standing.checkpoint is not None:
+            point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
             self._consumed = read_state(standing.output)["rollouts"]

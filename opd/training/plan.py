@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.models import load_config, load_tokenizer, parameter_count
-from opd.models.tokenizers import require_same
-from opd.rewards import check_rewards
-from opd.teachers.router import routes
+from opd.models import lora_parameter_count, parameter_count
 from opd.text import plain
-from opd.training.prompts import look_at_prompts, open_prompts
-from opd.training.stage import pick_device
+from opd.training.checks import check_stage
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -67,28 +63,20 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
-    tokenizer = load_tokenizer(resolve(stage.student.model), stage.student.revision)
-    sources = open_prompts(stage)
-    examples = [prompt for source in sources for prompt in source.examples()]
-    judge = check_rewards(stage.rewards, examples)
-    domains = list(dict.fromkeys(prompt.domain for prompt in examples))
-    table = routes(stage.teachers, domains, [role for term in stage.objective for role in term.roles])
-    for teacher in stage.teachers.values():
-        require_same(
-            tokenizer, load_tokenizer(resolve(teacher.model), teacher.revision), stage.student.model, teacher.model
-        )
+    checked = check_stage(stage, resolve)
+    config, inputs = checked.configs[""], checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {name: parameter_count(resolve(spec.model), spec.revision) for name, spec in stage.teachers.items()}
-    config = load_config(resolve(stage.student.model), stage.student.revision)
-    configs = [config, *(load_config(resolve(spec.model), spec.revision) for spec in stage.teachers.values())]
-    context = min(int(each.max_position_embeddings) for each in configs)
-    inputs = look_at_prompts(stage, sources, tokenizer, judge.judges, context)
-    trained = student if stage.student.lora is None else _lora_parameters(config, stage.student.lora.rank)
+    trained = (
+        student
+        if stage.student.lora is None
+        else lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
+    )
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
-        stage=stage.name, device=str(pick_device(stage.device)), student=stage.student.model, parameters=student, trained=trained,
-        teachers=teachers, routes=table, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
+        stage=stage.name, device=str(checked.device), student=stage.student.model, parameters=student, trained=trained,
+        teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, config, student, trained, teachers, longest),
     )  # fmt: skip
 
@@ -103,8 +91,11 @@ def _memory(
     each = BYTES[stage.student.dtype]
     tokens = max(stage.train.micro_tokens, longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    queries = int(
+        getattr(config, "num_attention_heads", None) or 1
+    )  # recurrent models have none, and state of about a width
+    heads = int(getattr(config, "num_key_value_heads", None) or queries)
+    head = int(getattr(config, "head_dim", None) or width // queries)
     slots = stage.sampler.slots or 64
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (
@@ -120,13 +111,6 @@ def _memory(
         + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
     }
-
-
-def _lora_parameters(config: Any, rank: int) -> int:
-    """Attention and MLP projections of a Llama-like layer, each with two factors."""
-    width, layers = int(getattr(config, "hidden_size", 0)), int(getattr(config, "num_hidden_layers", 0))
-    inner = int(getattr(config, "intermediate_size", 4 * width))
-    return layers * rank * (4 * 2 * width + 3 * (width + inner))
 
 
 def _count(number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,20 +16,20 @@ from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.models.tokenizers import require_same
+from opd.models.tokenizers import require_same, share_vocabulary
 from opd.objective.objective import Objective
-from opd.rewards import check_rewards
-from opd.rollout.engine import Engine
+from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
+from opd.rollout.plain import PlainSampler
 from opd.rollout.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.teachers.router import routes
 from opd.text import code, plain
 from opd.training.average import weight_average
+from opd.training.checks import check_stage
 from opd.training.optimiser import Optimiser
-from opd.training.prompts import look_at_prompts, open_prompts, response_limit
+from opd.training.prompts import Looked, response_limit
 from opd.training.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampling
+from opd.types import Rollout, Sample, Sampler, Sampling
 
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
@@ -42,28 +41,17 @@ class StageRun:
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
-        self._warned, self._said = (
-            False,
-            time.monotonic(),
-        )  # of prompts that are skipped; when reading them was last told
-        self.device = pick_device(spec.device)
+        self._warned = False  # of prompts that are skipped
+        self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        self.sources = open_prompts(spec, self._told)
+        checked = check_stage(spec, resolve_model, self._told, say)
         on_phase("loading")
-        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        examples = [prompt for source in self.sources for prompt in source.examples()]
-        self.domains = list(dict.fromkeys(prompt.domain for prompt in examples))
-        roles = [role for term in spec.objective for role in term.roles]
-        self.routes = routes(spec.teachers, self.domains, roles)
-        self.rewards = check_rewards(spec.rewards, examples, domains=self.domains, say=say)
+        self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
+        self.routes, self.rewards = checked.routes, checked.rewards
         self._unrewarded = 0  # steps in a row
-        if any(term.needs().rewards for term in spec.objective) and not any(map(self.rewards.judges, examples)):
-            raise RecipeError(
-                "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
-            )
-
+        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
         self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
@@ -73,8 +61,7 @@ class StageRun:
                 resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, device=device
             )
             require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
-        every = [*self.student.stop_ids, *(stop for model in models.values() for stop in model.stop_ids)]
-        self.stop_ids = tuple(dict.fromkeys(every))  # of student and teachers together: one event
+        self.stop_ids = share_vocabulary(self.student, models)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
@@ -83,7 +70,7 @@ class StageRun:
             name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
             for name, model in models.items()
         }
-        self._build(on_token)
+        self._build(checked.inputs, on_token)
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -107,21 +94,24 @@ class StageRun:
             )
         return fits
 
-    def _build(self, on_token: Callable[[], None]) -> None:
+    def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
         tokenizer = self.student.tokenizer
-        context = min(model.context for model in (self.student, *(teacher.model for teacher in self.teachers.values())))
-        inputs = look_at_prompts(spec, self.sources, tokenizer, self.rewards.judges, context, self._told)
         for note in inputs.notes:
             self.say(f"{spec.name}: {note}")
         self.questions, self._room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine = Engine(
+        self.engine: Sampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
+        if spec.rollout.teacher_mix:
+            mixed = set(self.routes.get("teacher", {}).values())
+            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
+        for line in self._slower():
+            self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
         self.optimiser = Optimiser(self.student.trainable(), spec.train)
         self.version = 0
@@ -134,8 +124,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Engine] = {}
-        self._mixed_engines: dict[str, Engine] = {}
+        self._teacher_engines: dict[str, Sampler] = {}
+        self._mixed_engines: dict[str, Sampler] = {}
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
             store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
@@ -144,12 +134,24 @@ class StageRun:
         )  # fmt: skip
         self.publish(version=0)
 
-    def teacher_engine(self, name: str) -> Engine:
+    def _slower(self) -> list[str]:
+        """Models that do not run packed, or not in slots, and why: said once."""
+        models = (self.student, *(teacher.model for teacher in self.teachers.values()))
+        found = {
+            f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+            for model in models
+            if model.route.why
+        }
+        if isinstance(self.engine, PlainSampler):
+            found.add(f"{self.student.name} {self.engine.manner}")
+        return sorted(found)
+
+    def teacher_engine(self, name: str) -> Sampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Engine:
+    def mixed_engine(self, name: str) -> Sampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -157,9 +159,9 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Engine:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return Engine(
+        return open_sampler(
             model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
@@ -206,7 +208,7 @@ class StageRun:
 
     # Evaluation
 
-    def evaluate(self, engine: Engine, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
@@ -226,19 +228,6 @@ class StageRun:
     def evaluate_weight_average(self) -> dict[str, Score]:
         names = list(dict.fromkeys(self.routes.get("teacher", {}).values()))
         return self.evaluate(self._engine(weight_average([self.teachers[name].model for name in names])))
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
-    return device
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:

@@ -21,13 +21,19 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def require_trackers(spec: Log) -> None:
+    """Every tracker's package is there."""
+    for kind in spec.to:
+        if importlib.util.find_spec(kind) is None:
+            raise RecipeError(f"log: {kind} is not installed. Run: pip install 'opd[{kind}]'")
+
+
 def open_trackers(spec: Log, directory: Path, name: str, config: Mapping[str, Any]) -> list[Tracker]:
+    require_trackers(spec)
     return [_open(kind, spec, directory, name, config) for kind in spec.to]
 
 
 def _open(kind: str, spec: Log, directory: Path, name: str, config: Mapping[str, Any]) -> Tracker:
-    if importlib.util.find_spec(kind) is None:
-        raise RecipeError(f"log: {kind} is not installed. Run: pip install 'opd[{kind}]'")
     if kind == "tensorboard":
         return TensorBoard(directory / "tensorboard")
     module = importlib.import_module(kind)  # wandb, and trackio with the same interface

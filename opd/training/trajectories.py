@@ -69,7 +69,7 @@ class Trajectories:
             if rollout_id not in durable:
                 self._begin(rollout_id, visit, sample, author, prompt_ids)
             if author == "data":
-                self._write_completion(rollout_id, visit.prompt, version, durable.get(rollout_id))
+                self._write_completion(rollout_id, visit, version, durable.get(rollout_id))
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, sample)
                 request = SampleRequest(rollout_id, prompt_ids, key, self.sampling)
@@ -160,8 +160,11 @@ class Trajectories:
             group=f"{prompt.id}/{visit.visit}", prompt_ids=prompt_ids,
         )  # fmt: skip
 
-    def _write_completion(self, rollout_id: str, prompt: Prompt, version: int, durable: Rollout | None) -> None:
-        ids, cut = render_completion(prompt, self.tokenizer, self.spec.max_new_tokens)
+    def _write_completion(self, rollout_id: str, visit: Visit, version: int, durable: Rollout | None) -> None:
+        arguments = self.sources[visit.source].chat_template_kwargs
+        ids, cut = render_completion(
+            visit.prompt, self.tokenizer, self.spec.max_new_tokens, self.sampling.stop_ids, arguments
+        )
         done = durable.response_ids.size if durable is not None else 0
         self.store.extend(rollout_id, ids[done:], Author.DATA, version)
         self.store.finish(rollout_id, "length" if cut else "stop")

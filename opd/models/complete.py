@@ -1,0 +1,52 @@
+"""A checkpoint must hold every tensor of its model, and no tensor that its config denies.
+
+transformers fills what is missing with random numbers and drops what it has no place for, with a line in a log.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from opd.errors import ModelError
+
+
+def load_complete(architecture: Any, path: str | Path, name: str, **arguments: Any) -> Any:
+    """`architecture.from_pretrained(path, …)`, refused where the checkpoint and the model differ."""
+    module, info = architecture.from_pretrained(path, output_loading_info=True, use_safetensors=True, **arguments)
+    if info["missing_keys"]:
+        raise ModelError(
+            f"model {name!r}: its checkpoint lacks {_some(info['missing_keys'])}, which would be random numbers. "
+            "Download or save it again, or correct its config.json."
+        )
+    denied = _denied(module, info["unexpected_keys"])
+    if denied:
+        raise ModelError(
+            f"model {name!r}: its checkpoint has {_some(denied)}, for which {type(module).__name__} with its config has no place, "
+            "so it would not be the model that was trained. Correct its config.json."
+        )
+    return module
+
+
+def _denied(module: Any, extra: set[str]) -> list[str]:
+    """Biases of linear layers that the config says have none, and layers beyond its number of them.
+
+    Anything else that is left over (a vision tower, a value head, old buffers) takes no part in the language model, nor do
+    layers that predict further tokens.
+    """
+    own = {name for name, _ in module.named_parameters()}
+    shapes = {re.sub(r"\d+", "#", name) for name in own}
+    config = module.config
+    further = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None)
+    return sorted(
+        name
+        for name in extra
+        if (name.endswith(".bias") and name.removesuffix("bias") + "weight" in own)
+        or (not further and re.sub(r"\d+", "#", name) in shapes)
+    )
+
+
+def _some(names: Any) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else "")

@@ -1,0 +1,175 @@
+"""What can be said about a model's files before anything is built from them: sizes that no machine can hold, shards that
+are not there, and, after a library has stumbled over one, which file it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from opd.errors import ModelError, OpdError, Stopped
+
+INDEX = "model.safetensors.index.json"
+READ = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX})
+LAYERS = 10_000  # more than any model has, few enough to build
+POSITIONS = 1 << 28
+HEADER = 100 << 20  # bytes; the limit of safetensors itself
+AGAIN = "Download or copy the model again."
+
+
+@contextmanager
+def reading(name: str, what: str, directory: Path | None) -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes one sentence that names the file."""
+    try:
+        yield
+    except (OpdError, MemoryError, Stopped):
+        raise
+    except Exception as error:  # tokenizers raise it bare, and a config's wrong value may surface as anything
+        if (
+            type(error).__name__ == "OutOfMemoryError"
+        ):  # of torch, which is not loaded for this: the run knows what to lower
+            raise
+        raise _explained(name, what, directory, error) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # how the libraries written in Rust fail
+            raise
+        raise _explained(name, what, directory, error) from None
+
+
+def _explained(name: str, what: str, directory: Path | None, error: BaseException) -> ModelError:
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return ModelError(f"model {name!r}: {what} asks for more memory than there is ({first_line(error)}).")
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"model {name!r}: {what} comes with Python code of its own, which is never run. Choose another."
+        )
+    broken = first_broken(directory) if directory is not None else None
+    if broken is not None:
+        return ModelError(f"model {name!r}: {broken} {AGAIN}")
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return ModelError(f"model {name!r}: {what} could not be read: {kind}{first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def first_broken(directory: Path) -> str | None:
+    """A sentence about the first file that cannot be what its name says."""
+    try:
+        names = sorted(path for path in directory.iterdir() if path.name in READ or path.suffix == ".safetensors")
+    except OSError as error:
+        return f"{directory} cannot be read: {error.strerror}."
+    for path in names:
+        try:
+            if path.suffix == ".json":
+                read_json(path)
+            else:
+                read_header(path)
+        except ModelError as error:
+            return str(error)
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({first_line(error)}).") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}, not a JSON object.")
+    return found
+
+
+def read_header(path: Path) -> dict[str, int]:
+    """Tensor name -> number of elements, from the header of a safetensors file; the data is not read."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, HEADER):
+                raise ModelError(f"{path} is truncated or no safetensors file: its header says {length} bytes.")
+            header = json.loads(file.read(length))
+            counts = {name: _elements(entry) for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name in counts), default=0)
+    except ModelError:
+        raise
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        raise ModelError(f"{path} has a damaged header.") from None
+    if end != size - 8 - length:
+        raise ModelError(f"{path} is truncated: its header describes {end} bytes, and {size - 8 - length} are there.")
+    return counts
+
+
+def _elements(entry: dict[str, Any]) -> int:
+    count = 1
+    for length in entry["shape"]:
+        count *= int(length)
+    return count
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights, all of them there and inside the directory."""
+    index = directory / INDEX
+    if (directory / "model.safetensors").is_file() or not index.is_file():
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise ModelError(
+                f"{directory} has no .safetensors file. Pickled weights are never opened; save the model with "
+                "save_pretrained, or name a directory that has its weights."
+            )
+        return found
+    table = read_json(index).get("weight_map")
+    names = sorted(set(table.values()), key=str) if isinstance(table, dict) else []
+    if not names:
+        raise ModelError(f"{index} has no weight_map. {AGAIN}")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise ModelError(f"{index} names {name!r}, which is not a file of this directory. {AGAIN}")
+        if not (directory / name).is_file():
+            raise ModelError(f"{index} names {name}, which is missing. {AGAIN}")
+    return [directory / name for name in names]
+
+
+def stored_tensors(directory: Path) -> dict[str, int]:
+    """Name -> number of elements of every tensor in the weight files."""
+    try:
+        return {name: count for file in weight_files(directory) for name, count in read_header(file).items()}
+    except ModelError as error:
+        raise ModelError(f"model {str(directory)!r}: {error}") from None
+
+
+def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -> None:
+    """Refuse counts that would be built for hours. `tensors`: how many the weight files hold, where they are here."""
+    limits = {"layer": LAYERS, "expert": 10 * LAYERS, "head": 10 * LAYERS, "position": POSITIONS}
+    for key, value in _numbers(config):
+        limit = next((limit for part, limit in limits.items() if part in key), None)
+        if limit is not None and value > limit:
+            raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
+        if (
+            tensors is not None
+            and key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+            and value > tensors
+        ):
+            raise ModelError(
+                f"model {name!r}: its config says {key} {value}, and its weight files hold {tensors} tensors. {AGAIN}"
+            )
+
+
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, (int, float)) and not math.isnan(value):
+            yield key, int(min(max(value, -1), 1 << 62))

@@ -1,0 +1,340 @@
+"""Model directories and GGUF files that are damaged, hostile or absurd: one sentence each, no traceback, no hang, no code run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, normalizers
+
+from opd.errors import ModelError
+from opd.models import load_config, load_model, load_tokenizer, locate, parameter_count
+from opd.models.gguf import check_header
+from tests.helpers import save_tiny
+
+FUZZED = int(os.environ.get("COUNT") or 300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in three shards."""
+    directory = tmp_path_factory.mktemp("models") / "whole"
+    save_tiny(directory)
+    model = load_model(str(directory))
+    (directory / "model.safetensors").unlink()
+    model.module.save_pretrained(directory, max_shard_size="20KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    return directory
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "m"))
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def shard(directory: Path) -> Path:
+    return sorted(directory.glob("*.safetensors"))[1]
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def become_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing shard": (lambda d: shard(d).unlink(), "00002.*is missing"),
+    "truncated shard": (lambda d: cut(shard(d), 0.5), "00002.*truncated"),
+    "empty shard": (lambda d: shard(d).write_bytes(b""), "00002.*truncated"),
+    "header garbage": (lambda d: shard(d).write_bytes(struct.pack("<Q", 64) + b"\xff" * 5000), "00002.*header"),
+    "endless header": (lambda d: shard(d).write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "00002.*header"),
+    "shard is a directory": (lambda d: become_directory(shard(d)), "00002"),
+    "no weights": (lambda d: [p.unlink() for p in d.glob("model*")], "no .safetensors"),
+    "shard elsewhere": (lambda d: edit(d / "model.safetensors.index.json", weight_map={"a": "../x.safetensors"}), "not a file of"),
+    "absolute shard": (lambda d: edit(d / "model.safetensors.index.json", weight_map={"a": "/etc/passwd"}), "not a file of"),
+    "index without map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map"),
+    "index garbage": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "index.json is not JSON"),
+    "config garbage": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
+    "config list": (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list"),
+    "config bytes": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), "config.json is not JSON"),
+    "config nested": (lambda d: (d / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+    "config long number": (lambda d: (d / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}"), "config.json is not JSON"),
+    "no model type": (lambda d: edit(d / "config.json", model_type=None), "config"),
+    "unknown type": (lambda d: edit(d / "config.json", model_type="no_such"), "no_such"),
+    "wrong kind of value": (lambda d: edit(d / "config.json", hidden_size="wide"), "hidden_size"),
+    "no heads": (lambda d: edit(d / "config.json", num_attention_heads=0), "config|model"),
+    "wrong shape": (lambda d: edit(d / "config.json", intermediate_size=49), "mlp|size|shape"),
+    "a billion layers": (lambda d: edit(d / "config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
+    "more layers than tensors": (lambda d: edit(d / "config.json", num_hidden_layers=5000), "weight files hold 21 tensors"),
+    "endless layers": (lambda d: edit(d / "config.json", num_hidden_layers=float("inf")), "num_hidden_layers"),
+    "a vast vocabulary": (lambda d: edit(d / "config.json", vocab_size=10**12), "weight files hold"),
+    "a vast width": (lambda d: edit(d / "config.json", intermediate_size=10**9), "weight files hold"),
+    "vast positions": (lambda d: edit(d / "config.json", max_position_embeddings=10**15), "max_position_embeddings"),
+    "tokenizer garbage": (lambda d: (d / "tokenizer.json").write_text("{,"), "tokenizer.json is not JSON"),
+    "tokenizer of nothing": (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "truncated tokenizer": (lambda d: cut(d / "tokenizer.json", 0.5), "tokenizer.json is not JSON"),
+    "tokenizer config garbage": (lambda d: (d / "tokenizer_config.json").write_text("}"), "tokenizer_config.json"),
+    "generation config garbage": (lambda d: (d / "generation_config.json").write_text("}"), "generation_config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_directory_is_one_sentence(damage: str, copy: Path) -> None:
+    change, words = DAMAGES[damage]
+    change(copy)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(str(copy))
+    assert str(copy) in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_what_needs_no_weights_is_found_without_loading_them(copy: Path) -> None:
+    """A dry run counts parameters; it must not build a billion layers, nor miss a shard that is not there."""
+    assert parameter_count(str(copy)) > 0
+    cut(shard(copy), 0.9)
+    with pytest.raises(ModelError, match="truncated"):
+        load_config(str(copy))
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~nobody-here/model", "a/b/c", ".", "\n"])
+def test_names_that_are_no_names(name: str) -> None:
+    with pytest.raises(ModelError):
+        load_config(name)
+
+
+def test_a_revision_of_something_local_is_refused(copy: Path) -> None:
+    for name in (str(copy), "tiny/generalist"):
+        with pytest.raises(ModelError, match="no revisions"):
+            locate(name, "main")
+    assert locate("someone/model", "main").revision == "main"
+
+
+# Code that comes with a model
+
+
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nPath({ran!r}).touch()\n"
+CLASSES = """
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig): model_type = 'hostile'
+class Model(LlamaForCausalLM): config_class = Config
+class Words(PreTrainedTokenizerFast): pass
+"""
+
+
+def test_code_that_comes_with_a_model_never_runs_even_when_told_yes(whole: Path, tmp_path: Path) -> None:
+    """A type that transformers knows loads with the stock class; any other is refused. Neither asks."""
+    ran = tmp_path / "ran"
+    table = {
+        "AutoConfig": "code.Config",
+        "AutoModelForCausalLM": "code.Model",
+        "AutoTokenizer": ["code.Words", "code.Words"],
+    }
+    for model_type in ("llama", "hostile"):
+        directory = Path(shutil.copytree(whole, tmp_path / model_type))
+        (directory / "code.py").write_text(CODE.format(ran=str(ran)) + CLASSES)
+        edit(directory / "config.json", auto_map=table, model_type=model_type)
+        edit(
+            directory / "tokenizer_config.json",
+            auto_map=table,
+            **({"tokenizer_class": "Words"} if model_type == "hostile" else {}),
+        )
+    program = (
+        "import sys\nfrom opd.errors import ModelError\nfrom opd.models import *\n"
+        "for name in sys.argv[1:]:\n"
+        "    for load in (load_tokenizer, load_config, parameter_count, load_model):\n"
+        "        try: load(name); print('loaded')\n"
+        "        except ModelError as error: print('refused', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "llama"), str(tmp_path / "hostile")],
+        input="y\n" * 20, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not ran.exists()
+    assert "[y/N]" not in done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:4] == ["loaded"] * 4
+    assert len(lines) == 8
+    assert all("never run" in line for line in lines[5:])  # its tokenizer is a plain one under another name
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        normalizers.Sequence([normalizers.Replace("a", "a" * 10) for _ in range(12)]),
+        normalizers.Sequence([normalizers.Replace(Regex("a"), "a" * 50) for _ in range(4)]),
+        normalizers.Sequence([normalizers.Replace(Regex(""), "aa") for _ in range(30)]),
+    ],
+)
+def test_a_tokenizer_that_blows_text_up_is_refused(bomb: Any, copy: Path) -> None:
+    tokenizer = load_tokenizer(str(copy))
+    tokenizer.backend_tokenizer.normalizer = bomb
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ModelError, match="times longer"):
+        load_tokenizer(str(copy))
+
+
+def test_a_token_of_a_million_letters_is_refused(copy: Path) -> None:
+    tokenizer = load_tokenizer(str(copy))
+    tokenizer.add_tokens(["x" * 1_000_000])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ModelError, match="1000000 characters"):
+        load_tokenizer(str(copy))
+
+
+def test_ordinary_replacements_are_fine(copy: Path) -> None:
+    tokenizer = load_tokenizer(str(copy))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Prepend("▁"),
+            normalizers.Replace(" ", "▁"),
+            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.NFKC(),
+        ]
+    )
+    tokenizer.save_pretrained(copy)
+    load_tokenizer(str(copy))
+
+
+# GGUF
+
+
+def gguf(fields: bytes = b"", count: int = 0, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + fields
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+HEADERS = {
+    "empty": (b"", "not a GGUF"),
+    "another file": (b"PK\x03\x04" + b"0" * 100, "not a GGUF"),
+    "cut": (b"GGUF\x03", "damaged"),
+    "endless fields": (gguf(count=1 << 60), "damaged"),
+    "endless key": (gguf(struct.pack("<Q", 1 << 60), 1), "damaged"),
+    "unknown type": (gguf(text("a") + struct.pack("<I", 99), 1), "damaged"),
+    "endless array": (gguf(text("a") + struct.pack("<IIQ", 9, 4, 1 << 60) + b"0" * 64, 1), "damaged"),
+    "arrays in arrays": (gguf(text("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 500, 1), "damaged"),
+    "a billion layers": (gguf(text("llama.block_count") + struct.pack("<II", 4, 10**9), 1), "num_hidden_layers 1000000000"),
+    "layers without tensors": (gguf(text("llama.block_count") + struct.pack("<II", 4, 12), 1, 3), "hold 3 tensors"),
+    "nothing inside": (gguf(), "GGUF file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_damaged_gguf_files_are_refused(header: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content, words = HEADERS[header]
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path / "m.gguf"))
+
+
+def test_gguf_headers_cut_or_changed_anywhere(tmp_path: Path) -> None:
+    values = (
+        text("general.name") + struct.pack("<I", 8) + text("x") + text("llama.block_count") + struct.pack("<II", 4, 2)
+    )
+    values += (
+        text("ids")
+        + struct.pack("<IIQ", 9, 5, 4)
+        + bytes(16)
+        + text("words")
+        + struct.pack("<IIQ", 9, 8, 2)
+        + text("ab") * 2
+    )
+    good = gguf(values, 4, 20)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(good)
+    check_header(path)
+    generator = random.Random(0)
+    for trial in range(300):
+        bad = bytearray(good)
+        for _ in range(generator.randint(1, 3)):
+            bad[generator.randrange(len(bad))] = generator.randrange(256)
+        path.write_bytes(bytes(bad) if trial % 2 else good[: generator.randrange(len(good))])
+        with suppress(ModelError):
+            check_header(path)
+
+
+# Mutations by the hundred
+
+
+def mutate(directory: Path, generator: random.Random) -> None:
+    """One file: bytes flipped, cut, or a value of its JSON exchanged for an odd one."""
+    path = generator.choice([p for p in sorted(directory.iterdir()) if p.suffix in (".json", ".safetensors")])
+    data = path.read_bytes()
+    how = generator.choice(["flip", "cut", "value", "value", "value"])
+    if how == "value" and path.suffix == ".json":
+        value = json.loads(data)
+        odd = [None, -1, 0, 1, 7, 10**9, 10**30, 1e308, float("nan"), "", "x", [], {}, [[1]], True, "../x", "\ud800"]
+        holder: Any = value
+        while isinstance(holder, (dict, list)) and holder:
+            key = generator.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+            if not isinstance(holder[key], (dict, list)) or not holder[key] or generator.random() < 0.2:
+                break
+            holder = holder[key]
+        if isinstance(holder, (dict, list)) and holder:
+            if isinstance(holder, dict) and generator.random() < 0.2:
+                del holder[key]
+            else:
+                holder[key] = generator.choice(odd)
+        path.write_text(json.dumps(value))
+    elif how == "cut":
+        path.write_bytes(data[: generator.randrange(len(data))])
+    else:
+        changed = bytearray(data)
+        for _ in range(generator.randint(1, 8)):
+            changed[generator.randrange(min(len(changed), 2000))] = generator.randrange(256)
+        path.write_bytes(bytes(changed))
+
+
+def fuzz(whole: Path, directory: Path, count: int, seed: int) -> tuple[int, int]:
+    refused = 0
+    for trial in range(count):
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(whole, directory)
+        mutate(directory, random.Random(seed * 100_000 + trial))
+        try:
+            parameter_count(str(directory))
+            model = load_model(str(directory))
+            with torch.no_grad():
+                model.tokenizer("1+1=")
+        except ModelError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, trial {trial}") from error
+    return refused, count
+
+
+def test_mutated_directories_load_or_are_refused(whole: Path, tmp_path: Path) -> None:
+    refused, count = fuzz(whole, tmp_path / "m", 20, seed=0)
+    assert 0 < refused < count
+
+
+@pytest.mark.fuzz
+def test_hundreds_of_mutated_directories_load_or_are_refused(whole: Path, tmp_path: Path) -> None:
+    refused, count = fuzz(whole, tmp_path / "m", FUZZED, seed=1)
+    assert 0 < refused < count
