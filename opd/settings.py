@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -33,8 +34,17 @@ if TYPE_CHECKING:
     from opd.objective.term import Term
 
 MANY = 1_000_000_000  # no count in a recipe is larger
-Positive = Annotated[int, Field(ge=1, le=MANY)]
-Count = Annotated[int, Field(ge=0, le=MANY)]
+
+
+def _bounded(value: int) -> int:
+    """Beside a field's own `le`, which would be lost if this were one too."""
+    if value > MANY:
+        raise ValueError(f"expected at most {MANY}")
+    return value
+
+
+Positive = Annotated[int, Field(ge=1), AfterValidator(_bounded)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_bounded)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
 Word = Annotated[str, Field(min_length=1, max_length=200)]

@@ -191,7 +191,7 @@ class Eval(BaseModel):
 
     model_config = SETTINGS
     every: Count = Field(0, description="steps; 0: only before and after")
-    prompts: Count = Field(200, le=100_000, description="held-out prompts per domain; 0: no evaluation")
+    prompts: Count = Field(200, le=20_000, description="held-out prompts per domain; 0: no evaluation")
     greedy: bool = True
     k: Count = Field(0, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
