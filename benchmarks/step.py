@@ -240,11 +240,11 @@ class ForcedLengths:
 
 
 def work_opd(pipe: Connection, job: Job) -> None:
-    """A stage of a recipe, as `opd run` builds it; `train_step` is the real one."""
+    """A stage of a recipe, as `opd run` builds it; `run_step` is the real one."""
     from opd.config import load_recipe
     from opd.rollout.store import RolloutStore
     from opd.training.stage import StageRun
-    from opd.training.step import train_step
+    from opd.training.step import run_step
 
     one_thread()
     imports = memory("VmRSS")
@@ -276,7 +276,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
             continue
         marks.clear()
         clock, step = Clock(), step + 1
-        metrics = train_step(run, step)
+        metrics = run_step(run, step)
         end = Clock()
         # The phases follow one another, so a phase lasts until the next begins.
         for (phase, begun), (_, ended) in zip(marks, [*marks[1:], ("end", end)], strict=True):

@@ -6,10 +6,15 @@ import string
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from opd.config import Rollouts, Train
 from opd.models.language_model import LanguageModel
+from opd.objective.term import AnyTerm
+from opd.objective.term import refusals as objective_refusals
+from opd.settings import StageView
 
 PAD, EOS = 0, 1
 CHARACTERS = string.digits + string.ascii_letters + " +-*/=.,:;!?()"  # 76; ids 2 to 77
@@ -40,6 +45,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "initializer_range": 0.3},
 }
 KINDS = tuple(SPECIAL)
+
+
+def term(**settings: Any) -> Any:
+    """A term of the objective as a recipe writes it: `term(form="direct", divergence="jsd", beta=0.3)`."""
+    return TypeAdapter(AnyTerm).validate_python(settings)
+
+
+def refusals(rollout: Rollouts, *terms: Any) -> str:
+    """What reading a recipe with these terms complains about."""
+    return "\n".join(objective_refusals(StageView(rollout, Train(), terms)))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

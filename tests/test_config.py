@@ -31,7 +31,7 @@ def test_short_forms_are_filled_in() -> None:
     assert stage.student.model == "tiny/generalist"
     assert stage.teachers["arithmetic"].model == "tiny/arithmetic"
     assert stage.prompts[0].source == "task:addition"
-    assert stage.objective[0].divergence == "reverse_kl"
+    assert stage.objective[0].divergence.name == "reverse_kl"
     assert stage.log.to == ["tensorboard"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opd.divergence import Mixture, Projection, divergence, statistics, token_logprobs
-from opd.divergence.plan import Plan
+from opd.divergence.plan import KernelPlan
 from opd.divergence.rows import RowStatistics
 from tests.divergence_cases import CASES, SMOOTH, leaves
 
@@ -70,8 +70,8 @@ def compare(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that little tensors still make several chunks, slabs and blocks; any budget means `small`."""
 
-    def plan(student: Projection, size: int, memory: int | None) -> Plan:
-        return Plan("triton", "a test", ROWS, 128 if memory else 0)
+    def plan(student: Projection, size: int, memory: int | None) -> KernelPlan:
+        return KernelPlan("triton", "a test", ROWS, 128 if memory else 0)
 
     monkeypatch.setattr("opd.divergence.triton_backend.NARROW", (128, 4))
     monkeypatch.setattr("opd.divergence.plan.triton_plan", plan)

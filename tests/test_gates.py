@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.config import Rollouts, Term
 from opd.divergence import Projection
+from opd.objective.advantages import SampledTokens
+from opd.objective.batch import FirstPass, TrainingBatch
+from opd.objective.first_pass import proposal_accepted
 from opd.objective.gates import random_share, speculative, top_share
-from opd.training.judged import Judged, Survey
-from opd.training.prepare import TermPlan, plan_term, token_advantages
-from opd.training.survey import proposal_accepted
+from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.types import Author, Rollout, Signal
+from tests.helpers import term as read_term
 from tests.test_teachers import rollout
 
 LENGTH = 4
@@ -34,7 +35,7 @@ def answers(count: int = 6, per_group: int = 2) -> list[Rollout]:
     ]
 
 
-def judged(rollouts: list[Rollout], scores: dict[str, float | None] | None = None, **survey: Any) -> Judged:
+def judged(rollouts: list[Rollout], rewards: dict[str, float | None] | None = None, **first: Any) -> TrainingBatch:
     generator = np.random.default_rng(1)
     signals = {
         (role, "logprobs_at"): {
@@ -43,14 +44,28 @@ def judged(rollouts: list[Rollout], scores: dict[str, float | None] | None = Non
         }
         for role in ("teacher", "reference")
     }
-    return Judged(rollouts, signals, scores or {}, Survey(**survey))  # type: ignore[arg-type]
+    return TrainingBatch(rollouts, signals, rewards or {}, FirstPass(**first))  # type: ignore[arg-type]
 
 
-def plan(term: dict[str, Any], batch: Judged, seed: int = 0, deferred: bool = True) -> TermPlan:
-    return plan_term(Term(**term), "0", 1.0, batch, Rollouts(samples=2, max_new_tokens=8), seed, deferred)
+def plan(term: dict[str, Any], batch: TrainingBatch, seed: int = 0) -> PreparedTerm:
+    return prepare_term(read_term(**term), "0", 1.0, batch, 8, seed)
 
 
-def opened(found: TermPlan) -> list[str]:
+def advantages(
+    found: PreparedTerm, rollouts: list[Rollout], students: list[np.ndarray] | None = None
+) -> dict[str, Any]:
+    """By rollout; compared with the sampler's log-probs unless others are given."""
+    logprobs = students or [item.logprob.astype(np.float64) for item in rollouts]
+    term: Any = found.term
+    values = term.advantage.values(SampledTokens(term, found, rollouts, logprobs), found.state)
+    return {item.id: value for item, value in zip(rollouts, values, strict=True)}
+
+
+def outcomes(found: PreparedTerm) -> dict[str, float]:
+    return next(state for state in found.state if isinstance(state, dict))
+
+
+def opened(found: PreparedTerm) -> list[str]:
     return [name for name, factor in found.factor.items() if factor.any()]
 
 
@@ -70,34 +85,31 @@ VERDICTS: dict[str, float | None] = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0,
 def test_correctness_gates_of_either_polarity(gate: str, wanted: list[str]) -> None:
     found = plan({"gate": gate}, judged(answers(), VERDICTS))
     assert opened(found) == wanted
-    assert found.shares[f"gate/0/{gate}"] == pytest.approx(1 - len(wanted) / 5)  # r5 was out before: not judged
-    assert found.shares["unjudged/0"] == pytest.approx(1 / 6)
+    assert found.metrics[f"gate/0/{gate}"] == pytest.approx(1 - len(wanted) / 5)  # r5 was out before: not judged
+    assert found.metrics["unjudged/0"] == pytest.approx(1 / 6)
 
 
 def test_a_failed_verdict_is_masked_and_never_a_zero() -> None:
     rollouts = answers()
     advantage = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group"}
-    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS), deferred=False)
+    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS))
     assert "r5" not in opened(found)
     assert not found.counted["r5"].any()  # and it is in no denominator
-    assert found.outcome["r4"] == 0  # alone in its group: nothing to be compared with, as if r5 did not exist
-    zero = plan(
-        {"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS | {"r5": 0.0}), deferred=False
-    )
-    assert zero.outcome["r4"] == 0.5
+    assert outcomes(found)["r4"] == 0  # alone in its group: nothing to be compared with, as if r5 did not exist
+    zero = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS | {"r5": 0.0}))
+    assert outcomes(zero)["r4"] == 0.5
 
 
 def test_a_prompt_nobody_can_judge_keeps_its_teacher() -> None:
     rollouts, known = answers(), {"r0": 1.0, "r1": 0.0}
     term = {"form": "policy_gradient", "advantage": {"outcome_weight": 2.0, "baseline": "group"}}
-    found = plan(term, judged(rollouts, known), deferred=False)  # type: ignore[arg-type]
+    found = plan(term, judged(rollouts, known))  # type: ignore[arg-type]
     assert len(opened(found)) == 6
     batch = judged(rollouts)
     gaps = batch.logprobs("teacher", rollouts)[3] - rollouts[3].logprob
-    assert found.advantage is not None
-    np.testing.assert_allclose(found.advantage["r3"], gaps)
+    np.testing.assert_allclose(advantages(found, rollouts)["r3"], gaps)
     np.testing.assert_allclose(
-        found.advantage["r0"], batch.logprobs("teacher", rollouts)[0] - rollouts[0].logprob + 2.0 * 0.5
+        advantages(found, rollouts)["r0"], batch.logprobs("teacher", rollouts)[0] - rollouts[0].logprob + 2.0 * 0.5
     )
 
 
@@ -106,7 +118,7 @@ def test_top_shares_are_of_the_whole_batch_and_of_what_is_open() -> None:
     entropy = {item.id: np.arange(LENGTH) + 10.0 * index for index, item in enumerate(rollouts)}
     found = plan({"gate": {"kind": "entropy", "share": 0.5}}, judged(rollouts, entropy=entropy))
     assert opened(found) == ["r3", "r4", "r5"]
-    assert found.shares["gate/0/entropy"] == 0.5
+    assert found.metrics["gate/0/entropy"] == 0.5
     both = plan({"gate": ["correct", {"kind": "entropy", "share": 0.5}]}, judged(rollouts, VERDICTS, entropy=entropy))
     assert opened(both) == ["r4"]  # half of what `correct` left: four of eight tokens
 
@@ -153,7 +165,7 @@ def test_selectkd_weighs_what_the_teacher_rejects() -> None:
     survey = {"accepted": {("teacher", 5): {"r0": np.array([1.0, 0, 1, 0])}}}
     found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, judged(rollouts, **survey))
     assert found.factor["r0"].tolist() == [1, 0.01, 1, 0.01]
-    assert found.shares["gate/0/selectkd"] == 0.5
+    assert found.metrics["gate/0/selectkd"] == 0.5
 
 
 def test_proposals_are_accepted_by_rank() -> None:
@@ -226,7 +238,7 @@ def test_overlong_answers_are_masked_or_penalised() -> None:
     assert opened(masked) == ["r1"]
     advantage = base | {"overlong": "penalise", "overlong_buffer": 8}
     found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, scores))
-    assert found.outcome["r0"] == pytest.approx(1.0 - 0.5)  # four of eight tokens, and the buffer is all eight
+    assert outcomes(found)["r0"] == pytest.approx(1.0 - 0.5)  # four of eight tokens, and the buffer is all eight
 
 
 def test_advantages_add_up() -> None:
@@ -237,15 +249,14 @@ def test_advantages_add_up() -> None:
         "extrapolation": 1.25, "clip": 0.7, "reference_weight": 0.1, "outcome_weight": 0.5, "baseline": "leave_one_out",
     }  # fmt: skip
     batch = judged(rollouts, scores)
-    found = plan({"form": "policy_gradient", "advantage": advantage}, batch, deferred=False)
+    found = plan({"form": "policy_gradient", "advantage": advantage}, batch)
     students = [item.logprob.astype(np.float64) for item in rollouts]
     teachers, references = batch.logprobs("teacher", rollouts), batch.logprobs("reference", rollouts)
     for index, outcome in enumerate((1.0, -1.0)):
         s, t, r = students[index], teachers[index], references[index]
         wanted = np.clip((t - s) + 0.25 * (t - r), -0.7, 0.7) + 0.5 * outcome - 0.1 * (s - r)
-        assert found.advantage is not None
-        np.testing.assert_allclose(found.advantage[f"r{index}"], wanted)
-        np.testing.assert_allclose(token_advantages(found, batch, rollouts, students)[index], wanted)
+        np.testing.assert_allclose(advantages(found, rollouts)[f"r{index}"], wanted)
+        np.testing.assert_allclose(advantages(found, rollouts, students)[f"r{index}"], wanted)
 
 
 def test_data_tokens_are_left_alone() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from opd.objective.advantages import extrapolated, outcome_advantages, returns, whitened
 from opd.objective.corrections import correction_weight, prefix_weight, veto_weight
-from opd.objective.surrogates import cispo, gspo, importance_sampling, k2, ppo
+from opd.objective.sampled import k2
+from opd.objective.surrogates import cispo, gspo, importance_sampling, ppo
 
 V, T = 3, 3  # three symbols, three positions: 27 sequences
 SEQUENCES = list(itertools.product(range(V), repeat=T))

@@ -314,7 +314,7 @@ def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.D
         ({"prompts": ["task:addition", {"source": "rows.jsonl", "share": 2}]}, True),
         ({"prompts": [{"share": 2}]}, False),
         ({"objective": [{"form": "direct", "coefficient": 0.5}, {"form": "k2", "gate": ["correct", {"kind": "random"}]}]}, True),
-        ({"objective": {"surrogate": "ppo", "correction": "icepop", "gate": "wrong"}}, True),
+        ({"objective": {"form": "policy_gradient", "surrogate": "ppo", "correction": "icepop", "gate": "wrong"}}, True),
         ({"objective": {"gate": "nothing"}}, False),
         ({"objective": {"surrogate": "pppo"}}, False),
         ({"objective": {"coefficient": "much"}}, False),

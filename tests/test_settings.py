@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from opd import config
+from opd import config, families
 
 ROOT = Path(config.__file__).parent.parent
 CHECKS = ("refuse", "_check", "changed")  # functions that only say no
@@ -30,6 +30,8 @@ def settings() -> list[type[BaseModel]]:
     """Every settings class of the package, wherever it lives."""
     for path in (ROOT / "config").glob("[!_]*.py"):
         importlib.import_module(f"opd.config.{path.stem}")
+    for entry in families.CHOICES:
+        families.find(*entry.split("."))
     found, waiting = [], [BaseModel]
     while waiting:
         below = waiting.pop().__subclasses__()

@@ -244,7 +244,7 @@ def test_trackers(models: dict[str, str], tmp_path: Path) -> None:
 def test_nan_stops_the_run_and_keeps_good_weights(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opd.training.objective import Objective
+    from opd.objective.objective import Objective
 
     original, calls = Objective.__call__, []
 
@@ -278,7 +278,7 @@ def test_a_learning_rate_that_explodes_is_reported(models: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     ("phase", "target", "knob"),
     [
-        ("update", "opd.training.objective.Objective.__call__", "micro_tokens"),
+        ("update", "opd.objective.objective.Objective.__call__", "micro_tokens"),
         ("score", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
     ],
 )

@@ -3,7 +3,6 @@
 A recipe is YAML. Unknown keys are refused with the nearest known one named.
 """
 
-from opd.config.objective import Term
 from opd.config.read import (
     STAGE_PREFIX,
     find_recipe,
@@ -34,6 +33,7 @@ from opd.config.stage import (
     Train,
 )
 from opd.config.text import parse_yaml
+from opd.objective.term import Term
 
 __all__ = [
     "STAGE_PREFIX",

@@ -165,6 +165,8 @@ def _explain(detail: Any, where: str) -> str:
         near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
         return f"{path}: unknown key. {hint}"
+    if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
+        return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
     message = cut(detail["msg"].removeprefix("Value error, "), 400)

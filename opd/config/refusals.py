@@ -6,11 +6,11 @@ What a key may be is said where it is declared; here are the cross-checks. All o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from opd.config.base import changed
 from opd.config.stage import Recipe, Stage
 from opd.errors import RecipeError
+from opd.objective.term import present_authors, refusals
+from opd.settings import StageView, changed
 
 STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 METRIC = "pass@1"
@@ -44,7 +44,7 @@ def refuse_stage(stage: Stage, where: str = "") -> None:
 
 
 def _rollouts(stage: Stage) -> Iterator[str]:
-    rollout, shares = stage.rollout, authors(stage)
+    rollout, shares = stage.rollout, present_authors(stage.rollout)
     if rollout.teacher_mix and not shares["student"]:
         yield f"rollout.teacher_mix {rollout.teacher_mix} mixes into the student's tokens, and the shares leave it none. Set teacher_mix: 0."
     if rollout.temperature == 0 and (rollout.top_p < 1 or rollout.top_k):
@@ -58,7 +58,7 @@ def _rollouts(stage: Stage) -> Iterator[str]:
 def _authors(stage: Stage) -> Iterator[str]:
     """Tokens that nobody trains on."""
     trained = {author for term in stage.objective for author in term.authors}
-    for author, share in authors(stage).items():
+    for author, share in present_authors(stage.rollout).items():
         if share and author not in trained and author != "student":
             yield (
                 f"rollout.{author}_share {share:g}, but no term of the objective trains on {author} tokens. "
@@ -67,37 +67,15 @@ def _authors(stage: Stage) -> Iterator[str]:
 
 
 def _coefficients(stage: Stage) -> Iterator[str]:
-    for number, term in enumerate(stage.objective):
-        if not term.coefficient.value and not term.coefficient.to:
-            yield f"objective.{number}.coefficient is 0 at every step, so the term does nothing. Remove it."
     steps = range(1, min(stage.train.steps, 10_000) + 1)
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
     if not waits and not any(term.coefficient.at(step, None) for term in stage.objective for step in steps):
         yield f"objective: every coefficient is 0 in all {stage.train.steps} steps, so nothing is trained."
 
 
-def _terms(stage: Stage) -> Iterator[str]:
-    rollout = stage.rollout
-    plain = rollout.temperature == 1 and rollout.top_p == 1 and not rollout.top_k
-    for number, term in enumerate(stage.objective):
-        given: dict[str, Any] = term.model_dump(mode="json")
-        where = f"objective.{number}"
-        if not 0.01 <= given.get("temperature", 1.0) <= 100:
-            yield f"{where}.temperature {given['temperature']:g}: expected 0.01 to 100."
-        if (given.get("divergence"), given.get("support"), given.get("closure")) == (
-            "acceptance",
-            "topk",
-            "generalised",
-        ):
-            yield f"{where}: acceptance has no generalised form outside the top k. Use closure: tail or renormalised."
-        for gate in given.get("gate") or ():
-            if gate["kind"] == "turns":
-                yield f"{where}: gate turns weighs the turns of a rollout, and every source of prompts gives rollouts of one. Drop it."
-            if gate["kind"] == "selectkd" and gate["accept"] == "speculative" and not plain:
-                yield (
-                    f"{where}: gate selectkd with accept: speculative compares what was sampled with what the teacher says, so it needs "
-                    f"samples as the student is: rollout.temperature 1 (not {rollout.temperature:g}), top_p 1, top_k 0."
-                )
+def _objective(stage: Stage) -> Iterator[str]:
+    """What the terms and their parts find themselves."""
+    yield from refusals(StageView.of(stage))
 
 
 def _teachers(stage: Stage) -> Iterator[str]:
@@ -142,15 +120,4 @@ def _device(stage: Stage) -> Iterator[str]:
         yield "train.autocast computes in bfloat16, which student.dtype bfloat16 does already. Set dtype: float32, or drop autocast."
 
 
-CHECKS = (_rollouts, _authors, _coefficients, _terms, _teachers, _evaluation, _files, _device)
-
-
-def authors(stage: Stage) -> dict[str, float]:
-    """Who writes which share of the rollouts."""
-    rollout = stage.rollout
-    own = 1 - rollout.data_share - rollout.teacher_share
-    return {
-        "student": own if own > 1e-9 else 0.0,
-        "data": rollout.data_share,
-        "teacher": rollout.teacher_share,
-    }
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _teachers, _evaluation, _files, _device)

@@ -84,12 +84,6 @@ SHORT_FORMS: dict[
     "objective": lambda whole, words: _one_or_list(whole["items"]),
     "rewards": lambda whole, words: rewards_schema(whole),
     "log": lambda whole, words: _or(TEXT, _list(TEXT), whole),
-    "coefficient": lambda whole, words: _or({"type": "number"}, whole),
-    "gate": lambda whole, words: _or(
-        _one_or_list(_or({"enum": words}, whole["items"])), {"type": "array", "maxItems": 0}
-    ),
-    "surrogate": lambda whole, words: _or({"enum": words}, whole),
-    "correction": lambda whole, words: _or({"enum": words}, whole),
 }
 
 

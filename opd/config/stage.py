@@ -10,8 +10,13 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
 from opd.config.names import check_name
-from opd.config.objective import Term
 from opd.config.rewards import Rewards, read_rewards
+from opd.objective.direct import Direct
+from opd.objective.term import AnyTerm, Term
+
+
+def usual_objective() -> list[Term]:
+    return [Direct()]
 
 
 class Lora(BaseModel):
@@ -260,7 +265,7 @@ class Stage(BaseModel):
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
-    objective: list[Term] = Field(default_factory=lambda: [Term()], min_length=1)
+    objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
     rewards: Rewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
@@ -277,7 +282,7 @@ class Stage(BaseModel):
         moments = [moment for term in self.objective for moment in (term.coefficient.until, term.coefficient.after)]
         if "plateau" in moments and not (self.eval.every and self.eval.prompts):
             raise ValueError("a coefficient waits for a plateau of the evaluation: set eval.every and eval.prompts")
-        if self.rollout.contrast and not any(term.outcome for term in self.objective):
+        if self.rollout.contrast and not any(term.needs().rewards for term in self.objective):
             raise ValueError(
                 "rollout.contrast drops groups by their rewards, but no term of the objective uses rewards"
             )

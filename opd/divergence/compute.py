@@ -22,9 +22,9 @@ from opd.divergence.chunked import (
     scale_,
     wide_dtype,
 )
-from opd.divergence.formulas import Form, Kind
+from opd.divergence.formulas import Form
 from opd.divergence.mixture import Source
-from opd.divergence.plan import Backend, Plan, make_plan, values_plan
+from opd.divergence.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergence.projection import MergeGroups, Projection, without_autocast
 from opd.divergence.rows import Job, RowStatistics, reference_rows
 from opd.divergence.supports import Closure, Side, Support, TopRows, Truncation
@@ -41,12 +41,12 @@ class Divergence:
     teacher_entropy: Tensor  # (N,); of the known events and the tail, if the teacher is a TopK
     reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
     statistics: RowStatistics  # the above and what was asked for beside them
-    plan: Plan  # which backend ran, and why
+    plan: KernelPlan  # which backend ran, and why
 
 
 @without_autocast
 def divergence(
-    kind: Kind,
+    kind: str | Form,
     student: Projection,
     teacher: Source | TopK,
     *,
@@ -66,18 +66,21 @@ def divergence(
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
+    `kind`: a name, or a `Form` with its parameter.
+
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
     none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
     called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
     the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
     """
-    form, truncation = Form.of(kind, params), Truncation(support, k, side, closure)
+    form = kind if isinstance(kind, Form) else Form.of(kind, params)
+    truncation = Truncation(support, k, side, closure)
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
     job = Job(form, size, merge, temperature, truncation, weight, tokens, ids, overlap)
-    plan = make_plan(job, student, rows, backend, memory, CHUNK_BYTES)
+    plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
     if not student.count:
         return _empty(student, plan)
     if plan.backend == "reference":
@@ -96,14 +99,14 @@ def divergence(
     return _result(loss, statistics, plan)
 
 
-def _result(loss: Tensor, found: RowStatistics, plan: Plan) -> Divergence:
+def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
     assert found.value is not None
     assert found.teacher_entropy is not None
     assert found.reverse_kl is not None
     return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
 
 
-def _empty(student: Projection, plan: Plan) -> Divergence:
+def _empty(student: Projection, plan: KernelPlan) -> Divergence:
     """No rows: a loss of 0 that still has a graph, so that backward leaves zeros."""
     tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
     loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))
@@ -181,7 +184,7 @@ def statistics(
     student: Projection,
     teacher: Source | None = None,
     *,
-    kind: Kind = "reverse_kl",
+    kind: str = "reverse_kl",
     temperature: float = 1.0,
     merge: MergeGroups = (),
     tokens: Tensor | None = None,

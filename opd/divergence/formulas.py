@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Kind = Literal[
-    "reverse_kl", "forward_kl", "jsd", "skew_kl", "skew_reverse_kl", "alpha", "tvd", "hellinger", "acceptance"
-]
-KINDS: tuple[str, ...] = get_args(Kind)
+from opd.divergence.kinds import BUILT_IN, PARAMETERS
+
+KINDS: tuple[str, ...] = tuple(kind.name for kind in BUILT_IN)  # kernels know them by their place in this list
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -194,12 +192,3 @@ class Form:
         if self.kind == "acceptance":
             return -total.log(), 1 / total
         return total, torch.ones_like(total)
-
-
-# name, default, smallest and largest value of the one parameter a kind may have
-PARAMETERS: dict[str, tuple[str, float, float, float]] = {
-    "jsd": ("beta", 0.5, 0.0, 1.0),
-    "skew_kl": ("alpha", 0.1, 0.0, 0.999),
-    "skew_reverse_kl": ("alpha", 0.1, 0.0, 0.999),
-    "alpha": ("alpha", 0.5, -2.0, 3.0),
-}

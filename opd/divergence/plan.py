@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from opd.divergence.formulas import KINDS
 from opd.divergence.mixture import Mixture, Source
 from opd.divergence.projection import Projection
 from opd.divergence.rows import Job
@@ -25,7 +26,7 @@ ALIGNMENT = 64  # columns; keeps rows of a tile aligned for the tensor cores in 
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A choice and its reason. `chunk` rows of tokens at a time; `slab` ids of the vocabulary at a time (0: all)."""
 
     backend: str
@@ -48,13 +49,13 @@ def aligned(width: int) -> int:
     return -(-width // ALIGNMENT) * ALIGNMENT
 
 
-def make_plan(
+def kernel_plan(
     job: Job, student: Projection, teacher: Source | TopRows, backend: Backend, memory: int | None, chunk_bytes: int
-) -> Plan:
+) -> KernelPlan:
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(get_args(Backend))}")
     if backend == "reference":
-        return Plan("reference", "asked for", student.count)
+        return KernelPlan("reference", "asked for", student.count)
     obstacle = triton_obstacle(job, student, teacher)
     if backend == "triton" and obstacle:
         raise ValueError(f"backend triton: {obstacle}; use backend='chunked' or 'auto'")
@@ -63,7 +64,7 @@ def make_plan(
             chunk_bytes *= 8
         if memory is not None:  # raw logits of both sides and the temporaries of a block
             chunk_bytes = min(chunk_bytes, max(memory // 8, 1))
-        return Plan("chunked", obstacle or "asked for", chunk_tokens(student.count, job.size, chunk_bytes))
+        return KernelPlan("chunked", obstacle or "asked for", chunk_tokens(student.count, job.size, chunk_bytes))
     return triton_plan(student, job.size, memory)
 
 
@@ -73,6 +74,8 @@ def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) ->
         return f"support {job.truncation.support!r} runs in torch"
     if job.overlap:
         return "top-k overlap needs whole sorted rows, which run in torch"
+    if job.form is not None and job.form.kind not in KINDS:
+        return f"divergence {job.form.kind!r} has no kernel"
     return heads_obstacle([student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])])
 
 
@@ -90,32 +93,32 @@ def heads_obstacle(heads: Sequence[Projection]) -> str:
     return ""
 
 
-def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> Plan:
+def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> KernelPlan:
     """For passes without a divergence's gradient, and log-probs: pieces of half a GiB on a GPU."""
     heads = [student] if teacher is None else [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
     obstacle = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else heads_obstacle(heads)
     if student.hidden.is_cuda:
         chunk_bytes = VALUES_TILE_BYTES // (4 if obstacle else 1)
     chunk = chunk_tokens(student.count, job.size, chunk_bytes)
-    return Plan("chunked", obstacle, chunk) if obstacle else Plan("triton", "CUDA tensors", _rounded(chunk))
+    return KernelPlan("chunked", obstacle, chunk) if obstacle else KernelPlan("triton", "CUDA tensors", _rounded(chunk))
 
 
-def triton_plan(student: Projection, size: int, memory: int | None) -> Plan:
+def triton_plan(student: Projection, size: int, memory: int | None) -> KernelPlan:
     """`fast` if its tiles fit the budget beside the gradients, else `small`."""
     count, width = student.count, student.hidden.shape[1]
     row_bytes = 8 * aligned(size)
     if memory is None:
         chunk = _rounded(min(count, max(FAST_TILE_BYTES // row_bytes, 1)))
-        return Plan("triton", f"fast: CUDA tensors, no budget given, chunks of {chunk} tokens", chunk)
+        return KernelPlan("triton", f"fast: CUDA tensors, no budget given, chunks of {chunk} tokens", chunk)
     head = student.weight.numel() if student.weight.requires_grad else 0
     states = count * width * student.hidden.element_size() + 64 * count
     chunk = min(count, (memory - 4 * head - states) // row_bytes)
     if chunk >= min(count, FEWEST_FAST_ROWS):
-        return Plan("triton", f"fast: fits {memory} bytes in chunks of {_rounded(chunk)} tokens", _rounded(chunk))
+        return KernelPlan("triton", f"fast: fits {memory} bytes in chunks of {_rounded(chunk)} tokens", _rounded(chunk))
     return small_plan(student, size, memory)
 
 
-def small_plan(student: Projection, size: int, memory: int) -> Plan:
+def small_plan(student: Projection, size: int, memory: int) -> KernelPlan:
     count, width = student.count, student.hidden.shape[1]
     head = student.weight.numel() if student.weight.requires_grad else 0
     gradients = head * student.weight.element_size() + count * (width * (student.hidden.element_size() + 4) + 64)
@@ -126,7 +129,7 @@ def small_plan(student: Projection, size: int, memory: int) -> Plan:
             f"memory {memory} bytes is too little for {count} tokens: the gradients themselves need {gradients} bytes; "
             f"raise memory by at least {8 * FEWEST_SMALL**2 - left} bytes, or pass fewer tokens"
         )
-    return Plan("triton", f"small: {memory} bytes hold tiles of {rows} tokens by {slab} ids", rows, slab)
+    return KernelPlan("triton", f"small: {memory} bytes hold tiles of {rows} tokens by {slab} ids", rows, slab)
 
 
 def _tile(rows: int, size: int, width: int, left: int) -> tuple[int, int]:

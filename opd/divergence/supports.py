@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from opd.divergence.formulas import Form
+from opd.divergence.kinds import Closure, Side
 from opd.divergence.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.types import TopK
 
 Support = Literal["full", "topk", "ids"]
-Side = Literal["teacher", "student", "union"]
-Closure = Literal["tail", "renormalised", "generalised", "none"]
 
 
 @dataclass(frozen=True)

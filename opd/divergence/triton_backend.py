@@ -22,7 +22,7 @@ from opd.divergence import triton_kernels as kernels
 from opd.divergence.chunked import slices
 from opd.divergence.formulas import KINDS, Form
 from opd.divergence.mixture import Mixture, Source
-from opd.divergence.plan import Plan, aligned
+from opd.divergence.plan import KernelPlan, aligned
 from opd.divergence.projection import LOG_ZERO, Projection, canonical_ids, matmul
 from opd.divergence.rows import Events, Job, RowStatistics, transform_, untransform_
 
@@ -103,7 +103,7 @@ class Merged:
 class Engine:
     """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
 
-    def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: Plan) -> None:
+    def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
         self.form = job.form or Form("reverse_kl")  # without a teacher there is no divergence to speak of
         self.job, self.student, self.teacher, self.plan = job, student, teacher, plan
         self.kind = KINDS.index(self.form.kind)

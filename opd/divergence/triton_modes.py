@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opd.divergence import triton_kernels
 from opd.divergence.mixture import Source
-from opd.divergence.plan import Plan
+from opd.divergence.plan import KernelPlan
 from opd.divergence.projection import Projection, canonical_ids, matmul
 from opd.divergence.rows import Job, RowStatistics
 from opd.divergence.triton_backend import Engine
@@ -19,7 +19,7 @@ Gradients = list[Tensor | None]
 
 
 def triton_divergence(
-    job: Job, student: Projection, teacher: Source, plan: Plan, sink: list[RowStatistics], needs: tuple[bool, ...]
+    job: Job, student: Projection, teacher: Source, plan: KernelPlan, sink: list[RowStatistics], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Gradients]:
     """The loss and the gradients of hidden states, head and bias, each in its own type."""
     engine = Engine(job, student, teacher, plan)
@@ -126,7 +126,7 @@ def _small(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -
     return loss, _cast(student, hidden, weight, bias)
 
 
-def triton_statistics(job: Job, student: Projection, teacher: Source | None, plan: Plan) -> RowStatistics:
+def triton_statistics(job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> RowStatistics:
     """A pass for values alone."""
     if teacher is not None:
         sink: list[RowStatistics] = []
@@ -143,7 +143,13 @@ class TritonLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, job: Job, plan: Plan
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Projection,
+        job: Job,
+        plan: KernelPlan,
     ) -> Tensor:
         engine = Engine(job, projection.detach(), None, plan)
         for rows in engine.row_slices():

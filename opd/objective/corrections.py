@@ -9,18 +9,139 @@ Axis legend: N = tokens; `segment_N` numbers the rollout each belongs to, in ord
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
-CorrectionKind = Literal["icepop", "tis", "mis", "none"]
+from opd.settings import Choice, Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["icepop", "tis", "mis", "none"]
 Level = Literal["token", "sequence", "geometric"]
 LOG_LIMIT = 20.0  # beyond e^20 a ratio is numerical debris
 
 
+class Correction(Choice):
+    """What is done about the gap between the trainer's log-probs and those the sampler computed (or stale weights)."""
+
+    family: ClassVar[str] = "correction"
+    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "token"  # whose ratio is the weight
+    veto: float | None = Field(
+        None, gt=0, lt=1, description="drop the whole rollout if one token's ratio is below this"
+    )
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        """(N,) w(rho), detached."""
+        raise NotImplementedError
+
+    def bites(self, weight_N: Tensor) -> Tensor:
+        """(N,) bool: tokens that are masked or cut off, for the metrics."""
+        return weight_N == 0
+
+    def apply(self, log_ratio_N: Tensor, segment_N: Tensor, *, included: bool = False) -> tuple[Tensor, Tensor]:
+        """(weights, where they bite). Masked tokens keep their place in the denominator.
+
+        `included`: the surrogate's own ratio is rho already, so what is still missing is w(rho) / rho, not rho once more.
+        """
+        weight = self.weight(log_ratio_N, segment_N)
+        bites = self.bites(weight)
+        if included and self.weighs_by == "token":
+            weight = weight * (-log_ratio_N.detach().clamp(-LOG_LIMIT, LOG_LIMIT)).exp()
+        if self.veto is not None:
+            veto = veto_weight(log_ratio_N, segment_N, self.veto)
+            weight, bites = weight * veto, bites | (veto == 0)
+        return weight, bites
+
+
+AnyCorrection = Annotated[Correction, Family("correction")]
+
+
+class IcePop(Correction):
+    """rho inside [low, high], 0 outside: the token is masked."""
+
+    name: ClassVar[str] = "icepop"
+    low: float = Field(0.5, ge=0, description="icepop, mis: ratios below it are masked")
+    high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> IcePop:
+        if self.low > self.high:
+            raise ValueError(f"`low` ({self.low:g}) must not be above `high` ({self.high:g})")
+        return self
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        return correction_weight("icepop", log_ratio_N, segment_N, low=self.low, high=self.high)
+
+
+class MIS(IcePop):
+    """IcePop's rule, rejecting by the ratio of the token, of the sequence (product) or its geometric mean."""
+
+    name: ClassVar[str] = "mis"
+    level: Level = Field("token", description="of tis and mis: which ratio is compared")
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        return correction_weight("mis", log_ratio_N, segment_N, low=self.low, high=self.high, level=self.level)
+
+
+class TIS(Correction):
+    """min(rho, high): truncated importance sampling; biased, and never 0."""
+
+    name: ClassVar[str] = "tis"
+    level: Level = Field("token", description="of tis and mis: which ratio is compared")
+    high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
+
+    @model_validator(mode="after")
+    def _no_mean(self) -> TIS:
+        if self.level == "geometric":
+            raise ValueError("a geometric mean is a measure to reject by: use kind: mis")
+        return self
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        return correction_weight("tis", log_ratio_N, segment_N, high=self.high, level=self.level)
+
+    def bites(self, weight_N: Tensor) -> Tensor:
+        return weight_N >= self.high
+
+
+class Prefix(Correction):
+    """min(product of rho over the tokens before this one, high): the off-policy correction of a direct loss."""
+
+    name: ClassVar[str] = "prefix"
+    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "prefix"
+    high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        return prefix_weight(log_ratio_N, segment_N, self.high)
+
+    def bites(self, weight_N: Tensor) -> Tensor:
+        return weight_N >= self.high
+
+
+class VetoOnly(Correction):
+    """No weight, only the veto."""
+
+    name: ClassVar[str] = "none"
+    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "nothing"
+
+    @model_validator(mode="after")
+    def _something(self) -> VetoOnly:
+        if self.veto is None:
+            raise ValueError(
+                "kind none without a veto corrects nothing: set `veto`, or choose icepop, tis, mis or prefix"
+            )
+        return self
+
+    def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
+        return correction_weight("none", log_ratio_N, segment_N)
+
+
+# The arithmetic
+
+
 def correction_weight(
-    kind: CorrectionKind, log_ratio_N: Tensor, segment_N: Tensor, *, low: float = 0.5, high: float = 2.0,
+    kind: Kind, log_ratio_N: Tensor, segment_N: Tensor, *, low: float = 0.5, high: float = 2.0,
     level: Level = "token",
 ) -> Tensor:  # fmt: skip
     """(N,) the weight w(rho) a token's policy gradient gets.
@@ -29,15 +150,17 @@ def correction_weight(
     icepop   rho inside [low, high], 0 outside: the token is masked
     mis      the same rule, rejecting by the ratio of `level`: token, sequence (product), geometric (mean)
     """
+    import torch
+
     log_ratio_N = log_ratio_N.detach()
     ratio_N = log_ratio_N.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
     if kind == "none":
         return torch.ones_like(ratio_N)
-    judged_N = ratio_N if level == "token" else _sequence_ratio(log_ratio_N, segment_N, mean=level == "geometric")
+    compared_N = ratio_N if level == "token" else _sequence_ratio(log_ratio_N, segment_N, mean=level == "geometric")
     if kind == "tis":
-        return judged_N.clamp(max=high)
-    inside_N = (judged_N >= low) & (judged_N <= high)
-    return inside_N * (judged_N if level == "sequence" else ratio_N)
+        return compared_N.clamp(max=high)
+    inside_N = (compared_N >= low) & (compared_N <= high)
+    return inside_N * (compared_N if level == "sequence" else ratio_N)
 
 
 def prefix_weight(log_ratio_N: Tensor, segment_N: Tensor, high: float) -> Tensor:
@@ -53,11 +176,15 @@ def veto_weight(log_ratio_N: Tensor, segment_N: Tensor, veto: float) -> Tensor:
 
 
 def segment_sum(values_N: Tensor, segment_N: Tensor) -> Tensor:
+    import torch
+
     count = int(segment_N[-1]) + 1 if segment_N.numel() else 0
     return torch.zeros(count, dtype=values_N.dtype, device=values_N.device).index_add(0, segment_N, values_N)
 
 
 def segment_mean(values_N: Tensor, segment_N: Tensor) -> Tensor:
+    import torch
+
     return segment_sum(values_N, segment_N) / segment_sum(torch.ones_like(values_N), segment_N).clamp(min=1)
 
 

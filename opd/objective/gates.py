@@ -1,17 +1,269 @@
 """Gates: which tokens count, and how much. Factors per token, formed over the whole batch before it is cut up.
 
-Each function returns one (T,) array per rollout: 0 closes a token, other numbers weigh it. All inputs are numpy;
-entries that are not to be considered are NaN.
+A gate gives one (T,) array per rollout: 0 closes a token, other numbers weigh it, NaN means that nothing can be said. It sees
+only the tokens that the gates before it left open.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
+
+from opd.objective.batch import TrainingBatch
+from opd.settings import Choice, Family, Fraction, Needs, Positive, StageView, changed
+from opd.types import Rollout
 
 Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class GateView:
+    """What a gate goes by. Masks are (T,) bool, one per rollout of the batch."""
+
+    batch: TrainingBatch
+    role: str  # of the term: whose teacher is asked
+    eligible: Sequence[np.ndarray]  # tokens of the authors that the term trains on
+    open: Sequence[np.ndarray]  # of those, what the gates before have left
+    seed: int
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        return self.batch.rollouts
+
+    @property
+    def ids(self) -> list[str]:
+        return [rollout.id for rollout in self.rollouts]
+
+    @property
+    def groups(self) -> list[str]:
+        return [rollout.group for rollout in self.rollouts]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [self.batch.rewards.get(rollout.id) for rollout in self.rollouts]
+
+    def teacher_logprobs(self) -> Arrays:
+        return self.batch.logprobs(self.role, self.rollouts)
+
+    def spread(self, values_B: np.ndarray) -> Arrays:
+        """One number per rollout, for each of its tokens."""
+        return [
+            np.full(rollout.response_ids.size, value) for rollout, value in zip(self.rollouts, values_B, strict=True)
+        ]
+
+
+class Gate(Choice):
+    family: ClassVar[str] = "gate"
+    weighs: ClassVar[bool] = False  # a weight of 0 is small and stays in the mean; a gate's 0 is shut
+    compares_samples: ClassVar[bool] = False  # of one prompt, so there must be several
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs()
+
+    @property
+    def by_student(self) -> bool:
+        """Whether it goes by the student's log-prob of what it sampled, which tokens of others do not have."""
+        return False
+
+    def factors(self, view: GateView) -> Arrays:
+        raise NotImplementedError
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.compares_samples and view.rollout.samples == 1:
+            yield f"gate {self.name} compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+        others = view.term.authors_beside_student(view.rollout) if view.term is not None else []
+        if self.by_student and others:
+            yield (
+                f"gate {self.name} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} "
+                "tokens. Set `on: [student]`."
+            )
+
+
+AnyGate = Annotated[Gate, Family("gate")]
+
+
+class Finished(Gate):
+    """Rollouts that ended by themselves, not by the length limit."""
+
+    name: ClassVar[str] = "finished"
+
+    def factors(self, view: GateView) -> Arrays:
+        return view.spread(np.array([float(rollout.stop != "length") for rollout in view.rollouts]))
+
+
+class Entropy(Gate):
+    """TIP: the share of the batch's tokens at which the student is least sure."""
+
+    name: ClassVar[str] = "entropy"
+    share: float = Field(0.5, gt=0, le=1)
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(student=frozenset({("entropy",)}))
+
+    def factors(self, view: GateView) -> Arrays:
+        return top_share([view.batch.first_pass.entropy[name] for name in view.ids], view.open, self.share)
+
+
+class SoftOr(Gate):
+    """TIP: the tokens with the largest h + d - h*d, with entropy h and reverse KL d scaled to [0, 1] over the batch."""
+
+    name: ClassVar[str] = "soft_or"
+    share: float = Field(0.5, gt=0, le=1)
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "hidden"),), student=frozenset({("comparison", role)}))
+
+    def factors(self, view: GateView) -> Arrays:
+        known = view.batch.first_pass
+        entropies = [known.entropy[name] for name in view.ids]
+        divergences = [known.reverse_kl[view.role][name] for name in view.ids]
+        return top_share(soft_or(entropies, divergences, view.open), view.open, self.share)
+
+
+class Random(Gate):
+    """A share of tokens at random: the control at equal budget for every other gate."""
+
+    name: ClassVar[str] = "random"
+    share: float = Field(0.5, gt=0, le=1)
+
+    def factors(self, view: GateView) -> Arrays:
+        lengths = [rollout.response_ids.size for rollout in view.rollouts]
+        return random_share([f"gate/{name}" for name in view.ids], lengths, self.share, view.seed)
+
+
+class TeacherEntropy(Gate):
+    """By the teacher's confidence: its entropy, in nats, at the position."""
+
+    name: ClassVar[str] = "teacher_entropy"
+    below: float | None = Field(None, ge=0)
+    above: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> TeacherEntropy:
+        if self.below is None and self.above is None:
+            raise ValueError("teacher_entropy needs `below` (the teacher is sure) or `above` (it is not), in nats")
+        if self.below is not None and self.above is not None and self.above >= self.below:
+            raise ValueError(f"`above` ({self.above:g}) must be less than `below` ({self.below:g})")
+        return self
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "hidden"),), student=frozenset({("comparison", role)}))
+
+    def factors(self, view: GateView) -> Arrays:
+        low = -np.inf if self.above is None else self.above
+        high = np.inf if self.below is None else self.below
+        entropies = [view.batch.first_pass.teacher_entropy[view.role][name] for name in view.ids]
+        return [((value > low) & (value < high)).astype(np.float64) for value in entropies]
+
+
+class SelectKD(Gate):
+    """SelecTKD: the student proposes, the teacher accepts. What it rejects counts `rejected`."""
+
+    name: ClassVar[str] = "selectkd"
+    accept: Literal["greedy", "speculative"] = Field(
+        "greedy",
+        description="greedy: the student's likeliest token is in the teacher's top k; speculative: min(1, T/S) of the sampled one",
+    )
+    k: Positive = Field(5, description="of greedy")
+    rejected: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SelectKD:
+        if self.accept == "speculative" and "k" in changed(self):
+            raise ValueError("k belongs to accept: greedy")
+        return self
+
+    @property
+    def by_student(self) -> bool:
+        return self.accept == "speculative"
+
+    def needs(self, role: str = "teacher") -> Needs:
+        if self.accept == "speculative":
+            return Needs(signals=((role, "logprobs_at"),))
+        return Needs(signals=((role, "hidden"),), student=frozenset({("accepted", role, self.k)}))
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        drawn = view.rollout
+        if self.accept == "speculative" and (
+            drawn.temperature != 1 or drawn.top_p < 1 or drawn.top_k or drawn.teacher_mix
+        ):
+            yield (
+                f"gate selectkd with accept: speculative takes min(1, T/S) of tokens drawn from the student itself, but "
+                f"rollout has temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k} and teacher_mix "
+                f"{drawn.teacher_mix:g}. Sample at temperature 1 without limits, or use accept: greedy."
+            )
+
+    def factors(self, view: GateView) -> Arrays:
+        if self.accept == "greedy":
+            accepted = view.batch.first_pass.accepted[view.role, self.k]
+            return [np.where(accepted[name] > 0, 1.0, self.rejected) for name in view.ids]
+        students = [rollout.logprob for rollout in view.rollouts]
+        keys = [f"accept/{name}" for name in view.ids]
+        return speculative(keys, students, view.teacher_logprobs(), self.rejected, view.seed)
+
+
+class Perplexity(Gate):
+    """SCOPE: rollouts weigh perplexity^power, normalised to mean 1 over those of their group that other gates let through."""
+
+    name: ClassVar[str] = "perplexity"
+    weighs: ClassVar[bool] = True
+    compares_samples: ClassVar[bool] = True
+    of: Literal["student", "teacher"] = "student"
+    power: float = Field(1.0, description="1/tau favours what the model finds unlikely, -1/tau what it is sure of")
+
+    @property
+    def by_student(self) -> bool:
+        return self.of == "student"
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "logprobs_at"),)) if self.of == "teacher" else Needs()
+
+    def factors(self, view: GateView) -> Arrays:
+        student = [rollout.logprob for rollout in view.rollouts]
+        logprobs = student if self.of == "student" else view.teacher_logprobs()
+        is_open = np.array([bool(mask.any()) for mask in view.open])
+        means = np.array(
+            [values[mask].mean() if mask.any() else 0.0 for values, mask in zip(logprobs, view.open, strict=True)]
+        )
+        return view.spread(perplexity_weights(means, view.groups, is_open, self.power))
+
+
+class Turns(Gate):
+    """SOD: turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), with d the mean |log student - log teacher|."""
+
+    name: ClassVar[str] = "turns"
+    weighs: ClassVar[bool] = True
+    delta: float = Field(0.2, ge=0)
+    eps: float = Field(1e-6, gt=0)
+
+    @property
+    def by_student(self) -> bool:
+        return True
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(signals=((role, "logprobs_at"),))
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        yield (
+            "gate turns compares the turns of a rollout, and every rollout of this recipe has one turn, which would weigh 1. "
+            "Remove the gate: it is for episodes with an environment."
+        )
+
+    def factors(self, view: GateView) -> Arrays:
+        return [
+            turn_weights(np.abs(rollout.logprob - teacher), runs(mask), self.delta, self.eps)
+            for rollout, teacher, mask in zip(view.rollouts, view.teacher_logprobs(), view.eligible, strict=True)
+        ]
+
+
+# The arithmetic: plain functions of arrays
 
 
 def top_share(values: Sequence[np.ndarray], masks: Sequence[np.ndarray], share: float) -> Arrays:
@@ -54,32 +306,16 @@ def speculative(
     names: Sequence[str], students: Sequence[np.ndarray], teachers: Sequence[np.ndarray], rejected: float, seed: int
 ) -> Arrays:
     """Accept the sampled token with probability min(1, T/S), as speculative decoding would; rejected ones weigh `rejected`."""
-    found = []
+    factors = []
     for name, student, teacher in zip(names, students, teachers, strict=True):
         accept = _uniforms(f"{seed}/{name}", student.size) < np.exp(np.minimum(teacher - student, 0.0))
-        found.append(np.where(accept, 1.0, rejected))
-    return found
+        factors.append(np.where(accept, 1.0, rejected))
+    return factors
 
 
 def _uniforms(key: str, count: int) -> np.ndarray:
     entropy = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "big")
     return np.random.Generator(np.random.Philox(entropy)).random(count)
-
-
-def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold: float) -> np.ndarray:
-    """(B,) share of each rollout's group that passed, among those that could be judged; NaN where none could.
-
-    >>> pass_rates([1.0, 0.0, None, 0.0], ["a", "a", "a", "b"], 0.5).tolist()
-    [0.5, 0.5, 0.5, 0.0]
-    """
-    passed = np.array([np.nan if score is None else float(score >= threshold) for score in scores])
-    found = np.full(passed.size, np.nan)
-    for number in np.unique(groups):
-        members = np.asarray(groups) == number
-        known = passed[members & ~np.isnan(passed)]
-        if known.size:
-            found[members] = known.mean()
-    return found
 
 
 def perplexity_weights(
@@ -93,14 +329,14 @@ def perplexity_weights(
     >>> perplexity_weights(np.log([0.5, 0.25]), ["a", "a"], np.ones(2, bool), 1.0).round(3).tolist()
     [0.667, 1.333]
     """
-    found = np.zeros(mean_logprobs.size)
+    scaled = np.zeros(mean_logprobs.size)
     for name in np.unique(groups):
         members = np.flatnonzero((np.asarray(groups) == name) & open_ones)
         if members.size:
             logits = -power * mean_logprobs[members]
             weights = np.exp(logits - logits.max())
-            found[members] = weights / weights.mean()
-    return found
+            scaled[members] = weights / weights.mean()
+    return scaled
 
 
 def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: float, eps: float) -> np.ndarray:
@@ -109,11 +345,11 @@ def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: flo
     >>> turn_weights(np.array([0.1, 0.1, 0.4, 0.05]), [(0, 2), (2, 3), (3, 4)], 0.2, 1e-9).round(3).tolist()
     [1.0, 1.0, 0.25, 1.2]
     """
-    found = np.ones(gap_T.size)
+    weights = np.ones(gap_T.size)
     means = [gap_T[start:end].mean() for start, end in turns]
     for (start, end), mean in zip(turns, means, strict=True):
-        found[start:end] = min((means[0] + eps) / (mean + eps), 1 + delta)
-    return found
+        weights[start:end] = min((means[0] + eps) / (mean + eps), 1 + delta)
+    return weights
 
 
 def runs(mask_T: np.ndarray) -> list[tuple[int, int]]:

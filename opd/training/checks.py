@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.config.refusals import authors
 from opd.data.sources import Source, Told, silent
 from opd.errors import RecipeError
 from opd.models import load_config, load_tokenizer
@@ -22,7 +21,6 @@ from opd.models.tokenizers import require_same
 from opd.rewards import Judge, check_rewards
 from opd.teachers.router import routes
 from opd.training.hub import require_access
-from opd.training.objective import Objective
 from opd.training.prompts import Looked, look_at_prompts, open_prompts
 from opd.training.trackers import require_trackers
 
@@ -52,8 +50,6 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    check_trajectories(spec)
-    Objective(spec.objective, {}, spec.rollout, (), spec.train, spec.seed)
     names = {"": (resolve_model(spec.student.model), spec.student.revision)}
     names |= {key: (resolve_model(teacher.model), teacher.revision) for key, teacher in spec.teachers.items()}
     configs = {key: load_config(*name) for key, name in names.items()}
@@ -69,7 +65,7 @@ def check_stage(
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles])
     rewards = check_rewards(spec.rewards, examples, domains=domains, say=say)
-    if any(term.outcome for term in spec.objective) and not any(map(rewards.judges, examples)):
+    if any(term.needs().rewards for term in spec.objective) and not any(map(rewards.judges, examples)):
         raise RecipeError(
             "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
         )
@@ -102,29 +98,3 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
     return device
-
-
-def check_trajectories(spec: Stage) -> None:
-    """A term that can never see a token is a mistake, found now and not at step 400."""
-    present = authors(spec)
-    for number, term in enumerate(spec.objective):
-        if not any(present[author] > 0 for author in term.authors):
-            raise RecipeError(
-                f"objective term {number} trains on {' and '.join(term.authors)} tokens, but the rollouts have none. "
-                "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
-            )
-        others = [author for author in term.authors if author != "student" and present[author] > 0]
-        sampled = [gate["kind"] for gate in term.model_dump(mode="json").get("gate") or () if _by_student(gate)]
-        if others and sampled:
-            raise RecipeError(
-                f"objective: gate {sampled[0]} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} tokens. "
-                "Set `on: [student]`."
-            )
-    teachers = any(teacher.role == "teacher" for teacher in spec.teachers.values())
-    for key, value in (("teacher_share", spec.rollout.teacher_share), ("teacher_mix", spec.rollout.teacher_mix)):
-        if value and not teachers:
-            raise RecipeError(f"rollout.{key} is set, but there is no teacher to sample from.")
-
-
-def _by_student(gate: Mapping[str, Any]) -> bool:
-    return gate["kind"] == "turns" or gate.get("of") == "student" or gate.get("accept") == "speculative"

@@ -38,6 +38,10 @@ class Optimiser:
         self.adamw.zero_grad(set_to_none=True)
         return rate
 
+    def discard(self) -> None:
+        """Forget the gradients of an update that must not be applied."""
+        self.adamw.zero_grad(set_to_none=True)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments by parameter name, for a checkpoint."""
         found = {}

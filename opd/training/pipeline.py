@@ -36,7 +36,7 @@ from opd.training.resume import (
     write_result,
 )
 from opd.training.stage import StageRun, checkpoint_directory, model_card
-from opd.training.step import train_step
+from opd.training.step import run_step
 from opd.training.trackers import Tracker, open_trackers
 
 SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
@@ -192,7 +192,7 @@ class Pipeline:
             run.check_stop()
             self._saver.check()
             self.began = True
-            metrics = train_step(run, result.steps + 1)
+            metrics = run_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
             result.skipped = run.stream.skipped

@@ -13,7 +13,7 @@ from opd.types import Author, Rollout
 
 if TYPE_CHECKING:
     from opd.models.packing import Pack
-    from opd.training.terms import Statistics
+    from opd.objective.micro import TokenStatistics
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Clock:
 
 
 def step_metrics(
-    stage: str, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, Statistics]],
+    stage: str, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, TokenStatistics]],
     scores: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
     updates: int = 1,
 ) -> dict[str, Any]:  # fmt: skip

@@ -23,8 +23,8 @@ def ask(run: StageRun, name: str, rollouts: Sequence[Rollout], role: str, kind: 
     teacher = run.teachers[name]
     known: dict[str, Signal] = {}
     if run.trajectories.taken_up:
-        found = run.store.signals([rollout.id for rollout in rollouts], role, kind)
-        known = {key: _loaded(run, signal, kind) for key, signal in found.items() if signal.teacher == name}
+        stored = run.store.signals([rollout.id for rollout in rollouts], role, kind)
+        known = {key: _loaded(run, signal, kind) for key, signal in stored.items() if signal.teacher == name}
         if run.spec.checkpoint.resume == "exact" and len(known) < len(rollouts):
             known = {}
     rest = [rollout for rollout in rollouts if rollout.id not in known]

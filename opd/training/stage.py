@@ -17,6 +17,7 @@ from opd.evaluation import Score, evaluate
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
+from opd.objective.objective import Objective
 from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
 from opd.rollout.plain import PlainSampler
@@ -25,7 +26,6 @@ from opd.teachers.local import LocalTeacher
 from opd.text import code, plain
 from opd.training.average import weight_average
 from opd.training.checks import check_stage
-from opd.training.objective import Objective
 from opd.training.optimiser import Optimiser
 from opd.training.prompts import Looked, response_limit
 from opd.training.trajectories import Trajectories
@@ -188,7 +188,7 @@ class StageRun:
 
     def require_rewarded(self, step: int, scores: Mapping[str, float | None]) -> None:
         """An objective that lives on rewards learns nothing without any: stop, and say why."""
-        used = any(term.outcome for term in self.spec.objective)
+        used = any(term.needs().rewards for term in self.spec.objective)
         self._unrewarded = self._unrewarded + 1 if used and all(score is None for score in scores.values()) else 0
         if self._unrewarded >= self.spec.rewards.stop_after:
             raise TrainingError(

@@ -1,0 +1,80 @@
+"""Every choice a recipe can make, by family and name. Strings, so that nothing is imported before it is asked for.
+
+A new choice is a class (see `opd.settings.Choice`) and a line here; one of your own is added by `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from opd.settings import Choice
+
+CHOICES: dict[str, str] = {
+    "form.direct": "opd.objective.direct:Direct",
+    "form.policy_gradient": "opd.objective.policy_gradient:PolicyGradient",
+    "form.k2": "opd.objective.sampled:K2",
+    "form.cross_entropy": "opd.objective.sampled:CrossEntropy",
+    "divergence.reverse_kl": "opd.divergence.kinds:ReverseKL",
+    "divergence.forward_kl": "opd.divergence.kinds:ForwardKL",
+    "divergence.jsd": "opd.divergence.kinds:JSD",
+    "divergence.skew_kl": "opd.divergence.kinds:SkewKL",
+    "divergence.skew_reverse_kl": "opd.divergence.kinds:SkewReverseKL",
+    "divergence.alpha": "opd.divergence.kinds:Alpha",
+    "divergence.tvd": "opd.divergence.kinds:TVD",
+    "divergence.hellinger": "opd.divergence.kinds:Hellinger",
+    "divergence.acceptance": "opd.divergence.kinds:Acceptance",
+    "support.full": "opd.divergence.kinds:Full",
+    "support.topk": "opd.divergence.kinds:TopIds",
+    "advantage.outcome": "opd.objective.advantages:Outcome",
+    "advantage.teacher": "opd.objective.advantages:Teacher",
+    "advantage.reference": "opd.objective.advantages:Reference",
+    "surrogate.importance_sampling": "opd.objective.surrogates:ImportanceSampling",
+    "surrogate.ppo": "opd.objective.surrogates:PPO",
+    "surrogate.cispo": "opd.objective.surrogates:CISPO",
+    "surrogate.gspo": "opd.objective.surrogates:GSPO",
+    "correction.icepop": "opd.objective.corrections:IcePop",
+    "correction.tis": "opd.objective.corrections:TIS",
+    "correction.mis": "opd.objective.corrections:MIS",
+    "correction.prefix": "opd.objective.corrections:Prefix",
+    "correction.none": "opd.objective.corrections:VetoOnly",
+    "gate.correct": "opd.objective.reward_gates:Correct",
+    "gate.wrong": "opd.objective.reward_gates:Wrong",
+    "gate.all_wrong": "opd.objective.reward_gates:AllWrong",
+    "gate.all_correct": "opd.objective.reward_gates:AllCorrect",
+    "gate.contrast": "opd.objective.reward_gates:Contrast",
+    "gate.finished": "opd.objective.gates:Finished",
+    "gate.entropy": "opd.objective.gates:Entropy",
+    "gate.soft_or": "opd.objective.gates:SoftOr",
+    "gate.random": "opd.objective.gates:Random",
+    "gate.teacher_entropy": "opd.objective.gates:TeacherEntropy",
+    "gate.selectkd": "opd.objective.gates:SelectKD",
+    "gate.paced": "opd.objective.reward_gates:Paced",
+    "gate.perplexity": "opd.objective.gates:Perplexity",
+    "gate.turns": "opd.objective.gates:Turns",
+}
+_registered: dict[str, type[Choice]] = {}
+C = TypeVar("C", bound="type[Choice]")
+
+
+def names(family: str) -> list[str]:
+    every = dict.fromkeys((*CHOICES, *_registered))
+    return [entry.removeprefix(f"{family}.") for entry in every if entry.startswith(f"{family}.")]
+
+
+def find(family: str, name: str) -> type[Choice]:
+    entry = f"{family}.{name}"
+    if entry not in _registered:
+        module, _, attribute = CHOICES[entry].partition(":")
+        _registered[entry] = getattr(importlib.import_module(module), attribute)
+    return _registered[entry]
+
+
+def register(choice: C) -> C:
+    """Add a choice of your own. Its `family` and `name` say where it stands; a name is given once."""
+    entry = f"{choice.family}.{choice.name}"
+    if entry in CHOICES or _registered.get(entry, choice) is not choice:
+        raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
+    _registered[entry] = choice
+    return choice

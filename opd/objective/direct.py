@@ -1,0 +1,102 @@
+"""A divergence to the teacher, differentiated exactly, at every token of the chosen authors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from opd.divergence.kinds import AnyDivergence, AnySupport, Full, ReverseKL, TopIds
+from opd.objective.term import CorrectedTerm
+from opd.settings import Needs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.divergence import Projection, RowStatistics
+    from opd.objective.micro import MicroBatch
+    from opd.objective.prepare import PreparedTerm
+
+
+class Direct(CorrectedTerm):
+    name: ClassVar[str] = "direct"
+    by_default: ClassVar[bool] = True
+    flat: ClassVar[tuple[str, ...]] = ("divergence", "support")
+
+    divergence: AnyDivergence = Field(ReverseKL(), description="of a direct term; of policy_gradient: whose advantage")
+    support: AnySupport = Field(
+        Full(), description="of a direct term: the exact full vocabulary, or the k likeliest ids"
+    )
+    temperature: float = Field(1.0, ge=0.01, le=100, description="of the divergence; sampling has its own")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Direct:
+        if (
+            isinstance(self.support, TopIds)
+            and self.support.closure == "generalised"
+            and not self.divergence.f_divergence
+        ):
+            raise ValueError(
+                f"closure generalised is defined for f-divergences, and {self.divergence.name} is none: use closure: tail"
+            )
+        if self.correction is not None and self.correction.weighs_by == "token":
+            raise ValueError(
+                f"{self.correction.name} weighs a token by its own ratio, which corrects nothing in a direct loss: it depends on "
+                "the prefix alone. Use kind: prefix, or a veto"
+            )
+        return self
+
+    def form_needs(self, updates: int) -> Needs:
+        proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
+        return Needs(signals=((self.role, "hidden"),), student=frozenset(proximal))
+
+    def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
+        import torch
+
+        from opd.divergence import divergence
+
+        if self.correction is not None:
+            weight_N = self._corrected(prepared, micro, weight_N)
+        total = micro.projection.hidden.new_zeros((), dtype=torch.float32)
+        for rows, teacher in micro.teacher_projections(self.role, weight_N != 0):
+            if not rows.size:
+                continue
+            student, tokens = micro.projection.rows(micro.tensor(rows)), micro.tokens(rows)
+            result = divergence(
+                self.divergence.form(), student, teacher, weight=micro.tensor(weight_N[rows]),
+                temperature=self.temperature, merge=micro.merge, tokens=tokens, **self.support.truncation,
+            )  # fmt: skip
+            self._note(micro, rows, self._untempered(micro, result.statistics, student, teacher, tokens))
+            total = total + result.loss
+        return total
+
+    def _untempered(
+        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection, tokens: Tensor
+    ) -> RowStatistics:
+        """Statistics at temperature 1, for which a tempered divergence needs another pass."""
+        from opd.divergence import statistics
+
+        if self.temperature == 1.0:
+            return known
+        return statistics(student.detach(), teacher, merge=micro.merge, tokens=tokens)
+
+    def _note(self, micro: MicroBatch, rows: np.ndarray, statistics: RowStatistics) -> None:
+        assert statistics.reverse_kl is not None
+        assert statistics.logprob is not None
+        micro.statistics.reverse_kl[rows] = statistics.reverse_kl.cpu().numpy()
+        micro.statistics.entropy[rows] = statistics.entropy.cpu().numpy()
+        if self.correction is None:
+            micro.note_mismatch(rows, statistics.logprob.cpu().numpy())
+
+    def _corrected(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> np.ndarray:
+        """A direct loss at t depends on the tokens before t alone, so their ratios, truncated, are its correction."""
+        import torch
+
+        assert self.correction is not None
+        rows = np.arange(weight_N.size)
+        with torch.no_grad():
+            log_ratio = micro.log_ratio(rows, micro.current(rows))
+        factor, bites = self.correction.apply(log_ratio, micro.segment(rows))
+        micro.count(f"corrected/{prepared.name}", bites[micro.tensor(weight_N != 0)])
+        return (weight_N * factor.cpu().numpy()).astype(np.float32)

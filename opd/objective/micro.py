@@ -1,0 +1,173 @@
+"""One micro-batch: a forward pass of the student and what is known about its tokens.
+
+Axis legend: N = response tokens of the micro-batch, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.divergence import Projection, token_logprobs
+from opd.divergence.projection import MergeGroups
+from opd.objective.batch import TrainingBatch, concatenated
+from opd.types import Author, Signal
+
+if TYPE_CHECKING:
+    from opd.models.packing import Pack
+
+
+class TeacherHead(Protocol):
+    """Turns a teacher's hidden states into its distribution."""
+
+    def project(self, hidden: Tensor) -> Projection: ...
+
+
+@dataclass
+class TokenStatistics:
+    """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed.
+
+    Untempered, whatever temperature a divergence has: runs are compared by them.
+    """
+
+    loss: dict[str, float] = field(default_factory=dict)
+    reverse_kl: np.ndarray = field(default_factory=lambda: np.empty(0))
+    entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
+    mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log trainer - log sampler| of student tokens
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens: (clipped or masked, all)
+
+    @classmethod
+    def empty(cls, count: int) -> TokenStatistics:
+        nothing = [np.full(count, np.nan) for _ in range(3)]
+        return cls(reverse_kl=nothing[0], entropy=nothing[1], mismatch=nothing[2])
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    pack: Pack
+    projection: Projection  # of the student, one row per response token
+    batch: TrainingBatch
+    teachers: Mapping[str, TeacherHead]
+    merge: MergeGroups
+    temperature: float  # of sampling
+    teacher_mix: float  # the teacher's part in the distribution sampled from
+    statistics: TokenStatistics
+
+    @property
+    def device(self) -> torch.device:
+        return self.projection.hidden.device
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def column(self, name: str, rows: np.ndarray) -> Tensor:
+        return self.tensor(concatenated(self.pack.rollouts, name)[rows])
+
+    def tokens(self, rows: np.ndarray) -> Tensor:
+        """Ids of the response tokens of some rows."""
+        return token_ids(self.pack, self.device)[self.tensor(rows)]
+
+    def segment(self, rows: np.ndarray) -> Tensor:
+        """Rollout numbers of some rows, counted from 0 without gaps."""
+        every = np.repeat(np.arange(len(self.pack.rollouts)), self.pack.response_lengths)
+        return self.tensor(np.unique(every[rows], return_inverse=True)[1])
+
+    def teacher_logprobs(self, role: str, rows: np.ndarray) -> np.ndarray:
+        return np.concatenate(self.batch.logprobs(role, self.pack.rollouts))[rows]
+
+    def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection]]:
+        """(rows, the teacher's projection of them), teacher after teacher; rows that are not open are left out."""
+        return teacher_projections(self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.device)
+
+    # Log-probs of the sampled tokens, by policy
+
+    def behaviour(self, rows: np.ndarray) -> Tensor:
+        """Log-probs under the distribution drawn from, in the transform of `current`: what ratios are taken against."""
+        return self.column("logprob_sampled", rows) if self.teacher_mix else self.sampler(rows)
+
+    def sampler(self, rows: np.ndarray) -> Tensor:
+        """The student's own log-probs as the sampler computed them: what mismatch is measured against."""
+        return self.column("logprob" if self.temperature == 1.0 else "logprob_sampled", rows)
+
+    def proximal(self, rows: np.ndarray, current: Tensor) -> Tensor:
+        """The trainer's at the start of this batch's updates; with one update per batch, the current ones."""
+        known = self.batch.first_pass.proximal
+        if not known:
+            return current.detach()
+        return self.tensor(np.concatenate([known[item.id] for item in self.pack.rollouts])[rows]).float()
+
+    def current(self, rows: np.ndarray) -> Tensor:
+        """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
+        projection, ids = self.projection.rows(self.tensor(rows)), self.tokens(rows)
+        if self.temperature == 1.0:
+            return token_logprobs(projection, ids, merge=self.merge)
+        return token_logprobs(projection, ids, temperature=self.temperature)
+
+    def policy(self, rows: np.ndarray) -> Tensor:
+        """Log-probs of the policy itself, untempered, with gradients."""
+        return token_logprobs(self.projection.rows(self.tensor(rows)), self.tokens(rows), merge=self.merge)
+
+    def untempered(self, rows: np.ndarray, current: Tensor) -> Tensor:
+        """Detached log-probs of the policy itself: advantages are untempered."""
+        if self.temperature == 1.0:
+            return current.detach()
+        projection = self.projection.rows(self.tensor(rows)).detach()
+        return token_logprobs(projection, self.tokens(rows), merge=self.merge)
+
+    # What is noted for the metrics
+
+    def log_ratio(self, rows: np.ndarray, current: Tensor) -> Tensor:
+        """log rho, trainer over sampler, of the student's tokens; 0 where somebody else wrote them. Noted as mismatch."""
+        gap = self.proximal(rows, current) - self.sampler(rows)
+        theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
+        self.statistics.mismatch[rows] = np.where(theirs, np.nan, gap.abs().cpu().numpy())
+        return gap.masked_fill(self.tensor(theirs), 0.0)
+
+    def note_mismatch(self, rows: np.ndarray, logprobs: np.ndarray) -> None:
+        """|log trainer - log sampler| of the policy itself, of the student's tokens."""
+        theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
+        sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
+        self.statistics.mismatch[rows] = np.abs(logprobs - sampler)
+
+    def estimate(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Reverse KL by one sample, where no term has computed it exactly."""
+        known = self.statistics.reverse_kl[rows]
+        self.statistics.reverse_kl[rows] = np.where(np.isnan(known), values, known)
+
+    def count(self, name: str, touched: Tensor) -> None:
+        self.statistics.counts[name] = (int(touched.sum()), touched.numel())
+
+
+def autocast_head(projection: Projection) -> Projection:
+    """Under autocast the head's operands are of its type too, whatever the weights and the last norm come in.
+
+    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the weights are.
+    """
+    device = projection.hidden.device.type
+    if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
+        return projection
+    dtype = torch.get_autocast_dtype(device)
+    return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
+
+
+def token_ids(pack: Pack, device: torch.device) -> Tensor:
+    return torch.from_numpy(concatenated(pack.rollouts, "response_ids").astype(np.int64)).to(device)
+
+
+def teacher_projections(
+    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, device: torch.device
+) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
+    """Micro-batches are ordered by teacher, so mostly there is one."""
+    owner = np.repeat([signals[rollout.id].teacher for rollout in pack.rollouts], pack.response_lengths)
+    for name in dict.fromkeys(owner.tolist()):
+        rows = np.flatnonzero((owner == name) & open_N)
+        hidden = torch.cat(
+            [signals[rollout.id].values for rollout in pack.rollouts if signals[rollout.id].teacher == name]
+        )
+        chosen = torch.from_numpy(np.flatnonzero(open_N[owner == name])).to(device)
+        yield rows, autocast_head(teachers[name].project(hidden.to(device)[chosen]))

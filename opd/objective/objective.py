@@ -1,0 +1,108 @@
+"""The terms of a recipe as one loss on packed rollouts.
+
+`prepare` forms weights and what else needs the whole batch before it is cut up; a call then multiplies and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.objective.batch import TrainingBatch
+from opd.objective.first_pass import take_first_pass
+from opd.objective.micro import MicroBatch, TeacherHead, TokenStatistics, autocast_head
+from opd.objective.prepare import PreparedTerm, prepare_term
+from opd.objective.term import Term
+from opd.settings import Needs
+from opd.types import Rollout, SignalKind
+
+if TYPE_CHECKING:
+    from opd.config import Rollouts, Train
+    from opd.models.language_model import LanguageModel
+    from opd.models.packing import Pack
+
+TokenWeights = Sequence[Mapping[str, np.ndarray]]  # one mapping per active term: rollout id -> (T,)
+
+
+@dataclass
+class PreparedBatch:
+    """A batch, made ready: what every active term gives every token."""
+
+    batch: TrainingBatch
+    terms: list[PreparedTerm] = field(default_factory=list)
+
+    def weights(self, rollouts: Sequence[Rollout]) -> TokenWeights:
+        """For the rollouts of one update."""
+        return [term.weights(rollouts) for term in self.terms]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: value for term in self.terms for name, value in term.metrics.items()}
+
+
+class Objective:
+    """`rollout` and `train` say how the batches are drawn and how often each is used; `stop_ids` are one event."""
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        teachers: Mapping[str, TeacherHead],
+        rollout: Rollouts,
+        stop_ids: tuple[int, ...],
+        train: Train | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.terms, self._teachers, self._rollout, self._merge = terms, teachers, rollout, (stop_ids,)
+        self._updates, self._seed = train.epochs * train.minibatches if train is not None else 1, seed
+        self.plateau: int | None = None  # the step after which evaluation stopped improving
+
+    def active(self, step: int) -> list[tuple[int, Term, float]]:
+        """(number, term, coefficient) of the terms that count at this step."""
+        terms = [(index, term, term.coefficient.at(step, self.plateau)) for index, term in enumerate(self.terms)]
+        return [item for item in terms if item[2] != 0]
+
+    def needs(self, step: int) -> list[tuple[str, SignalKind]]:
+        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing."""
+        return list(self._needs(step).signals)
+
+    def _needs(self, step: int) -> Needs:
+        needs = Needs()
+        for _, term, _ in self.active(step):
+            needs |= term.needs(self._updates)
+        return needs
+
+    def prepare(
+        self, student: LanguageModel, batch: TrainingBatch, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
+    ) -> PreparedBatch:
+        """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
+        asked = self._needs(step).student
+        if asked:
+            packs = cut(batch.rollouts)
+            take_first_pass(student, packs, batch, asked, self._teachers, self._merge, self._rollout.temperature)
+        terms = [
+            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self._rollout.max_new_tokens, self._seed)
+            for index, term, coefficient in self.active(step)
+        ]
+        return PreparedBatch(batch, terms)
+
+    def __call__(
+        self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
+    ) -> tuple[Tensor, TokenStatistics]:
+        hidden_ND = student.hidden(pack.ids_T, pack.layout)[pack.predicting_N]
+        micro = MicroBatch(
+            pack, autocast_head(student.project(hidden_ND)), prepared.batch, self._teachers, self._merge,
+            self._rollout.temperature, self._rollout.teacher_mix, TokenStatistics.empty(hidden_ND.shape[0]),
+        )  # fmt: skip
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        for term, by_rollout in zip(prepared.terms, weights, strict=True):
+            weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
+            if weight_N.any():  # tokens a term leaves alone cost nothing
+                loss = term.term.loss(term, micro, weight_N)
+                micro.statistics.loss[term.name] = float(loss.detach())
+                total = total + loss
+        return total, micro.statistics

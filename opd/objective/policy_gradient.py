@@ -1,0 +1,141 @@
+"""Policy gradient: an advantage of the sampled token times a surrogate of its ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from opd.divergence.kinds import AnyDivergence, ReverseKL
+from opd.objective.advantage_sum import Advantage
+from opd.objective.advantages import SampledTokens, Teacher
+from opd.objective.batch import TrainingBatch, concatenated
+from opd.objective.surrogates import AnySurrogate, ImportanceSampling
+from opd.objective.term import AuthorName, CorrectedTerm
+from opd.settings import Choice, Needs, changed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.objective.micro import MicroBatch
+    from opd.objective.prepare import PreparedTerm
+    from opd.types import Rollout
+
+
+class PolicyGradient(CorrectedTerm):
+    name: ClassVar[str] = "policy_gradient"
+    flat: ClassVar[tuple[str, ...]] = ("divergence",)
+    usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student",)
+    by_ratio: ClassVar[bool] = True
+
+    divergence: AnyDivergence = Field(ReverseKL(), description="of a direct term; of policy_gradient: whose advantage")
+    advantage: Advantage = Field(Advantage(), description="of policy_gradient")
+    surrogate: AnySurrogate = Field(ImportanceSampling(), description="of policy_gradient")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> PolicyGradient:
+        kind, teachers = self.divergence, [part for part in self.advantage.parts if isinstance(part, Teacher)]
+        if "divergence" in changed(self) and not self.advantage.of_teacher:
+            raise ValueError("teacher_weight is 0, so the divergence does nothing")
+        if not kind.of_one_token:
+            raise ValueError(f"{kind.name} has no advantage of the sampled token alone: use form: direct")
+        if kind.name != "reverse_kl" and any(part.extrapolation != 1 or part.kl_baseline for part in teachers):
+            raise ValueError(f"extrapolation and kl_baseline are defined for reverse_kl, not for {kind.name}")
+        if self.correction is not None and self.correction.weighs_by == "prefix":
+            raise ValueError("prefix is for form: direct; policy_gradient is corrected by icepop, tis or mis")
+        if (
+            self.correction is not None
+            and not self.surrogate.multiplies_by_ratio
+            and self.surrogate.against == "behaviour"
+        ):
+            raise ValueError(
+                f"{self.surrogate.name} does not multiply by the ratio itself, so a correction on top needs "
+                "surrogate.against: proximal"
+            )
+        return self
+
+    @property
+    def parts(self) -> Iterable[Choice]:
+        return [*super().parts, *self.advantage.parts, self.surrogate]
+
+    def form_needs(self, updates: int) -> Needs:
+        asked = (
+            self.surrogate.against == "proximal" or self.advantage.student == "proximal" or self.correction is not None
+        )
+        whitened = any(isinstance(part, Teacher) and part.whiten for part in self.advantage.parts)
+        proximal = (updates > 1 and asked) or (whitened and self.advantage.student != "behaviour")
+        first = Needs(student=frozenset({("proximal",)} if proximal else ()))
+        return self.advantage.needs(self.role) | first
+
+    def leaves_out(self, batch: TrainingBatch) -> set[str]:
+        return set().union(*(part.leaves_out(batch) for part in self.advantage.parts))
+
+    # The advantage
+
+    def prepare(self, prepared: PreparedTerm) -> list[Any]:
+        rollouts = prepared.batch.rollouts
+        known = self._known_logprobs(prepared.batch, rollouts)
+        return self.advantage.prepare(SampledTokens(self, prepared, rollouts, known or []))
+
+    def _known_logprobs(self, batch: TrainingBatch, rollouts: Sequence[Rollout]) -> list[np.ndarray] | None:
+        """The student's, untempered; None where they are those of the policy being trained, as it is now."""
+        if self.advantage.student == "behaviour":
+            return [rollout.logprob.astype(np.float64) for rollout in rollouts]
+        first = batch.first_pass.logprob
+        if self.advantage.student == "proximal" and first:
+            return [first[rollout.id] for rollout in rollouts]
+        return None
+
+    def token_advantages(self, prepared: PreparedTerm, micro: MicroBatch, rows: np.ndarray, current: Tensor) -> Tensor:
+        rollouts, ends = micro.pack.rollouts, np.cumsum(micro.pack.response_lengths)[:-1]
+        student = self._known_logprobs(prepared.batch, rollouts)
+        if student is None:
+            now_N = np.zeros(micro.projection.count)
+            now_N[rows] = micro.untempered(rows, current).cpu().numpy()
+            student = np.split(now_N, ends)
+        exact = None
+        if any(isinstance(part, Teacher) and part.kl_baseline for part in self.advantage.parts):
+            exact = np.split(self._exact_kl(micro, rows), ends)
+        tokens = SampledTokens(self, prepared, rollouts, student, exact)
+        value_N = np.concatenate(self.advantage.values(tokens, prepared.state))
+        return micro.tensor(value_N[rows]).float()
+
+    def _exact_kl(self, micro: MicroBatch, rows: np.ndarray) -> np.ndarray:
+        """(N,) KL(student || teacher): what the log-ratio averages to, so adding it leaves the gradient's mean alone."""
+        from opd.divergence import statistics
+
+        open_N, kl_N = np.zeros(micro.projection.count, dtype=bool), np.zeros(micro.projection.count)
+        open_N[rows] = True
+        for chosen, teacher in micro.teacher_projections(self.role, open_N):
+            student = micro.projection.rows(micro.tensor(chosen)).detach()
+            values = statistics(student, teacher, merge=micro.merge).reverse_kl
+            assert values is not None
+            kl_N[chosen] = values.cpu().numpy()
+        return kl_N
+
+    # The loss
+
+    def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
+        rows = np.flatnonzero(weight_N)
+        if self.correction is not None or self.surrogate.whole_rollouts:  # rollouts are looked at whole, gated or not
+            rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
+        trained = micro.tensor(weight_N[rows] != 0)
+        current = micro.current(rows)
+        advantage = self.token_advantages(prepared, micro, rows, current)
+        decoupled = self.surrogate.against == "proximal"
+        old = micro.proximal(rows, current) if decoupled else micro.behaviour(rows)
+        segment = micro.segment(rows)
+        losses, clipped = self.surrogate.losses(current, old, advantage, segment)
+        if clipped is not None:
+            micro.count(f"clipped/{prepared.name}", clipped[trained])
+        log_ratio = micro.log_ratio(rows, current)
+        if self.correction is not None:
+            weight, bites = self.correction.apply(log_ratio, segment, included=not decoupled)
+            micro.count(f"corrected/{prepared.name}", bites[trained])
+            losses = losses * weight
+        if self.advantage.of_teacher:  # k1: one sample of it
+            sampled = concatenated(micro.pack.rollouts, "logprob")[rows]
+            micro.estimate(rows, sampled - micro.teacher_logprobs(self.role, rows))
+        return (losses * micro.tensor(weight_N[rows])).sum()

@@ -1,0 +1,175 @@
+"""A term of the objective: what all forms have in common. The forms themselves are its subclasses.
+
+direct            divergence to the teacher, at every token of the chosen authors
+policy_gradient   sampled token: an advantage (teacher log-ratio, outcome, both) times a surrogate's ratio
+k2                sampled token: half the squared log-ratio to the teacher, differentiated directly
+cross_entropy     negative log-likelihood of data, teacher, or chosen student tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from opd.objective.corrections import AnyCorrection
+from opd.objective.gates import AnyGate
+from opd.objective.schedule import Schedule
+from opd.settings import Choice, Family, Needs, OneOrMany, Short, StageView, changed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from opd.config import Rollouts
+    from opd.objective.batch import TrainingBatch
+    from opd.objective.micro import MicroBatch
+    from opd.objective.prepare import PreparedTerm
+
+AuthorName = Literal["student", "teacher", "data"]
+
+
+class Term(Choice):
+    """One summand of the objective. A form of your own is a subclass with `loss`, and `needs` if it asks a teacher."""
+
+    family: ClassVar[str] = "form"
+    key: ClassVar[str] = "form"
+    usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student", "teacher", "data")
+    by_ratio: ClassVar[bool] = (
+        False  # needs the log-prob a token was sampled with, so it trains on the student's tokens alone
+    )
+
+    role: str = Field("teacher", description="whose signal")
+    on: list[AuthorName] | None = Field(
+        None,
+        min_length=1,
+        description="authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher for cross_entropy",
+    )
+    coefficient: Annotated[Schedule, Short("value", int, float)] = Schedule()
+    gate: Annotated[list[AnyGate], OneOrMany()] = Field(
+        default_factory=list, description="which tokens count, and how much; several multiply"
+    )
+    gated: Literal["drop", "zero"] = Field(
+        "drop", description="tokens a gate closes: leave the denominator, or stay in it"
+    )
+    aggregate: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
+    denominator: float = Field(1.0, gt=0, description="of aggregate: constant")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Term:
+        given = changed(self)
+        if "denominator" in given and self.aggregate != "constant":
+            raise ValueError(f"denominator belongs to aggregate: constant, not to {self.aggregate}")
+        if "gated" in given and not self.gate:
+            raise ValueError("gated says what becomes of tokens that a gate closes: there is no gate")
+        if not self.roles and "role" in given:
+            raise ValueError("nobody is asked, so `role` does nothing")
+        if self.by_ratio and self.on not in (None, ["student"]):
+            raise ValueError(f"{self.name} trains on tokens whose sampling log-prob is known, so `on` is [student]")
+        return self
+
+    # What it asks for
+
+    def needs(self, updates: int = 1) -> Needs:
+        """Of the form and its gates. `updates`: optimiser steps per batch; with one, the proximal policy is the current one."""
+        needs = self.form_needs(updates)
+        for gate in self.gate:
+            needs |= gate.needs(self.role)
+        return needs
+
+    def form_needs(self, updates: int) -> Needs:
+        return Needs()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the models that have to score its tokens."""
+        return tuple(dict.fromkeys(role for role, _ in self.needs().signals))
+
+    @property
+    def authors(self) -> tuple[AuthorName, ...]:
+        return self.usual_authors if self.on is None else tuple(self.on)
+
+    def authors_beside_student(self, rollout: Rollouts) -> list[str]:
+        """Others whose tokens it trains on and that the rollouts have."""
+        present = present_authors(rollout)
+        return [author for author in self.authors if author != "student" and present[author] > 0]
+
+    # Mistakes
+
+    @property
+    def parts(self) -> Iterable[Choice]:
+        return self.gate
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        present, inner = present_authors(view.rollout), replace(view, term=self)
+        if self.coefficient.never:
+            yield "the coefficient is 0 at every step, so the term does nothing. Remove the term."
+        if not any(present[author] > 0 for author in self.authors):
+            yield (
+                f"{self.name} trains on {' and '.join(self.authors)} tokens, but the rollouts have none. "
+                "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
+            )
+        for part in self.parts:
+            yield from part.refuse(inner)
+
+    # What it does
+
+    def leaves_out(self, batch: TrainingBatch) -> set[str]:
+        """Ids of rollouts that it must not train on."""
+        return set()
+
+    def prepare(self, prepared: PreparedTerm) -> Any:
+        """What has to see the whole batch before it is cut up; kept as `prepared.state`."""
+        return None
+
+    def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
+        """Of one micro-batch, in which no group or pair is split: the sum over tokens of weight times loss."""
+        raise NotImplementedError
+
+
+class CorrectedTerm(Term):
+    """A term that can be corrected for the gap between trainer and sampler."""
+
+    correction: AnyCorrection | None = Field(None, description="of the gap between trainer and sampler")
+
+    @property
+    def parts(self) -> Iterable[Choice]:
+        return [*self.gate, *([self.correction] if self.correction is not None else [])]
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if not self.by_ratio and self.correction is None:
+            return
+        drawn = view.rollout
+        if drawn.top_p < 1 or drawn.top_k > 0:
+            yield (
+                f"rollout: top_p {drawn.top_p:g}, top_k {drawn.top_k} with a {self.name} term that weighs by ratios. Importance ratios "
+                "are undefined for tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
+            )
+        if drawn.temperature == 0:
+            yield f"rollout.temperature 0 with a {self.name} term: greedy tokens carry no gradient. Sample at temperature 1."
+
+
+AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
+
+
+def present_authors(rollout: Rollouts) -> dict[str, float]:
+    """The share of prompts that each author answers."""
+    student = 1 - rollout.data_share - rollout.teacher_share
+    return {
+        "student": student if student > 1e-9 else 0.0,
+        "data": rollout.data_share,
+        "teacher": rollout.teacher_share,
+    }
+
+
+def refusals(view: StageView) -> list[str]:
+    """Every mistake of an objective that the recipe alone can show."""
+    where = ["objective" if len(view.terms) == 1 else f"objective term {number}" for number in range(len(view.terms))]
+    messages = [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]
+    for key in ("teacher_share", "teacher_mix"):
+        if getattr(view.rollout, key) and "teacher" not in view.roles:
+            messages.append(f"rollout.{key} is set, but there is no teacher to sample from.")
+    return messages

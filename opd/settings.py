@@ -1,0 +1,341 @@
+"""What every choice in a recipe is made of: one class with its settings, needs, refusals and arithmetic. No torch here.
+
+A `Choice` is such a class; a `Family` is all that can stand in one place of a recipe (`gate:`, `surrogate:`, …). Families look
+their classes up by name in `opd.families`, so a new one is a class and a line there, and nothing imports upwards.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from opd import families
+from opd.types import SignalKind
+
+if TYPE_CHECKING:
+    from opd.config import Rollouts, Stage, Train
+    from opd.objective.term import Term
+
+MANY = 1_000_000_000  # no count in a recipe is larger
+
+
+def _bounded(value: int) -> int:
+    """Beside a field's own `le`, which would be lost if this were one too."""
+    if value > MANY:
+        raise ValueError(f"expected at most {MANY}")
+    return value
+
+
+Positive = Annotated[int, Field(ge=1), AfterValidator(_bounded)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_bounded)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16"]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+Address = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]  # of a model or prompts
+SETTINGS = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def changed(settings: BaseModel) -> set[str]:
+    """Keys that differ from their defaults; a resolved recipe spells out all of them."""
+    fields = type(settings).model_fields.items()
+    return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What has to be known of a batch before a choice can do its work."""
+
+    signals: tuple[tuple[str, SignalKind], ...] = ()  # (role, kind) asked of teachers
+    student: frozenset[tuple[str | int, ...]] = (
+        frozenset()
+    )  # asked of the student before the updates: `objective.first_pass`
+    rewards: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        signals = tuple(dict.fromkeys((*self.signals, *other.signals)))
+        return Needs(signals, self.student | other.student, self.rewards or other.rewards)
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What a choice can see of its stage when it looks for mistakes; `term` is the one it is a part of, if any."""
+
+    rollout: Rollouts
+    train: Train
+    terms: Sequence[Term]
+    roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
+    term: Term | None = None
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageView:
+        roles = frozenset(teacher.role for teacher in stage.teachers.values())
+        return cls(stage.rollout, stage.train, stage.objective, roles)
+
+
+class Choice(BaseModel):
+    """One thing a recipe can choose. Subclasses add fields, which are its settings, and methods, which are what it does."""
+
+    model_config = SETTINGS
+    family: ClassVar[str]
+    name: ClassVar[str]
+    key: ClassVar[str] = "kind"  # the recipe's key that names the choice
+    by_default: ClassVar[bool] = False  # stands where the key is missing
+    flat: ClassVar[tuple[str, ...]] = ()  # fields whose settings stand beside them: `divergence: jsd, beta: 0.5`
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        """Every mistake that the recipe alone can show: what was wrong, the value given, what to do."""
+        return ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fold(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        settings = dict(value)
+        for field in cls.flat:
+            family_of(cls, field).fold(settings, field, cls)
+        return settings
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """All settings under their flat keys, behind the choice's name: what `Family.read` reads."""
+        values: dict[str, Any] = {self.key: self.name}
+        for name, value in handler(self).items():
+            if name in self.flat:
+                part = dict(value)
+                values[name] = part.pop(getattr(self, name).key)
+                values |= part
+            else:
+                values[name] = value
+        return values
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        reference = handler(schema)
+        node = handler.resolve_ref_schema(reference)
+        own = node.get("properties", {})
+        for field in cls.flat:
+            options = family_of(cls, field).classes()
+            own[field] = {
+                "enum": list(options),
+                **{key: own[field][key] for key in ("description",) if key in own[field]},
+            }
+            for option in options.values():
+                for key, part in handler.resolve_ref_schema(schema_of(option, handler))["properties"].items():
+                    if key != option.key:
+                        own[key] = part if key not in own or own[key] == part else {"anyOf": [own[key], part]}
+        node["properties"] = {cls.key: {"const": cls.name}, **own}
+        node["required"] = [*node.get("required", []), *([] if cls.by_default else [cls.key])]
+        return reference
+
+
+class Family:
+    """A place in a recipe and all that can stand there. `gate: list[Annotated[Gate, Family("gate")]]`.
+
+    A recipe writes `{kind: entropy, share: 0.3}`, or `entropy` for short.
+    """
+
+    def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
+        self.name, self.key, self.default = name, key, default
+
+    def names(self) -> list[str]:
+        return families.names(self.name)
+
+    def classes(self) -> dict[str, type[Choice]]:
+        return {name: self.find(name) for name in self.names()}
+
+    def find(self, name: object) -> type[Choice]:
+        if not isinstance(name, str) or name not in self.names():
+            raise ValueError(f"unknown {self.name} {name!r}; {nearest(str(name), self.names())}")
+        return families.find(self.name, name)
+
+    def read(self, value: Any) -> Choice:
+        """The choice that a name, or a mapping with a name, stands for."""
+        if isinstance(value, Choice):
+            if value.family != self.name:
+                raise ValueError(f"{value.name} is a {value.family}, not a {self.name}")
+            return value
+        if isinstance(value, str):
+            value = {self.key: value}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected the name of a {self.name}, or a mapping with `{self.key}`")
+        settings = dict(value)
+        if self.key not in settings and self.default is None:
+            raise ValueError(f"`{self.key}` is missing: which {self.name}? Known: {', '.join(self.names())}")
+        chosen = self.find(settings.pop(self.key, self.default))
+        self._drop_idle(settings, chosen)
+        try:
+            return chosen.model_validate(settings)
+        except ValidationError as error:
+            raise _without_nesting(error, chosen) from None
+
+    def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
+        """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""
+        given = settings.get(field, self.default)
+        if not isinstance(given, str):
+            return
+        chosen = self.find(given)
+        keys = [key for key in settings if key in chosen.model_fields and key not in parent.model_fields]
+        own = {key: settings.pop(key) for key in keys}
+        settings[field] = {self.key: given, **{key: value for key, value in own.items() if value is not None}}
+        rest = {
+            key: settings.pop(key) for key in list(settings) if key not in parent.model_fields and self._owners(key)
+        }
+        self._drop_idle(rest, chosen)
+        settings |= rest
+
+    def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
+        """A key that other choices of the family read is a mistake here, unless it stands at its default."""
+        for key in [key for key in settings if key not in _keys(chosen)]:
+            owners = self._owners(key)
+            if not owners:
+                continue
+            if not any(_is_default(owner, key, settings[key]) for owner in owners):
+                names = " and ".join(owner.name for owner in owners)
+                raise ValueError(f"{key} belongs to {self.name} {names}, not to {chosen.name}")
+            del settings[key]
+
+    def _owners(self, key: str) -> list[type[Choice]]:
+        return [option for option in self.classes().values() if key in _keys(option)]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.read, serialization=core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        options = self.classes()
+        references = {name: schema_of(option, handler) for name, option in options.items()}
+        short = [name for name, option in options.items() if not _required(option)]
+        named = [{"enum": short}] if self.key == "kind" and short else []
+        return {"anyOf": [*named, *references.values()]}
+
+
+def schema_of(model: type[BaseModel], handler: Any) -> dict[str, Any]:
+    """A reference to the model's JSON schema, which joins the definitions of the schema being made."""
+    return handler.generate_json_schema.generate_inner(model.__pydantic_core_schema__)
+
+
+def _dumped(choice: Choice, info: SerializationInfo) -> dict[str, Any]:
+    return choice.model_dump(
+        mode="json" if info.mode_is_json() else "python",
+        exclude_defaults=info.exclude_defaults,
+        exclude_unset=info.exclude_unset,
+        exclude_none=info.exclude_none,
+    )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What may have been meant."""
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def family_of(model: type[BaseModel], field: str) -> Family:
+    return next(mark for mark in model.model_fields[field].metadata if isinstance(mark, Family))
+
+
+def _keys(model: type[Choice]) -> set[str]:
+    """Everything a recipe may write beside the choice's name."""
+    folded = [option.model_fields for field in model.flat for option in family_of(model, field).classes().values()]
+    return {*model.model_fields, *(key for fields in folded for key in fields)}
+
+
+def _required(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def _is_default(model: type[Choice], key: str, value: Any) -> bool:
+    """Whether a value is what the model would take anyway; `null` leaves it to the model."""
+    if value is None:
+        return True
+    if key not in model.model_fields:
+        options = [option for field in model.flat for option in family_of(model, field).classes().values()]
+        return any(key in option.model_fields and _is_default(option, key, value) for option in options)
+    default = model.model_fields[key].get_default(call_default_factory=True)
+    if value == default or not isinstance(default, BaseModel):
+        return bool(value == default)
+    try:
+        return bool(getattr(model.model_validate({key: value}), key) == default)
+    except ValidationError:
+        return False
+
+
+def _without_nesting(error: ValidationError, chosen: type[Choice]) -> ValidationError:
+    """The same mistakes at the places where the recipe wrote them, with the nearest known key beside an unknown one."""
+    lines: list[InitErrorDetails] = []
+    for detail in error.errors(include_url=False):
+        place = detail["loc"]
+        if len(place) > 1 and place[0] in chosen.flat:
+            place = place[1:]
+        kind: str | PydanticCustomError = detail["type"]
+        context = detail.get("ctx", {})
+        if kind == "extra_forbidden":
+            hint = nearest(str(place[-1]), sorted(_keys_at(chosen, place[:-1])))
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint})
+        elif kind == "unknown_key":
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", context)
+        lines.append(InitErrorDetails(type=kind, loc=place, input=detail["input"], ctx=context))
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
+    """Keys that may stand at a place below a choice, such as ("coefficient",)."""
+    model: type[BaseModel] = chosen
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            model = next((kind for kind in inner if issubclass(kind, BaseModel)), model)
+    return _keys(model) if issubclass(model, Choice) else set(model.model_fields)
+
+
+class OneOrMany:
+    """A list of which a recipe may write the only entry without brackets."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, (list, tuple)) else [value], handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        node = handler(schema)
+        return {"anyOf": [node["items"], node]}
+
+
+class Short:
+    """A mapping of which a recipe may write one key's value alone: `coefficient: 0.5` for `{value: 0.5}`."""
+
+    def __init__(self, key: str, *kinds: type) -> None:
+        self._key, self._kinds = key, kinds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def spell_out(value: Any) -> Any:
+            short = isinstance(value, self._kinds) and not isinstance(value, bool)
+            return {self._key: value} if short else value
+
+        return core_schema.no_info_before_validator_function(spell_out, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        node = handler(schema)
+        return {"anyOf": [handler.resolve_ref_schema(node)["properties"][self._key], node]}

@@ -1,0 +1,319 @@
+"""Choices of a recipe: every one reads and writes itself, stands in the schema, and refuses what means nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel, Field, ValidationError
+
+from opd import families
+from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
+from opd.divergence import Projection
+from opd.divergence.kinds import OwnDivergence
+from opd.errors import RecipeError
+from opd.objective.gates import Arrays, Gate, GateView
+from opd.objective.micro import autocast_head
+from opd.settings import Choice, Family
+from tests.helpers import refusals, term, tiny_model
+from tests.test_semantics import gradients, sampled_by, some_rollouts
+
+KEYS = {"form": "form"}  # families whose choice is not named by `kind`
+
+# Settings of every choice, away from its defaults
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "form.direct": {"divergence": "jsd", "beta": 0.3, "support": "topk", "k": 7, "side": "union", "closure": "tail", "temperature": 2.0,
+                    "correction": {"kind": "prefix", "high": 3.0}, "role": "other", "on": ["data"], "coefficient": {"value": 2, "until": 9},
+                    "gate": ["correct", {"kind": "entropy", "share": 0.1}], "gated": "zero", "aggregate": "constant", "denominator": 5.0},
+    "form.policy_gradient": {"divergence": "alpha", "alpha": 2.0, "surrogate": {"kind": "ppo", "dual": 3.0}, "correction": "tis",
+                             "advantage": {"student": "proximal", "discount": 0.5, "whiten": True, "outcome_weight": 2.0, "std": True}},
+    "form.k2": {"coefficient": 0.1, "correction": {"kind": "none", "veto": 0.1}},
+    "form.cross_entropy": {"on": ["student"], "gate": "wrong"},
+    "divergence.reverse_kl": {}, "divergence.forward_kl": {}, "divergence.jsd": {"beta": 0.2}, "divergence.skew_kl": {"alpha": 0.3},
+    "divergence.skew_reverse_kl": {"alpha": 0.4}, "divergence.alpha": {"alpha": -1.0}, "divergence.tvd": {}, "divergence.hellinger": {},
+    "divergence.acceptance": {},
+    "support.full": {}, "support.topk": {"k": 3, "side": "student", "closure": "renormalised"},
+    "advantage.outcome": {"outcome_weight": 1.0, "overlong": "penalise", "overlong_buffer": 3, "baseline": "batch"},
+    "advantage.teacher": {"teacher_weight": 0.5, "clip": 2.0, "extrapolation": 1.5}, "advantage.reference": {"reference_weight": 0.1},
+    "surrogate.importance_sampling": {"against": "proximal"}, "surrogate.ppo": {"low": 0.1, "high": 0.3, "dual": 4.0},
+    "surrogate.cispo": {"high": 1.0}, "surrogate.gspo": {"low": 0.01, "against": "proximal"},
+    "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
+    "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
+    "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
+    "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
+    "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
+    "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},
+}  # fmt: skip
+
+
+def spelled_out(family: str, name: str, settings: dict[str, Any]) -> Choice:
+    return Family(family, key=KEYS.get(family, "kind")).read({KEYS.get(family, "kind"): name, **settings})
+
+
+@pytest.mark.parametrize("entry", families.CHOICES)
+def test_every_choice_reads_what_it_wrote(entry: str) -> None:
+    family, name = entry.split(".")
+    chosen = spelled_out(family, name, EXAMPLES[entry])
+    assert (chosen.family, chosen.name) == (family, name)
+
+    class Holder(BaseModel):  # a field typed by the base class
+        one: Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]
+        many: list[Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]] = Field(default_factory=list)
+
+    holder = Holder(one=chosen, many=[chosen])
+    for mode in ("json", "python"):
+        written = holder.model_dump(mode=mode)
+        assert set(EXAMPLES[entry]) <= set(written["one"])  # under the flat keys of a recipe
+        assert Holder.model_validate(written) == holder
+    assert Holder.model_validate_json(holder.model_dump_json(exclude_defaults=True)) == holder
+
+
+OLD = {  # a term as earlier versions wrote it into resolved.yaml, whatever its form
+    "form": "direct", "divergence": "reverse_kl", "beta": 0.5, "alpha": None, "support": "full", "k": 64, "side": "teacher", "closure": "tail",
+    "temperature": 1.0, "role": "teacher", "on": None,
+    "coefficient": {"value": 1.0, "to": None, "over": None, "until": None, "after": None},
+    "advantage": {
+        "teacher_weight": 1.0, "student": "behaviour", "clip": None, "extrapolation": 1.0, "kl_baseline": False, "discount": 0.0,
+        "length_normalised": False, "future_only": False, "whiten": False, "outcome_weight": 0.0, "baseline": "group", "std": False,
+        "overlong": "keep", "overlong_buffer": 16, "reference_weight": 0.0,
+    },
+    "surrogate": {"kind": "importance_sampling", "against": "behaviour", "low": 0.2, "high": 0.2, "dual": None},
+    "correction": None, "gate": [], "gated": "drop", "aggregate": "token_mean", "denominator": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"divergence": "jsd", "beta": 0.1},
+        {"divergence": "skew_kl"},
+        {"divergence": "alpha", "alpha": 2.0},
+        {"support": "topk", "k": 5},
+        {"form": "policy_gradient"},
+        {"form": "policy_gradient", "surrogate": OLD["surrogate"] | {"kind": "ppo", "low": 0.1}},  # type: ignore[operator]
+        {"form": "policy_gradient", "correction": {"kind": "icepop", "level": "token", "low": 0.5, "high": 2.0, "veto": None}},
+        {"form": "policy_gradient", "correction": {"kind": "tis", "level": "token", "low": 0.5, "high": 2.0, "veto": None}},
+        {"form": "policy_gradient", "advantage": OLD["advantage"] | {"teacher_weight": 0.0, "outcome_weight": 1.0}},  # type: ignore[operator]
+        {"form": "k2"},
+        {"form": "cross_entropy"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_recipes_that_earlier_versions_wrote_are_read(changes: dict[str, Any]) -> None:
+    found = term(**OLD | changes)
+    short = {key: value for key, value in changes.items() if key not in ("surrogate", "correction", "advantage")}
+    if not {"surrogate", "correction", "advantage"} & changes.keys():
+        assert found == term(**short)
+    assert term(**found.model_dump()) == found
+
+
+def test_a_key_of_another_choice_is_a_mistake() -> None:
+    for wrong, words in (
+        ({"beta": 0.3}, "beta belongs to divergence jsd, not to reverse_kl"),
+        ({"k": 5}, "k belongs to support topk, not to full"),
+        ({"form": "k2", "surrogate": "ppo"}, "surrogate belongs to form policy_gradient, not to k2"),
+        ({"form": "policy_gradient", "surrogate": {"kind": "cispo", "dual": 3}}, "dual belongs to surrogate ppo"),
+        ({"gate": {"kind": "teacher_entropy", "above": 2, "below": 1}}, "`above` (2) must be less than `below` (1)"),
+        ({"gate": "entropi"}, "did you mean 'entropy'?"),
+        ({"gate": {"kind": "entropy", "shar": 0.1}}, "did you mean 'share'?"),
+        ({"coefficient": {"vaule": 1}}, "did you mean 'value'?"),
+        ({"form": "policy_gradient", "advantage": {"clp": 1}}, "did you mean 'clip'?"),
+        ({"divergence": "skew_kl", "alpha": 0.9999}, "less than or equal to 0.999"),
+    ):
+        with pytest.raises(ValidationError) as error:
+            term(**wrong)
+        assert words in str(error.value)
+
+
+# Mistakes that the recipe alone can show
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    base = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"}
+    return base | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": {"gate": "turns"}}, ["gate turns", "one turn"]),
+        (
+            {"objective": {"gate": {"kind": "selectkd", "accept": "speculative"}}, "rollout": {"temperature": 0.7}},
+            ["temperature 0.7", "greedy"],
+        ),
+        ({"objective": {"coefficient": 0}}, ["coefficient", "0 at every step", "Remove the term"]),
+        ({"objective": {"coefficient": {"value": 0, "to": 0, "over": 5}}}, ["0 at every step"]),
+        ({"objective": {"form": "policy_gradient"}, "rollout": {"data_share": 0.5}}, ["data_share 0.5", "no term"]),
+        ({"objective": {"on": ["student"]}, "rollout": {"teacher_share": 0.5}}, ["teacher_share 0.5", "no term"]),
+        (
+            {"objective": {"divergence": "acceptance", "support": "topk", "k": 4, "closure": "generalised"}},
+            ["f-divergences", "acceptance", "closure: tail"],
+        ),
+        ({"objective": {"form": "cross_entropy"}}, ["data and teacher tokens", "rollout.data_share"]),
+        (
+            {"objective": {"gate": {"kind": "perplexity"}}, "rollout": {"samples": 2, "data_share": 0.5}},
+            ["gate perplexity", "data tokens", "on: [student]"],
+        ),
+        ({"teachers": None, "objective": {"form": "cross_entropy"}, "rollout": {"teacher_share": 0.5}}, ["no teacher"]),
+        ({"objective": [{}, {"form": "policy_gradient"}], "rollout": {"top_p": 0.9}}, ["objective term 1", "top_p 0.9"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mistakes_are_found_when_the_recipe_is_read(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe(**changes))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_coefficients_that_are_zero_for_a_while_are_no_mistake() -> None:
+    for coefficient in ({"value": 0, "to": 1, "over": 5}, {"value": 1, "to": 0, "over": 5}, {"after": 50}):
+        assert not refusals(Rollouts(), term(coefficient=coefficient), term())
+
+
+# A choice of one's own
+
+
+@pytest.fixture
+def every_other() -> Iterator[type[Gate]]:
+    @families.register
+    class EveryOther(Gate):
+        """Every n-th token."""
+
+        name: ClassVar[str] = "every_other"
+        n: int = Field(2, ge=1, description="one token in n counts")
+
+        def factors(self, view: GateView) -> Arrays:
+            return [(np.arange(rollout.response_ids.size) % self.n == 0).astype(float) for rollout in view.rollouts]
+
+    yield EveryOther
+    del families._registered["gate.every_other"]
+
+
+def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> None:
+    found = load_recipe(recipe(objective={"gate": {"kind": "every_other", "n": 3}}))
+    assert found.stages[0].objective[0].gate == [every_other(n=3)]  # type: ignore[call-arg]
+    assert Recipe.model_validate(found.model_dump(mode="json")) == found
+    assert "EveryOther" in recipe_schema()["$defs"]
+    with pytest.raises(RecipeError, match="did you mean 'every_other'"):
+        load_recipe(recipe(objective={"gate": "every_othr"}))
+    with pytest.raises(RecipeError, match=r"gate\.0\.n"):
+        load_recipe(recipe(objective={"gate": {"kind": "every_other", "n": 0}}))
+    with pytest.raises(ValueError, match="exists already"):
+        families.register(type("Entropy", (Gate,), {"name": "entropy", "__module__": __name__}))
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    _, _, statistics = gradients(student, {"t": teacher}, [term(gate="every_other")], rollouts)
+    trained = np.concatenate([np.arange(item.response_ids.size) % 2 == 0 for item in rollouts])
+    assert (~np.isnan(statistics[0].reverse_kl) == trained).all()
+
+
+@pytest.fixture
+def pearson() -> Iterator[type[OwnDivergence]]:
+    @families.register
+    class Pearson(OwnDivergence):
+        """scale * sum (S - T)^2 / T."""
+
+        name: ClassVar[str] = "pearson"
+        scale: float = Field(1.0, gt=0)
+
+        def value(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+            return self.scale * ((2 * student - teacher).exp().sum(-1) - 1)
+
+    yield Pearson
+    del families._registered["divergence.pearson"]
+
+
+@pytest.mark.parametrize("support", [{}, {"support": "topk", "k": 5, "closure": "renormalised"}], ids=str)
+def test_a_divergence_of_ones_own_needs_a_formula_only(pearson: type[OwnDivergence], support: dict[str, Any]) -> None:
+    objective = term(divergence="pearson", scale=0.5, **support)
+    assert objective.divergence == pearson(scale=0.5)  # type: ignore[call-arg]
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    loss, found, _ = gradients(student, {"t": teacher}, [objective], rollouts)
+    assert loss > 0
+    with pytest.MonkeyPatch.context() as patch:  # the same through autograd, with all logits held
+        from opd.divergence import compute
+
+        original = compute.divergence
+        patch.setattr(compute, "divergence", lambda *given, **options: original(*given, **options, backend="reference"))
+        expected, wanted, _ = gradients(student, {"t": teacher}, [objective], rollouts)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-3, atol=1e-5 * float(wanted[name].abs().max()) + 1e-8)
+    same, zero, _ = gradients(student, {"t": tiny_model("llama")}, [objective], rollouts)
+    assert abs(same) < 1e-4
+    assert max(float(grad.abs().max()) for grad in zero.values()) < 1e-3
+    with pytest.raises(ValidationError, match="advantage of the sampled token"):
+        term(form="policy_gradient", divergence="pearson")
+
+
+def test_reading_recipes_needs_no_torch() -> None:
+    code = (
+        "import sys; from opd.config import load_recipe, recipe_schema, shipped_recipes\n"
+        "for name in shipped_recipes(): load_recipe(name)\n"
+        "recipe_schema(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# What a term reports and how it computes
+
+
+def test_metrics_do_not_know_the_divergences_temperature() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    plain = gradients(student, {"t": teacher}, [term()], rollouts)[2][0]
+    for temperature in (0.5, 4.0):
+        warm = gradients(student, {"t": teacher}, [term(temperature=temperature)], rollouts)[2][0]
+        for name in ("reverse_kl", "entropy"):
+            np.testing.assert_allclose(getattr(warm, name), getattr(plain, name), rtol=1e-4, atol=1e-6)
+        assert np.nanmax(warm.mismatch) < 1e-4
+
+
+def test_under_autocast_heads_reach_the_kernels_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in fp32, and a last norm that gives fp32 back: hidden states and head still go in as bf16."""
+    from opd.divergence import compute
+    from opd.divergence.plan import heads_obstacle
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    weight = torch.randn(11, 4, requires_grad=True)
+    hidden = torch.randn(5, 4, requires_grad=True)
+    assert autocast_head(Projection(hidden, weight)).hidden.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        routed = autocast_head(Projection(hidden, weight))
+        assert (routed.hidden.dtype, routed.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert "differ" not in heads_obstacle([routed])
+        loss = compute.divergence("reverse_kl", routed, routed.detach(), backend="chunked").loss
+    assert loss.dtype == torch.float32
+    assert routed.logits().dtype == torch.float32
+    loss.backward()
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)  # type: ignore[union-attr]
+
+    seen: list[torch.dtype] = []
+    original = compute.divergence
+
+    def watched(kind: Any, student: Projection, teacher: Any, **options: Any) -> Any:
+        seen.extend((student.hidden.dtype, student.weight.dtype, teacher.hidden.dtype, teacher.weight.dtype))
+        return original(kind, student, teacher, **options)
+
+    monkeypatch.setattr(compute, "divergence", watched)
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    _, found, _ = gradients(student, {"t": teacher}, [term()], rollouts, autocast=True)
+    assert set(seen) == {torch.bfloat16}
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+    _, exact, _ = gradients(student, {"t": teacher}, [term()], rollouts)
+    head = "lm_head.weight"
+    assert float((found[head] - exact[head]).norm() / exact[head].norm()) < 0.05
+
+
+def test_a_stage_without_an_objective_is_direct() -> None:
+    assert load_recipe(recipe()).stages[0].objective == [term()]
+    assert isinstance(Stage.model_json_schema()["properties"]["objective"], dict)
