@@ -185,6 +185,7 @@ def test_the_base_of_an_adapter_is_an_input(models: dict[str, str], tmp_path: Pa
     """Wherever it lies: its path may be relative to the adapter's directory."""
     base = shutil.copytree(models["teacher"], tmp_path / "base")
     (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     for path in (str(base), "../base"):
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": path}))
         stage = Stage.model_validate(
