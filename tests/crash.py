@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -18,9 +19,8 @@ import torch
 import opd
 import opd.training.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
-from opd.rollout.store import iterate
-from opd.training.progress import Progress
-from opd.types import Rollout
+from opd.rollout.store import RolloutStore, iterate
+from opd.types import Author, Rollout, SampledToken
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -49,37 +49,42 @@ FORKS = multiprocessing.get_context("forkserver")  # imports torch once; every r
 FORKS.set_forkserver_preload(["tests.crash"])
 
 
-def start(log: Path, *arguments: str | Path, die: int | None = None) -> multiprocessing.process.BaseProcess:
-    """`opd ARGUMENTS` in a process that can be killed; what it prints goes to a file. `die`: it kills itself at this token."""
-    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments], die))
+def start(
+    log: Path, *arguments: str | Path, die: int | None = None, by: int = signal.SIGKILL
+) -> multiprocessing.process.BaseProcess:
+    """`opd ARGUMENTS` in a process that can be killed; what it prints goes to a file.
+
+    `die`: it strikes itself, by this signal, with so many new tokens durable: a moment that no machine is too fast for.
+    """
+    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments], die, by))
     process.start()
     return process
 
 
-def _command(log: str, arguments: list[str], die: int | None) -> None:
+def _command(log: str, arguments: list[str], die: int | None = None, by: int = signal.SIGKILL) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command listens, it ends as by any signal
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     sys.argv = ["opd", *arguments]
     if die is not None:
-        left = itertools.count(die, -1)
-        original = Progress.token
+        left, append = itertools.count(die - 1, -1), RolloutStore.append
 
-        def token(self: Progress) -> None:
-            original(self)
-            if next(left) == 0:
-                time.sleep(0.1)  # long enough for a group commit: some tokens are durable
-                os.kill(os.getpid(), signal.SIGKILL)
+        def struck(store: RolloutStore, token: SampledToken, author: Author = Author.STUDENT) -> None:
+            append(store, token, author)
+            if author != Author.DATA and next(left) == 0:
+                store.commit(sync=True)
+                os.kill(os.getpid(), by)
 
-        Progress.token = token  # type: ignore[method-assign]
+        RolloutStore.append = struck  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 
 
 def ended(process: multiprocessing.process.BaseProcess) -> int:
     """The exit code; a negative one is the signal that ended it."""
-    process.join(120)
+    process.join(600)  # a hang, on any machine
     assert process.exitcode is not None
     return process.exitcode
 
@@ -104,7 +109,7 @@ def interrupt(
     Mostly the store's growth is the clock; sometimes time is, which also strikes loading and steps that are done again.
     """
     already, began = written(directory), time.monotonic()
-    goal, pause, patience = already + share * draw.random() * (total - already), draw.random() * 0.1, 60.0
+    goal, pause, patience = already + share * draw.random() * (total - already), draw.random() * 0.1 * share, 60.0
     if share == 1.0 and draw.random() < 0.3:
         patience = draw.random() * 3
     while process.is_alive() and written(directory) < goal and time.monotonic() < began + patience:
@@ -112,8 +117,30 @@ def interrupt(
     time.sleep(pause)
     if not process.is_alive() or process.pid is None:
         return False
-    os.kill(process.pid, number)
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:  # done in this very moment
+        return False
     return True
+
+
+def killed(log: Path, directory: Path, total: int, draw: random.Random, *command: str | Path) -> None:
+    """The command, killed at a random moment of its work. Where it was done before, it is taken back and killed earlier."""
+    before, share = directory.with_name(f"{directory.name}.before"), 0.5
+    shutil.rmtree(before, ignore_errors=True)
+    if directory.exists():
+        shutil.copytree(directory, before, symlinks=True)
+    while True:
+        process = start(log, *command)
+        interrupt(process, directory, total, draw, signal.SIGKILL, share)
+        code = ended(process)
+        if code == -signal.SIGKILL:
+            return
+        assert code == 0, log.read_text()
+        shutil.rmtree(directory)
+        if before.exists():
+            shutil.copytree(before, directory, symlinks=True)
+        share /= 4
 
 
 def settled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from opd.teachers.local import LocalTeacher
 from opd.training.stage import StageRun
 from opd.training.trajectories import Replay
 from opd.types import SampledToken
-from tests.crash import FORKS, RECIPE, durable, ended, interrupt, kept, same_run, start, written
+from tests.crash import FORKS, RECIPE, durable, ended, kept, killed, same_run, start, written
 from tests.helpers import save_tiny
 
 
@@ -44,12 +44,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
     draw, total, directory = random.Random(str(tmp_path)), written(reference.directory), tmp_path / "run"
-    command: tuple[str | Path, ...] = ("run", recipe, "--out", directory)
     for _ in range(3):
-        process = start(tmp_path / "out.txt", *command)
-        assert interrupt(process, directory, total, draw, signal.SIGKILL, share=0.5)
-        assert ended(process) == -signal.SIGKILL, (tmp_path / "out.txt").read_text()
-        command = ("resume", directory)
+        killed(tmp_path / "out.txt", directory, total, draw, "run", recipe, "--out", directory, "--resume")
+    assert ended(start(tmp_path / "out.txt", "run", recipe, "--out", directory, "--resume")) == 0
     run = opd.resume(directory)
     same_run(run, reference)
     code = ended(start(tmp_path / "again.txt", "resume", directory))
@@ -64,8 +61,7 @@ def test_sigterm_says_resume_me_and_a_prefill_goes_on(reference: opd.Run, recipe
     assert ended(process) == -signal.SIGKILL  # before the first checkpoint, within a step
     before = durable(directory)
     assert any(item.stop is None and item.response_ids.size for item in before.values())
-    process = start(log, "resume", directory)
-    assert interrupt(process, directory, written(reference.directory), random.Random(1), signal.SIGTERM, share=0.5)
+    process = start(log, "resume", directory, die=200, by=signal.SIGTERM)
     assert ended(process) == 75, log.read_text()
     assert opd.Run(directory).summary["status"] == "preempted"
     kept(before, durable(directory))

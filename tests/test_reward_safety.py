@@ -177,9 +177,9 @@ def test_a_bomb_costs_its_time_once_and_is_the_answers_fault() -> None:
 def test_memory_is_limited_for_all_processes_together(kind: str) -> None:
     code = (
         "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        held = bytearray(os.urandom(1 << 20) * 100)\n"
-        "        time.sleep(20)\ntime.sleep(20)"
+        "        time.sleep(90)\ntime.sleep(90)"
     )
-    limits = Limits(seconds=20.0, memory=256 * MEGABYTE)
+    limits = Limits(seconds=90.0, memory=256 * MEGABYTE)
     outcome = sandbox.run([sandbox.python(), "-I", "-c", code], kind=kind, limits=limits)
     assert outcome.swollen
     assert not outcome.timed_out
@@ -225,14 +225,14 @@ def block(code: str) -> str:
 @needs_sandbox
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_tests(name: str) -> None:
-    rewards = judge({"kind": "code", "time_limit": 5})
+    rewards = judge({"kind": "code", "time_limit": 30})
     found = rewards([sample(block(FORGERIES[name]), **fields) for fields in TESTS])
     assert [judgement.score for judgement in found] == [0.0] * len(TESTS), [judgement.error for judgement in found]
 
 
 @needs_sandbox
 def test_honest_programs_pass() -> None:
-    rewards = judge({"kind": "code", "time_limit": 5})
+    rewards = judge({"kind": "code", "time_limit": 30})
     found = rewards([sample(block("def f(x):\n    return x + 1"), **fields) for fields in TESTS])
     assert [judgement.score for judgement in found] == [1.0] * len(TESTS), [judgement.feedback for judgement in found]
 
@@ -254,7 +254,7 @@ HONEST = [
 
 @needs_sandbox
 def test_tests_reach_the_program_as_if_it_were_beside_them() -> None:
-    rewards = judge({"kind": "code", "time_limit": 5})
+    rewards = judge({"kind": "code", "time_limit": 30})
     found = rewards([sample(block(code), tests=[tests]) for code, tests in HONEST])
     assert [judgement.score for judgement in found] == [1.0] * len(HONEST), [judgement.feedback for judgement in found]
     setup = "class Node:\n    def __init__(s, v, n=None): s.v, s.n = v, n\ndef values(x):\n    return [] if x is None else [x.v, *values(x.n)]"

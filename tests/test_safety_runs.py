@@ -70,7 +70,7 @@ def _killed(log: str, arguments: list[str], last: int) -> None:
 
     for name in ("mkdir", "replace", "rename", "fsync", "ftruncate"):
         setattr(os, name, counted(getattr(os, name)))
-    _command(log, arguments, None)
+    _command(log, arguments)
 
 
 def test_a_job_script_that_is_killed_early_again_and_again(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_job_script_that_is_killed_early_again_and_again(tmp_path: Path) -> No
     path, out, log = recipe(tmp_path), tmp_path / "runs" / "job", tmp_path / "log.txt"
     reference = opd.run(path, out=tmp_path / "reference")
     command = ["run", str(path), "--out", str(out), "--resume"]
-    for last in range(200):
+    for last in range(2000):
         process = FORKS.Process(target=_killed, args=(str(log), command, last))
         process.start()
         code = ended(process)
@@ -105,7 +105,7 @@ def _without_rights(log: str, arguments: list[str]) -> None:
     for place in range(3):
         sets[place] &= ~0b110
     assert libc.capset(header, sets) == 0
-    _command(log, arguments, None)
+    _command(log, arguments)
 
 
 def refused(log: Path, *arguments: str | Path) -> str:

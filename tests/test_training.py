@@ -387,8 +387,8 @@ def test_ctrl_c_on_a_real_process(models: dict[str, str], tmp_path: Path) -> Non
         text=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.is_file() and metrics.read_text().count("\n") >= 2:
+    for _ in range(6000):
+        if process.poll() is not None or (metrics.is_file() and metrics.read_text().count("\n") >= 2):
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,7 +33,7 @@ def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, a
     for source in _sources(tokenizer):
         _check(source)
     try:
-        with _Steps():
+        with _Memory(), _Steps():
             text = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **arguments
             )
@@ -102,3 +104,33 @@ class _Steps:
         if self._taken > STEPS or (self._taken % 64 == 0 and time.thread_time() - self._start > SECONDS):
             raise _OutOfSteps
         return self._count if frame.f_code.co_filename == "<template>" else None  # elsewhere calls are enough
+
+
+class _Memory:
+    """One expression can ask for more memory than there is, and the kernel then kills the process: here it is refused.
+
+    The bound is half of what is available now, beyond what this process has already.
+    """
+
+    def __init__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_AS)
+
+    def __enter__(self) -> None:
+        if sys.platform == "linux":
+            soft, hard = self._before
+            bounds = [
+                _room(int(time.monotonic())),
+                *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
+            ]
+            resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, self._before)
+
+
+@lru_cache(maxsize=1)
+def _room(second: int) -> int:
+    """Bytes of address space that this process may reach; looked up once a second."""
+    own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    facts = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return own + next(int(line.split()[1]) * 1024 for line in facts if line.startswith("MemAvailable")) // 2
