@@ -451,7 +451,12 @@ def test_broken_rewards_are_found_before_the_first_step(tmp_path: Path, function
 
 def test_a_plan_tries_the_rewards_too(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    recipe = {"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": f"{tmp_path / 'broken.py'}:raises"}
+    recipe = {
+        "student": "tiny/generalist",
+        "teachers": "tiny/arithmetic",
+        "prompts": ["task:addition"],
+        "rewards": f"{tmp_path / 'broken.py'}:raises",
+    }
     with pytest.raises(RecipeError, match="gives no score in domain 'arithmetic'"):
         make_plan(load_recipe(recipe))
     with pytest.raises(RecipeError, match="there is no file"):

@@ -16,7 +16,7 @@ from opd.data.scan import scan
 from opd.data.sources import open_source, open_sources
 from opd.data.stream import PromptStream
 from opd.errors import DataError, RecipeError
-from opd.training import stage as stages
+from opd.training import checks
 from opd.training.plan import make_plan
 from opd.types import Prompt
 from tests.helpers import TEMPLATE, save_tiny, tiny_tokenizer
@@ -190,7 +190,7 @@ def test_prompts_without_end_that_do_not_fit_are_skipped(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "PROBE", 6)
-    monkeypatch.setattr(stages, "open_prompts", lambda *_: [Growing()])
+    monkeypatch.setattr(checks, "open_prompts", lambda *_: [Growing()])
     run = opd.run(settings(models), out=tmp_path / "run")
     assert [line.get("prompts/skipped") for line in run.metrics] == [None, 1]  # 8 of 0 … 10
     assert run.summary["stages"][0]["skipped_prompts"] == 1

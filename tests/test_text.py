@@ -136,7 +136,9 @@ def test_tensorboard_tags_are_plain(tmp_path: Path) -> None:
     tracker = TensorBoard(tmp_path)
     tracker.log(1, {"kl/\x1b]0;owned\x07[/x]": 0.5})
     tracker.close()
-    assert b"\x1b" not in next(tmp_path.glob("events*")).read_bytes()
+    written = next(tmp_path.glob("events*")).read_bytes()  # binary: a lone 0x1b may be part of a number
+    assert b"owned" in written
+    assert b"\x1b]0;" not in written
 
 
 def test_a_run_on_hostile_data_ends_well(

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import opd
-from opd.errors import DataError, RecipeError, Stopped, TokenizerMismatch, TrainingError
+from opd.config import load_recipe
+from opd.errors import DataError, ModelError, RecipeError, Stopped, TokenizerMismatch, TrainingError
 from opd.rollout.store import iterate
 from opd.training import pipeline
 from opd.training.checkpoint import verify_checkpoint
+from opd.training.plan import make_plan
 from opd.types import Author
 from tests.helpers import save_tiny
 
@@ -299,6 +302,11 @@ def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_pa
     other = save_tiny(tmp_path / "other")
     table = Path(other) / "tokenizer.json"
     table.write_text(table.read_text().replace('"a": ', '"@": '))
+    wider = save_tiny(tmp_path / "wider", intermediate_size=64)
+    lacking = save_tiny(tmp_path / "lacking")
+    tensors = load_file(tmp_path / "lacking" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "lacking" / "model.safetensors", {"format": "pt"})
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "1" * 300}) + "\n")
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -327,8 +335,16 @@ def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_pa
         ),
         ({"device": "cuda:77"}, RecipeError, "device"),
         ({"eval": {"prompts": 4, "metric": "pass@9"}}, RecipeError, "eval.metric"),
+        (
+            {"teachers": {"a": models["one"], "b": wider}, "eval": {"prompts": 4, "weight_average": True}},
+            RecipeError,
+            "eval.weight_average: .* same shapes",
+        ),
+        ({"teachers": {"a": models["one"], "b": lacking}}, ModelError, "lacks .*up_proj|its weight files hold"),
     ]
     for index, (change, kind, words) in enumerate(cases):
+        with pytest.raises(kind, match=words):
+            make_plan(load_recipe(recipe(models, **change)))
         with pytest.raises(kind, match=words):
             opd.run(recipe(models, **change), out=tmp_path / f"run{index}")
         assert not (tmp_path / f"run{index}").exists()
@@ -361,14 +377,14 @@ def test_a_long_prompt_later_on_has_room(models: dict[str, str], tmp_path: Path)
 def test_stopping_between_steps_saves_and_reports(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = pipeline.train_step
+    original = pipeline.run_step
 
     def step(run: Any, number: int) -> Any:
         if number == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return original(run, number)
 
-    monkeypatch.setattr(pipeline, "train_step", step)
+    monkeypatch.setattr(pipeline, "run_step", step)
     with pytest.raises(Stopped):
         opd.run(recipe(models, train={"steps": 50}), out=tmp_path / "run")
     run = opd.Run(tmp_path / "run")

@@ -7,6 +7,7 @@ from opd.models.load import (
     locate,
     lora_parameter_count,
     parameter_count,
+    parameter_shapes,
     tiny_models,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "locate",
     "lora_parameter_count",
     "parameter_count",
+    "parameter_shapes",
     "tiny_models",
 ]

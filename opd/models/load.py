@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -187,7 +188,8 @@ def load_model(
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
     with reading(name, "the model", location.directory):
-        _refuse_more_than_stored(name, config, location.directory)
+        count = sum(parameter.numel() for parameter in _empty(config).parameters())
+        _refuse_more_than_stored(name, config, location.directory, count, times=2)  # less is told by name
         module = load_complete(
             AutoModelForCausalLM,
             location.path,
@@ -224,9 +226,17 @@ def quiet_bars() -> None:
 
 def parameter_count(name: str, revision: str | None = None) -> int:
     """Number of parameters without loading any: the model is built on the meta device."""
+    config, directory = load_config(name, revision), locate(name, revision).directory
+    count = sum(math.prod(shape) for shape in parameter_shapes(name, revision).values())
+    _refuse_more_than_stored(name, config, directory, count)
+    return count
+
+
+def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, without loading any."""
     config = load_config(name, revision)
     with reading(name, "its config", locate(name, revision).directory):
-        return sum(parameter.numel() for parameter in _empty(config).parameters())
+        return {key: tuple(parameter.shape) for key, parameter in _empty(config).named_parameters()}
 
 
 def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> int:
@@ -248,13 +258,12 @@ def _empty(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
 
 
-def _refuse_more_than_stored(name: str, config: Any, directory: Path | None) -> None:
-    """A config that asks for far more weights than there are would first fill the memory with random ones."""
+def _refuse_more_than_stored(name: str, config: Any, directory: Path | None, asked: int, times: int = 1) -> None:
+    """Tensors that are not there would be random numbers, and with many of them those would first fill the memory."""
     if directory is None or getattr(config, "quantization_config", None) is not None:
         return
     stored = sum(stored_tensors(directory).values())
-    asked = sum(parameter.numel() for parameter in _empty(config).parameters())
-    if asked > 2 * stored:
+    if asked > times * stored:
         raise ModelError(
             f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
             "Download or copy the model again."

@@ -14,7 +14,7 @@ import torch
 from opd.config import Stage
 from opd.data.sources import Source, Told, silent
 from opd.errors import RecipeError
-from opd.models import load_config, load_tokenizer
+from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
 from opd.models.tokenizers import require_same
@@ -64,6 +64,8 @@ def check_stage(
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles])
+    if spec.eval.prompts and spec.eval.weight_average:
+        _require_same_shapes([names[key] for key in dict.fromkeys(table.get("teacher", {}).values())])
     rewards = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if any(term.needs().rewards for term in spec.objective) and not any(map(rewards.judges, examples)):
         raise RecipeError(
@@ -85,6 +87,14 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     raise RecipeError(
         f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
     )
+
+
+def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
+    shapes = [parameter_shapes(*name) for name in names]
+    if any(other != shapes[0] for other in shapes):
+        raise RecipeError(
+            "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
+        )
 
 
 def pick_device(name: str) -> torch.device:
