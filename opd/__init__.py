@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TrainingError,
         UserError,
     )
+    from opd.families import register
     from opd.models import load_model
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
@@ -35,6 +36,7 @@ PLACES = {
     "opd.divergence": ("Mixture", "Projection", "token_logprobs"),
     "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
                    "TrainingError", "UserError"),
+    "opd.families": ("register",),
     "opd.models": ("load_model",),
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
@@ -65,6 +67,7 @@ __all__ = [
     "__version__",
     "load_model",
     "load_recipe",
+    "register",
     "resume",
     "run",
     "token_logprobs",

@@ -179,9 +179,14 @@ def evaluate(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    recipe: Annotated[str | None, typer.Argument(help="a recipe whose plugins' choices are to stand in it")] = None,
+) -> None:
     """Print the JSON schema of recipes, for editors."""
-    from opd.config import recipe_schema
+    from opd.config import load_recipe, recipe_schema
+
+    if recipe is not None:
+        load_recipe(recipe)
 
     print(json.dumps(recipe_schema(), indent=1))
 

@@ -72,9 +72,17 @@ def find(family: str, name: str) -> type[Choice]:
 
 
 def register(choice: C) -> C:
-    """Add a choice of your own. Its `family` and `name` say where it stands; a name is given once."""
+    """Add a choice of your own: `@opd.register` above its class. Its `family` and `name` say where it stands.
+
+    A module may register a name again, as an edited file or a cell of a notebook does; names of others are taken.
+    """
     entry = f"{choice.family}.{choice.name}"
-    if entry in CHOICES or _registered.get(entry, choice) is not choice:
+    before = _registered.get(entry)
+    if entry in CHOICES or (before is not None and before.__module__ != choice.__module__):
         raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
+    if choice.family not in {known.split(".")[0] for known in CHOICES}:
+        raise ValueError(
+            f"{choice.family!r} is no family; there are {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
+        )
     _registered[entry] = choice
     return choice

@@ -31,6 +31,8 @@ from opd.files import (
     write_whole,
 )
 from opd.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
+from opd.plugins import FOLDER as PLUGINS
+from opd.plugins import versions as plugin_versions
 from opd.text import plain
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
@@ -40,7 +42,15 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from opd.rollout.store import RolloutStore
 
 RUNS = Path("runs")
-EARLY = {NAME, "recipe.yaml", "resolved.yaml", ".recipe.yaml.partial", ".resolved.yaml.partial", f".{SEALS}.partial"}
+EARLY = {
+    NAME,
+    PLUGINS,
+    "recipe.yaml",
+    "resolved.yaml",
+    ".recipe.yaml.partial",
+    ".resolved.yaml.partial",
+    f".{SEALS}.partial",
+}
 WRITTEN = ("rollouts", "checkpoints", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
            "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME}), NAME)  # fmt: skip
 
@@ -235,7 +245,15 @@ def verified_recipe(directory: Path) -> Recipe:
                 f"{path} was altered since the run began (its sha256 does not match {SEALS}). A changed recipe is a new run: "
                 f"opd run {path}"
             )
-    return load_recipe(directory / "resolved.yaml")
+    loaded = load_recipe(directory / "resolved.yaml")
+    recorded = expected.get("packages", {})
+    for package, version in plugin_versions(loaded.plugins).items():
+        if recorded.get(package) != version:
+            raise RunDirectoryError(
+                f"{directory} was begun with {package} {recorded.get(package)}, and {version} is installed. Install that one, or "
+                f"start a new run: opd run {directory / 'resolved.yaml'}"
+            )
+    return loaded
 
 
 def _require_same(directory: Path, recipe: Recipe) -> None:
@@ -279,12 +297,30 @@ def _withdraw(directory: Path, made: bool) -> None:
             directory.rmdir()
 
 
+def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
+    """The files of plugins go into the run, which goes on with them; as `resolved.yaml` names them, beside it."""
+    names = []
+    for plugin in plugins:
+        if plugin.endswith(".py"):
+            (directory / PLUGINS).mkdir(exist_ok=True)
+            write_whole(directory / PLUGINS / Path(plugin).name, Path(plugin).read_text(encoding="utf-8"))
+            names.append(f"{PLUGINS}/{Path(plugin).name}")
+        else:
+            names.append(plugin)
+    return names
+
+
 def _write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
     """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
     from opd import __version__
 
     write_whole(directory / "recipe.yaml", given)
-    write_whole(directory / "resolved.yaml", resolved.to_yaml())
-    files = {"resolved.yaml": sha256(directory / "resolved.yaml")}
-    write_sealed(directory / SEALS, {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs})
+    copies = _copy_plugins(directory, resolved.plugins)
+    write_whole(directory / "resolved.yaml", resolved.model_copy(update={"plugins": copies}).to_yaml())
+    sealed = ["resolved.yaml", *(name for name in copies if name.endswith(".py"))]
+    files = {name: sha256(directory / name) for name in sealed}
+    facts = {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs}
+    if versions := plugin_versions(copies):
+        facts["packages"] = versions
+    write_sealed(directory / SEALS, facts)
     sync(directory.parent)

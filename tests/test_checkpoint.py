@@ -113,7 +113,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save ends only after the next step: a save that stalled the step would never end."""
-    stepped, save, step = threading.Event(), pipeline.save_checkpoint, pipeline.train_step
+    stepped, save, step = threading.Event(), pipeline.save_checkpoint, pipeline.run_step
 
     def slow(directory: Path, *arguments: Any) -> Path:
         assert directory.name != "step-000002" or stepped.wait(60)
@@ -126,7 +126,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         return metrics
 
     monkeypatch.setattr(pipeline, "save_checkpoint", slow)
-    monkeypatch.setattr(pipeline, "train_step", noted)
+    monkeypatch.setattr(pipeline, "run_step", noted)
     behind = opd.run(small(model, checkpoint={"every": 2, "keep": 9}), out=tmp_path / "behind")
     assert stepped.is_set()
     stepped.set()
@@ -247,14 +247,14 @@ def _gone(thread: threading.Thread) -> bool:
 
 def test_preemption_leaves_a_long_save_out(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that would not fit into the grace time is not begun: the store and the last checkpoint suffice."""
-    step = pipeline.train_step
+    step = pipeline.run_step
 
     def preempted(run: Any, number: int) -> Any:
         if number == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(run, number)
 
-    monkeypatch.setattr(pipeline, "train_step", preempted)
+    monkeypatch.setattr(pipeline, "run_step", preempted)
     for name, seconds, saved in (("short", 0.0, ["step-000002"]), ("long", 1e6, [])):
         monkeypatch.setattr(pipeline.Pipeline, "_save_seconds", lambda self, run, seconds=seconds: seconds)
         with pytest.raises(Preempted):
@@ -263,7 +263,7 @@ def test_preemption_leaves_a_long_save_out(model: str, tmp_path: Path, monkeypat
         assert run.summary["status"] == "preempted"
         assert [path.name for path in run.checkpoints] == saved
     assert "longer than the grace time leaves" in (tmp_path / "long" / "log.txt").read_text()
-    monkeypatch.setattr(pipeline, "train_step", step)
+    monkeypatch.setattr(pipeline, "run_step", step)
     resumed = opd.resume(tmp_path / "long")
     assert [line["step"] for line in resumed.metrics] == [1, 2, 3, 4]
     assert "took 4 finished rollouts" in (tmp_path / "long" / "log.txt").read_text()

@@ -17,7 +17,7 @@ from opd.objective.schedule import Schedule
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "families", "overrides", "files", "lock", "text"},
+    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "lock", "text"},
     {"divergence"},
     {"objective"},
     {"objectives"},

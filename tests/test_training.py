@@ -377,14 +377,14 @@ def test_a_long_prompt_later_on_has_room(models: dict[str, str], tmp_path: Path)
 def test_stopping_between_steps_saves_and_reports(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = pipeline.train_step
+    original = pipeline.run_step
 
     def step(run: Any, number: int) -> Any:
         if number == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return original(run, number)
 
-    monkeypatch.setattr(pipeline, "train_step", step)
+    monkeypatch.setattr(pipeline, "run_step", step)
     with pytest.raises(Stopped):
         opd.run(recipe(models, train={"steps": 50}), out=tmp_path / "run")
     run = opd.Run(tmp_path / "run")

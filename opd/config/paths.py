@@ -37,7 +37,7 @@ def anchored(value: Any, base: Path, place: Place = ()) -> Any:
         return anchored(value, base, place[2:])
     if isinstance(value, str):
         return _text(value, base, place)
-    if not place or place[0] in ("student", "teachers", "prompts", "rewards", "stages"):
+    if not place or place[0] in ("student", "teachers", "prompts", "rewards", "stages", "plugins"):
         return _each(value, base, place)
     return value
 
@@ -58,6 +58,8 @@ def _text(value: str, base: Path, place: Place) -> str:
             return _absolute(value, base, PROMPT_FILES)
         case ("prompts", index) | ("prompts", index, "source" | "eval_source") if index.isdigit():
             return _absolute(value, base, PROMPT_FILES)
+        case ("plugins", *_) if value.endswith(".py"):
+            return _absolute(value, base, (".py",))
         case ("rewards", *_) if not set(place) & _REWARD_TEXTS:
             return _function(value, base)
     return value

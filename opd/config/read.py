@@ -18,6 +18,7 @@ from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.config.text import LONGEST, cut, parse_yaml, plain, shown
 from opd.errors import RecipeError
+from opd.plugins import load as load_plugins
 
 MISTAKES = 10  # named in one message
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
@@ -71,7 +72,14 @@ def read_text(path: Path) -> str:
 
 def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
-    defaults = {key: value for key, value in raw.items() if key not in ("stages", "name")}
+    defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
+    plugins = raw.get("plugins") or []
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    if not all(isinstance(name, str) and name for name in plugins):
+        raise RecipeError(
+            f"plugins: expected Python files or modules, got {shown(plugins)}. Write `plugins: [mine.py]`."
+        )
+    load_plugins(plugins)
     staged = raw.get("stages") is not None
     overrides = raw["stages"] if staged else [{}]
     if not isinstance(overrides, list) or not all(isinstance(stage, Mapping) for stage in overrides) or not overrides:
@@ -90,7 +98,7 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     if len({folded(name) for name in names}) < len(names):
         raise RecipeError(f"stages: names must differ, got {cut(', '.join(names), 400)}.")
     try:
-        recipe = Recipe(name=raw["name"] if raw.get("name") is not None else name, stages=stages)
+        recipe = Recipe(name=raw["name"] if raw.get("name") is not None else name, stages=stages, plugins=plugins)
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, "")) from None
     refuse_recipe(recipe)

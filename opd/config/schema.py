@@ -13,6 +13,7 @@ from typing import Any
 from opd.config.names import NAME_PATTERN
 from opd.config.rewards import rewards_schema
 from opd.config.stage import Stage
+from opd.plugins import load_announced
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -20,7 +21,8 @@ NULL: Schema = {"type": "null"}
 
 
 def recipe_schema() -> Schema:
-    """A stage's keys, plus `name` and `stages`."""
+    """A stage's keys, plus `name`, `stages` and `plugins`. Choices of plugins that are loaded stand in it, too."""
+    load_announced()
     schema = Stage.model_json_schema()
     for definition in schema["$defs"].values():
         _shorten(definition.get("properties", {}), schema["$defs"])
@@ -34,6 +36,7 @@ def recipe_schema() -> Schema:
     stages = {"type": "array", "items": {"$ref": "#/$defs/StageInFile"}, "minItems": 1}
     schema["$defs"]["StageInFile"] = stage
     schema["properties"] = keys | {"name": _or(NULL, name), "stages": _or(NULL, stages)}
+    schema["properties"]["plugins"] = _or(NULL, TEXT, {"type": "array", "items": TEXT})
     schema["title"] = "opd recipe"
     schema["description"] = "Top-level keys are the defaults of every stage."
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

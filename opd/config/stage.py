@@ -13,6 +13,7 @@ from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
+from opd.settings import OneOrMany
 
 
 def usual_objective() -> list[Term]:
@@ -335,6 +336,9 @@ class Recipe(BaseModel):
     model_config = SETTINGS
     name: str
     stages: list[Stage] = Field(min_length=1, max_length=1000)
+    plugins: Annotated[list[Address], OneOrMany()] = Field(
+        default_factory=list, max_length=100, description="Python files or modules with choices of your own"
+    )
 
     @field_validator("name")
     @classmethod

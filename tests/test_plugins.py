@@ -1,0 +1,157 @@
+"""Choices from outside: the examples of docs/extending.md, run and resumed as a user would."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import opd
+from opd import families, plugins
+from opd.cli import app
+from opd.config import load_recipe, recipe_schema
+from opd.errors import RecipeError, RunDirectoryError
+from opd.files import read_sealed
+
+PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood")
+SMALL = ["train.steps=1", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> object:
+    """What a test has loaded is not there for the next one."""
+    known = dict(families._registered)
+    yield
+    families._registered.clear()
+    families._registered.update(known)
+    plugins._loaded.clear()
+    for name in [name for name in sys.modules if name.startswith(plugins.NAMES)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    folder = tmp_path / "recipe"
+    folder.mkdir()
+    (folder / "mine.py").write_text("\n\n".join(code), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(settings, encoding="utf-8")
+    return folder / "recipe.yaml"
+
+
+def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, tmp_path: Path) -> None:
+    run = opd.run(str(recipe), overrides=SMALL, out=tmp_path / "run")
+    assert {entry for entry in OWN if entry in families._registered} == set(OWN)
+    line = run.metrics[0]
+    assert line["loss"] != 0
+    assert 0 < line["gate/0:direct/late"] < 1
+    resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
+    assert resolved["plugins"] == ["plugins/mine.py"]
+    assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
+    assert "plugins/mine.py" in read_sealed(run.directory / "run.json")["files"]
+    loaded = load_recipe(run.directory / "resolved.yaml")
+    assert loaded.stages == load_recipe(str(recipe), SMALL).stages
+    shutil.rmtree(recipe.parent)
+    moved = run.directory.rename(tmp_path / "elsewhere")
+    (moved / "summary.json").unlink()
+    opd.resume(moved)
+    (moved / "plugins" / "mine.py").write_text("print('other')")
+    with pytest.raises(RunDirectoryError, match=r"mine\.py was altered"):
+        opd.resume(moved)
+
+
+def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
+    shown = CliRunner().invoke(app, ["schema", str(recipe)])
+    assert shown.exit_code == 0, shown.output
+    assert {"Late", "Brevity", "Unlikelihood"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood"} <= set(recipe_schema()["$defs"])
+    for change, words in (
+        ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
+        ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
+        ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
+        ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("objective.1.divergence=pearson", "advantage of the sampled token"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            load_recipe(str(recipe), [change])
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import opd\nraise KeyError('x')\n", r"KeyError: 'x' \(line 2\)"),
+        ("def broken(:\n", "SyntaxError"),
+        ("import nothing_of_this_name\n", "nothing_of_this_name"),
+        (
+            "import opd\nfrom opd.objective.gates import Gate\n@opd.register\nclass Mine(Gate):\n    name = 'entropy'\n",
+            "'entropy' exists already",
+        ),
+        (
+            "import opd\nfrom opd.objective.gates import Gate\n@opd.register\nclass Mine(Gate):\n    family, name = 'nothing', 'mine'\n",
+            "no family",
+        ),
+    ],
+)
+def test_files_that_cannot_be_imported_are_told(recipe: Path, code: str, words: str) -> None:
+    (recipe.parent / "mine.py").write_text(code, encoding="utf-8")
+    with pytest.raises(RecipeError, match=words) as error:
+        load_recipe(str(recipe))
+    assert "mine.py" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nowhere.py", "cannot be read"),
+        ("[1]", "expected Python files"),
+        ("[no.such.module]", "no.such.module.*installed"),
+        ("[mine.py, other/mine.py]", "same name"),
+        ("{a: b}", "expected Python files"),
+    ],
+)
+def test_plugins_that_are_not_there(recipe: Path, given: str, words: str) -> None:
+    text = recipe.read_text().replace("plugins: [mine.py]", f"plugins: {given}")
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(str(recipe))
+
+
+def test_an_edited_file_is_read_again(recipe: Path) -> None:
+    load_recipe(str(recipe))
+    before = families.find("gate", "late")
+    load_recipe(str(recipe))
+    assert families.find("gate", "late") is before
+    path = recipe.parent / "mine.py"
+    path.write_text(path.read_text().replace("Field(3, ge=0", "Field(4, ge=0"))
+    load_recipe(str(recipe))
+    assert families.find("gate", "late").model_fields["after"].default == 4
+
+
+def test_packages_announce_theirs_and_are_recorded_by_version(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    package, facts = site / "my_opd", site / "my_opd-1.2.dist-info"
+    package.mkdir(parents=True)
+    facts.mkdir()
+    shutil.copy(recipe.parent / "mine.py", package / "__init__.py")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-opd\nVersion: 1.2\n")
+    (facts / "entry_points.txt").write_text("[opd.plugins]\nmine = my_opd\n")
+    (facts / "top_level.txt").write_text("my_opd\n")
+    (facts / "RECORD").write_text("my_opd/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(plugins, "_announced", False)
+    recipe.write_text(recipe.read_text().replace("plugins: [mine.py]", ""))
+    assert load_recipe(str(recipe)).stages[0].objective[0].gate[0].name == "late"
+    assert importlib.metadata.version("my-opd") == "1.2"
+    assert plugins.versions(["my_opd"]) == {"my_opd": "1.2"}
+    del sys.modules["my_opd"]
