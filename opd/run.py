@@ -59,7 +59,7 @@ class Run:
     """A run directory, dead or alive."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # the program may change its folder
         with reading(self.directory):
             found = (self.directory / "resolved.yaml").is_file()
         if not found:

@@ -84,6 +84,15 @@ def test_an_empty_directory_is_used_and_any_other_left_alone(tmp_path: Path) -> 
 # Going on
 
 
+def test_a_run_is_where_it_was_when_the_program_changes_its_folder(
+    finished: opd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent)
+    run = opd.Run(finished.directory.name)
+    monkeypatch.chdir(tmp_path)
+    assert run.metrics == finished.metrics != []
+
+
 def test_start_or_go_on_is_one_call(models: dict[str, str], finished: opd.Run, tmp_path: Path) -> None:
     spec, where = small(models, train={"steps": 2}), tmp_path / "run"
     where.mkdir()
