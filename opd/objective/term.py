@@ -157,12 +157,10 @@ AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
 
 def present_authors(rollout: Rollouts) -> dict[str, float]:
     """The share of prompts that each author answers."""
-    student = 1 - rollout.data_share - rollout.teacher_share
-    return {
-        "student": student if student > 1e-9 else 0.0,
-        "data": rollout.data_share,
-        "teacher": rollout.teacher_share,
-    }
+    shares = {"student": 0.0, "data": 0.0, "teacher": 0.0}
+    for writer in rollout.everyone:
+        shares[writer.author] += writer.share
+    return shares
 
 
 def refusals(view: StageView) -> list[str]:
