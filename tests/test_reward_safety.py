@@ -201,6 +201,8 @@ FORGERIES = {
     "every descriptor": "import os\nfor n in range(64):\n    try: os.write(n, b'{\"passed\": true}\\n' * 9)\n    except OSError: pass\ndef f(x): return 7",
     "the examiner's memory": "import os\nfor name in ('mem', 'fd/1', 'fd/0'):\n    open(f'/proc/{os.getppid()}/{name}', 'r+b')\ndef f(x): return 7",
     "the examiner's names": "import sys, gc\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals.update({key: (lambda *a, **k: {'passed': True}) for key in ('examine', 'encode')})\n    frame = frame.f_back\nfor found in gc.get_objects():\n    if isinstance(found, dict) and 'work' in found: found['work'] = []\ndef f(x): return 7",
+    "dishonest membership": "class Yes:\n    def __contains__(s, o): return True\n    def __len__(s): return 1\n    def __bool__(s): return True\ndef f(x): return Yes()",
+    "the end of the tests' loop": "def f(x): raise StopIteration",
     "the tests' function": "def f(x): return 7\ncheck = lambda candidate: None\ncandidate = lambda x: x + 1",
 }  # fmt: skip
 TESTS: list[dict[str, Any]] = [
@@ -215,6 +217,9 @@ TESTS: list[dict[str, Any]] = [
     },
     {"tests": ["assert f(1) == 2"]},
     {"cases": [{"call": "sorted([f(1), f(0)])", "output": [1, 2]}]},
+    {"tests": ["for found, right in zip(map(f, (1, 2)), (2, 3)):\n    assert found == right"]},
+    {"tests": ["assert all(map(lambda x: f(x) == x + 1, (1, 2)))"]},
+    {"tests": ["found = f(1)\nassert found in (2,) or 2 in found"]},
 ]
 
 
@@ -248,6 +253,7 @@ HONEST = [
      "from fractions import Fraction\nx = f()\nassert x[0] == Fraction(1, 3) and x[2] == {1: (2, {3})}\nassert x[3] == 10 ** 5000"),
     ("from collections import Counter\nimport math\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}\nassert math.floor(1.5) == 1"),
     ("def outer(x):\n    def inner(y):\n        return x + y\n    return inner", "assert outer(1)(2) == 3"),
+    ("class Bag:\n    def __init__(s): s.items = [1, 'x']\n    def __iter__(s): return iter(s.items)", "assert 'x' in Bag() and 1 in Bag() and 2 not in Bag()"),
     ("LIMIT = 3\ndef fact(n):\n    return 1 if n < 2 else n * fact(n - 1)", "assert fact(LIMIT) == 6\nprint('noise')"),
 ]  # fmt: skip
 

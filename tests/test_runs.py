@@ -181,6 +181,20 @@ def test_inputs_that_changed_are_refused(
     assert opd.resume(tmp_path / "run").summary["status"] == "done"  # a finished run reads nothing
 
 
+def test_the_base_of_an_adapter_is_an_input(models: dict[str, str], tmp_path: Path) -> None:
+    """Wherever it lies: its path may be relative to the adapter's directory."""
+    base = shutil.copytree(models["teacher"], tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    for path in (str(base), "../base"):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": path}))
+        stage = Stage.model_validate(
+            {"student": models["student"], "teachers": {"t": str(tmp_path / "adapter")}, "prompts": ["task:addition"]}
+        )
+        recorded = inputs.inputs_of([stage], print)["main"]
+        assert any(name.endswith("base/model.safetensors") for name in recorded)
+
+
 def test_inputs_that_change_between_two_stages_are_refused(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

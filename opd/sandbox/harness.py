@@ -198,7 +198,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "length": len,
     "entries": lambda whole: list(itertools.islice(iter(whole), MOST)),
     "next": next,
-    "contains": lambda whole, item: bool(item in whole),
     "text": str,
     "truth": bool,
 }
@@ -240,7 +239,7 @@ class Handle:
         return _ask(self, "next")
 
     def __contains__(self, item: Any) -> bool:
-        return bool(_ask(self, "contains", item))
+        return item in list(self)  # compared here: a membership of the program's own making would hold for anything
 
     def __str__(self) -> str:
         return str(_ask(self, "text"))
@@ -274,12 +273,13 @@ class Examiner:
         given = [encode(argument, self.hand_over) for argument in args]
         named = {key: encode(value, self.hand_over) for key, value in options.items()}
         self.line.send({"op": op, "target": target, "args": given, "options": named})
-        reply = self.reply()
+        reply = self.reply(ends=op == "next")
         for number, data in reply["changed"].items():
             _update(args[int(number)], decode(data, self.found))
         return decode(reply["value"], self.found)
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self, ends: bool = False) -> dict[str, Any]:
+        """`ends`: it may raise StopIteration, which anywhere else would end a loop of the tests' own."""
         while "callback" in (reply := self.line.receive()):
             try:
                 args = [decode(argument, self.found) for argument in reply["args"]]
@@ -290,7 +290,8 @@ class Examiner:
             except Exception as error:  # of the tests' own function: the program may care
                 self.line.send({"error": f"{type(error).__name__}: {error}"})
         if "error" in reply:
-            raise self.exception(reply["error"])(reply["text"])
+            kind = self.exception(reply["error"])
+            raise (kind if ends or not issubclass(kind, StopIteration) else RuntimeError)(reply["text"])
         return dict(reply)
 
     def exception(self, names: list[str]) -> type[Exception]:

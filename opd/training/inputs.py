@@ -155,7 +155,11 @@ def _base(directory: Path) -> str | None:
         found = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         return None  # loading it says what is wrong
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return (
+        str(directory / found) if (directory / found).is_dir() else found
+    )  # as it is loaded: beside the adapter first
 
 
 def _module_file(function: str) -> Path | None:
