@@ -9,12 +9,11 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd import families
-from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
 from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
-from opd.settings import Family, OneOrMany
+from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
 
 
 def usual_objective() -> list[Term]:
