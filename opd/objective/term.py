@@ -34,8 +34,8 @@ AuthorName = Literal["student", "teacher", "data"]
 class Term(Choice):
     """One summand of the objective. A form of your own is a subclass with `loss`, and `needs` if it asks a teacher."""
 
-    family: ClassVar[str] = "form"
-    key: ClassVar[str] = "form"
+    family = "form"
+    key = "form"
     usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student", "teacher", "data")
     by_ratio: ClassVar[bool] = (
         False  # needs the log-prob a token was sampled with, so it trains on the student's tokens alone

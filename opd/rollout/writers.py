@@ -46,7 +46,7 @@ class Desk:
 class Writer(Choice):
     """Either it samples (`sampler`), or it has the answer at hand (`completion`)."""
 
-    family: ClassVar[str] = "writer"
+    family = "writer"
     author: ClassVar[Literal["student", "teacher", "data"]]  # whose tokens they are, to the terms of the objective
     reads_completions: ClassVar[bool] = False  # so that prompts without one are found at the start
 
@@ -65,8 +65,8 @@ class Writer(Choice):
 
 
 class StudentWriter(Writer):
-    name: ClassVar[str] = "student"
-    author: ClassVar[Literal["student", "teacher", "data"]] = "student"
+    name = "student"
+    author = "student"
 
     def sampler(self, source: str, desk: Desk) -> Sampler:
         return desk.student
@@ -75,8 +75,8 @@ class StudentWriter(Writer):
 class MixedWriter(Writer):
     """The student, each token drawn from the mixture with the prompt's own teacher."""
 
-    name: ClassVar[str] = "mixed"
-    author: ClassVar[Literal["student", "teacher", "data"]] = "student"
+    name = "mixed"
+    author = "student"
 
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"mixed:{desk.teacher_for[visit.prompt.domain]}"
@@ -88,8 +88,8 @@ class MixedWriter(Writer):
 class TeacherWriter(Writer):
     """The prompt's own teacher."""
 
-    name: ClassVar[str] = "teacher"
-    author: ClassVar[Literal["student", "teacher", "data"]] = "teacher"
+    name = "teacher"
+    author = "teacher"
 
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"teacher:{desk.teacher_for[visit.prompt.domain]}"
@@ -101,9 +101,9 @@ class TeacherWriter(Writer):
 class DataWriter(Writer):
     """The dataset's own answer."""
 
-    name: ClassVar[str] = "data"
-    author: ClassVar[Literal["student", "teacher", "data"]] = "data"
-    reads_completions: ClassVar[bool] = True
+    name = "data"
+    author = "data"
+    reads_completions = True
 
     def completion(self, visit: Visit, desk: Desk) -> tuple[np.ndarray, bool] | None:
         return desk.completion(visit)
