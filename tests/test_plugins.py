@@ -22,7 +22,7 @@ from opd.files import read_sealed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood", "writer.echo")
-SMALL = ["train.steps=1", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
+SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
 
 @pytest.fixture(autouse=True)
