@@ -29,6 +29,7 @@ app.add_typer(store, name="store")
 
 STOPPED = 130  # as a shell reports Ctrl-C
 ERROR = 8000  # characters of a message
+LARGEST = 2**64 - 1  # seed
 
 
 def _version(asked: bool) -> None:
@@ -143,10 +144,10 @@ def evaluate(
     rewards: Annotated[
         str | None, typer.Option(help="How answers are judged, as in a recipe: a kind, YAML, or a file with it.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the samples of --k; default 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure pass@1 and pass@k of a model on a file, a dataset or a task."""

@@ -13,6 +13,7 @@ import pytest
 import opd
 from opd import cli
 from opd.config import load_recipe
+from opd.training.plan import make_plan
 from tests.helpers import save_tiny
 
 
@@ -76,6 +77,13 @@ def test_dry_run_prints_the_plan_and_loads_no_weights(
     ):
         assert words in out
     assert not Path("runs").exists()
+
+
+def test_a_plan_counts_no_more_tokens_than_a_step_has() -> None:
+    recipes = [
+        load_recipe("quickstart", [f"train.micro_tokens={size}", "rollout.prompts=4"]) for size in (5_000, 500_000)
+    ]
+    assert len({make_plan(recipe)[0].memory["activations"] for recipe in recipes}) == 1
 
 
 @pytest.mark.parametrize(

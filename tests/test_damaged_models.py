@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import random
 import shutil
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, normalizers
 
 from opd.errors import ModelError
@@ -112,6 +115,22 @@ def test_what_needs_no_weights_is_found_without_loading_them(copy: Path) -> None
     cut(shard(copy), 0.9)
     with pytest.raises(ModelError, match="truncated"):
         load_config(str(copy))
+
+
+def test_names_of_leftover_tensors_are_not_printed(copy: Path) -> None:
+    """transformers lists them in a table, as they are in the file."""
+    save_file({"\x1b]0;owned\x07": torch.zeros(1)}, copy / "model-extra.safetensors", {"format": "pt"})
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    index["weight_map"]["\x1b]0;owned\x07"] = "model-extra.safetensors"
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load_model(str(copy))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert "owned" not in said.getvalue()
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~nobody-here/model", "a/b/c", ".", "\n"])

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
 from opd.errors import UserError
 from opd.evaluation.passk import Score, _score, mean_and_stderr, pass_at_k
-from opd.training.evaluate import evaluate_model
+from opd.training.evaluate import evaluate_model, scores_table
 from opd.training.results import StageResult, results_table, watched
 from opd.types import Judgement
 
@@ -70,6 +71,24 @@ def test_only_full_marks_count_and_the_raw_score_stands_apart() -> None:
     assert found.to_json()["score"] == found.score
 
 
+def test_partial_credit_is_shown_beside_pass_at_1() -> None:
+    def shown(table: Table) -> str:
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(table)
+        return console.export_text()
+
+    whole, half = (
+        Score(n=4, greedy=0.5, greedy_stderr=0.1, score=0.5),
+        Score(n=4, greedy=0.0, greedy_stderr=0.0, score=0.25),
+    )
+    assert "mean reward" not in shown(scores_table("m", {"d": whole}))
+    assert "mean reward" in shown(scores_table("m", {"d": half}))
+    assert "0.25" in shown(scores_table("m", {"d": half}))
+    assert "mean reward" not in shown(results_table(StageResult("main", before={"d": whole}, after={"d": whole})))
+    found = shown(results_table(StageResult("main", before={"[/x]": half}, after={"[/x]": whole})))
+    assert "mean reward of [/x], partial credit included: 0.25 before, 0.5 after" in " ".join(found.split())
+
+
 def test_without_an_answer_judged_there_is_no_value() -> None:
     nothing = score(BROKEN, BROKEN)
     assert (nothing.value, nothing.stderr, nothing.score, nothing.n) == (None, None, None, 0)
@@ -93,7 +112,7 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
         for number in range(10, 29)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "add 1+1"}]))
-    ask: dict[str, Any] = {"k": 0, "temperature": 1.0, "max_new_tokens": 4, "device": "cpu", "seed": 0}
+    ask: dict[str, Any] = {"k": 0, "max_new_tokens": 4, "device": "cpu", "seed": 0}
 
     def measure(source: str, **changes: Any) -> Any:
         return evaluate_model("tiny/arithmetic", [source], **ask | changes)
@@ -117,6 +136,7 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
         ({"source": str(path), "rewards": "{kind: format}"}, "needs a pattern"),
         ({"source": str(path), "max_new_tokens": 10_000}, "lower --max-new-tokens"),
         ({"source": str(path), "rewards": str(tmp_path / "no.yaml")}, "cannot be read"),
+        ({"source": str(path), "temperature": 0.5}, "--temperature .* --k is 0"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             measure(**changes)

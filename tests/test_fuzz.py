@@ -33,6 +33,8 @@ SEED = 20_261_115
 COUNT = int(os.environ.get("COUNT") or 500)
 RUNS = max(1, COUNT * 60 // 500)
 PROCESSES = 12
+PARTS = 4
+in_parts = pytest.mark.parametrize("part", range(PARTS))
 PATIENCE = 120  # seconds of one recipe
 
 
@@ -40,9 +42,10 @@ class Hang(BaseException):
     """The alarm went off."""
 
 
-def numbers(count: int) -> list[int]:
+def numbers(count: int, part: int = 0) -> list[int]:
+    """Those of one part: several processes share the work."""
     only = os.environ.get("FUZZ_ONLY")
-    return [int(only)] if only else list(range(count))
+    return [int(only)] if only else list(range(count))[part::PARTS]
 
 
 @contextlib.contextmanager
@@ -101,11 +104,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_mutated_recipes_are_read_or_refused(place: Path) -> None:
+@in_parts
+def test_mutated_recipes_are_read_or_refused(place: Path, part: int) -> None:
     import opd.training.plan  # noqa: F401 — once, before the children are forked
 
     recipes, failures, codes = shipped(), [], Counter[Any]()
-    for number in numbers(COUNT):
+    for number in numbers(COUNT, part):
         path = place / "recipe.yaml"
         path.write_bytes(mutated(random.Random(f"{SEED}/{number}"), recipes))
         code, text = in_child("run", str(path), "--dry-run")
@@ -119,7 +123,7 @@ def test_mutated_recipes_are_read_or_refused(place: Path) -> None:
 
 def test_some_of_them_in_real_processes(place: Path) -> None:
     recipes = shipped()
-    for number in numbers(PROCESSES):
+    for number in range(PROCESSES):
         path = place / "recipe.yaml"
         path.write_bytes(mutated(random.Random(f"{SEED}/process/{number}"), recipes))
         command = [sys.executable, "-m", "opd.cli", "run", str(path), "--dry-run"]
@@ -136,7 +140,8 @@ def refused_when_read(path: Path) -> bool:
     return False
 
 
-def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
+@in_parts
+def test_a_run_does_what_its_dry_run_says(place: Path, part: int) -> None:
     """Random valid combinations: a run ends with exit code 0, or with the refusal that its dry run made."""
     import opd.training.pipeline
     import opd.training.plan  # noqa: F401
@@ -149,7 +154,7 @@ def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
         )
     )
     failures, codes, done = [], Counter[Any](), 0
-    only = numbers(1_000_000)
+    only, wanted = numbers(1_000_000, part), -(-RUNS // PARTS)
     for number in only:
         raw = combined(random.Random(f"{SEED}/run/{number}"), rows)
         path = place / f"recipe{number}.yaml"
@@ -164,7 +169,7 @@ def test_a_run_does_what_its_dry_run_says(place: Path) -> None:
         if planned not in (0, 2) or ran != planned or "Traceback" in text:
             how = f"number {number}: dry run {planned}, run {ran}"
             failures.append(f"{how}\n{yaml.safe_dump(raw)}\n{plan[-600:]}\n{text[-3000:]}")
-        if done == RUNS:
+        if done == wanted:
             break
     print(f"seed {SEED}: (dry run, run) {dict(codes)} of {number + 1}")
     assert not failures, f"{len(failures)} of {number + 1}\n" + "\n\n".join(failures[:5])

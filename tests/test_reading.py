@@ -299,7 +299,9 @@ def validator() -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.Draft202012Validator) -> None:
-    validator.validate(parse_yaml(shipped_recipes()[name].read_text(encoding="utf-8"), name))
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    validator.validate(parse_yaml(text, name))
+    validator.validate(yaml.safe_load(text))  # as other tools read YAML
     validator.validate(yaml.safe_load(load_recipe(name).to_yaml()))
 
 

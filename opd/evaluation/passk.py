@@ -56,6 +56,11 @@ class Score:
     def stderr(self) -> float | None:
         return self.greedy_stderr if self.greedy is not None else self.sampled_stderr
 
+    @property
+    def partial(self) -> bool:
+        """Whether the mean reward says something that pass@1 does not."""
+        return self.score is not None and self.value is not None and abs(self.score - self.value) > 1e-9
+
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
 

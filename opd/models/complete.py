@@ -6,6 +6,8 @@ transformers fills what is missing with random numbers and drops what it has no 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from opd.errors import ModelError
 
 def load_complete(architecture: Any, path: str | Path, name: str, **arguments: Any) -> Any:
     """`architecture.from_pretrained(path, …)`, refused where the checkpoint and the model differ."""
-    module, info = architecture.from_pretrained(path, output_loading_info=True, use_safetensors=True, **arguments)
+    with _no_report():
+        module, info = architecture.from_pretrained(path, output_loading_info=True, use_safetensors=True, **arguments)
     if info["missing_keys"]:
         raise ModelError(
             f"model {name!r}: its checkpoint lacks {_some(info['missing_keys'])}, which would be random numbers. "
@@ -27,6 +30,19 @@ def load_complete(architecture: Any, path: str | Path, name: str, **arguments: A
             "so it would not be the model that was trained. Correct its config.json."
         )
     return module
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """What differs is told here, in a sentence. transformers prints a table of it, with names as the file has them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _denied(module: Any, extra: set[str]) -> list[str]:

@@ -48,7 +48,7 @@ def evaluate_model(
     *,
     k: int,
     count: int | None = None,
-    temperature: float,
+    temperature: float | None = None,
     max_new_tokens: int,
     device: str,
     seed: int,
@@ -56,6 +56,8 @@ def evaluate_model(
     rewards: str | None = None,
 ) -> Measured:
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
+    if temperature is not None and not k:
+        raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
     specs = [_source(source) for source in sources]
     judged = parse_rewards(rewards)
     opened = open_sources(specs, judged=bool(judged.domains))
@@ -91,11 +93,28 @@ def evaluate_model(
     engine = open_sampler(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     scores = evaluate(
-        engine, questions, sampling, model.tokenizer, greedy=True, k=k, temperature=temperature, seed=seed, reward=judge
+        engine,
+        questions,
+        sampling,
+        model.tokenizer,
+        greedy=True,
+        k=k,
+        temperature=temperature or 1.0,
+        seed=seed,
+        reward=judge,
     )
+    notes += [note for domain, score in scores.items() for note in _left_out(domain, score)]
     return Measured(
         scores, {domain: "+".join(found) for domain, found in splits.items()}, "; ".join(what), tuple(notes)
     )
+
+
+def _left_out(domain: str, score: Score) -> list[str]:
+    said = (
+        (score.failed, "answers brought their scorer down and count as wrong"),
+        (score.unjudged, "answers could not be judged, for no fault of theirs, and are left out"),
+    )
+    return [f"evaluation: {plain(domain)}: {count} {what}" for count, what in said if count]
 
 
 def parse_rewards(text: str | None) -> Rewards:
@@ -129,11 +148,13 @@ def _first(error: ValidationError) -> str:
 def scores_table(name: str, scores: Mapping[str, Score], what: str = "held-out prompts") -> Table:
     table = Table(title=Text.assemble(cell(name), ": ", plain(what)), title_justify="left")
     sampled = any(score.k for score in scores.values())
+    partial = any(score.partial for score in scores.values())
     for column in (
         "domain",
         "n",
         "pass@1 (greedy)",
         *(("pass@1 (sampled)", f"pass@{next(iter(scores.values())).k}") if sampled else ()),
+        *(("mean reward",) if partial else ()),
         "length",
         "truncated",
     ):
@@ -142,6 +163,8 @@ def scores_table(name: str, scores: Mapping[str, Score], what: str = "held-out p
         cells = [_cell(score.greedy, score.greedy_stderr)]
         if sampled:
             cells += [_cell(score.sampled, score.sampled_stderr), _cell(score.pass_at_k, score.pass_at_k_stderr)]
+        if partial:
+            cells.append("–" if score.score is None else f"{score.score:.3g}")
         table.add_row(cell(domain), str(score.n), *cells, f"{score.length:.1f}", f"{score.truncated:.0%}")
     return table
 

@@ -89,7 +89,8 @@ def _memory(
         int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
     each = BYTES[stage.student.dtype]
-    tokens = max(stage.train.micro_tokens, longest)
+    step = stage.rollout.prompts * stage.rollout.samples * longest
+    tokens = max(min(stage.train.micro_tokens, step), longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
     queries = int(
         getattr(config, "num_attention_heads", None) or 1

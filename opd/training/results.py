@@ -12,7 +12,7 @@ from rich.text import Text
 
 from opd.errors import RecipeError
 from opd.evaluation import Score
-from opd.text import cell
+from opd.text import cell, plain
 
 SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
@@ -150,7 +150,13 @@ def results_table(result: StageResult) -> Table:
         table.add_row(cell(domain), *cells, "–" if ratio is None else f"{ratio:.2f}")
     notes = ["norm.: 0 = before, 1 = the domain's own teacher (*)"] if result.teachers else []
     notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
-    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
+    notes += [
+        f"mean reward of {plain(domain)}, partial credit included: {before.score:.3g} before, {after.score:.3g} after"
+        for domain, before in result.before.items()
+        if (after := result.after.get(domain)) and (before.partial or after.partial)
+        if before.score is not None and after.score is not None
+    ]
+    table.caption, table.caption_justify = Text("\n".join(notes), style="table.caption") if notes else None, "left"
     return table
 
 
