@@ -267,7 +267,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
         load_recipe(recipe).stages[0], store, str,
         check_stop=lambda: None, on_phase=lambda phase: marks.append((phase, Clock())), on_token=lambda: None,
     )  # fmt: skip
-    run.trajectories.sampler = ForcedLengths(run.engine, job.lengths)
+    run.trajectories.desk = replace(run.trajectories.desk, student=ForcedLengths(run.engine, job.lengths))
     pipe.send(("ready", imports))
     step = 0
     while (tokens := pipe.recv()) is not None:

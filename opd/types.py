@@ -121,7 +121,6 @@ class SignalNeed:
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
-    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ from opd.errors import RecipeError, RunDirectoryError
 from opd.files import read_sealed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood")
-SMALL = ["train.steps=1", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
+OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood", "writer.echo")
+SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,8 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
+    sources = {entry.source for entry in run.rollouts.entries.values()}
+    assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
@@ -79,6 +81,8 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
         ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
         ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("rollout.writers.0.share=0", "no share"),
+        ("rollout.data_share=0.8", "more than 1"),
         ("objective.1.divergence=pearson", "advantage of the sampled token"),
     ):
         with pytest.raises(RecipeError, match=words):

@@ -20,7 +20,6 @@ LAYERS = [
     {"errors", "types", "settings", "families", "plugins", "overrides", "files", "lock", "text"},
     {"divergence"},
     {"objective"},
-    {"objectives"},
     {"config"},
     {"data", "sandbox"},
     {"models"},

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd.config.base import SETTINGS, Positive
+from opd.settings import SETTINGS, Positive
 
 Sandbox = Literal["auto", "bubblewrap", "namespaces", "none"]
 Kind = Literal["verifier", "exact", "numeric", "format", "maths", "code", "json", "custom"]

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd.config.base import SETTINGS, Address, Count, Dtype, Fraction, Positive, Word
+from opd import families
 from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
-from opd.settings import OneOrMany
+from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
 
 
 def usual_objective() -> list[Term]:
@@ -131,6 +131,9 @@ class Rollouts(BaseModel):
     teacher_mix: float = Field(
         0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
     )
+    writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
+        default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
+    )
     contrast: Count = Field(
         0,
         description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
@@ -148,11 +151,25 @@ class Rollouts(BaseModel):
             raise ValueError(f"temperature {self.temperature}: 0 is greedy, else at least 0.01")
         if self.data_share + self.teacher_share > 1:
             raise ValueError("data_share + teacher_share is above 1")
+        if self.data_share + self.teacher_share + sum(writer.share for writer in self.writers) > 1 + 1e-9:
+            raise ValueError("data_share, teacher_share and the shares of writers add up to more than 1")
+        idle = [writer.name for writer in self.writers if not writer.share]
+        if idle:
+            raise ValueError(f"writer {idle[0]} has no share of the prompts: set `share`")
         if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
             raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
         if self.contrast and self.samples == 1:
             raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
         return self
+
+    @property
+    def everyone(self) -> list[Any]:
+        """All writers, in the order in which a draw goes to them; the student has what the others leave."""
+        data = [families.find("writer", "data")(share=self.data_share)] if self.data_share else []
+        teacher = [families.find("writer", "teacher")(share=self.teacher_share)] if self.teacher_share else []
+        rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
+        student = families.find("writer", "mixed" if self.teacher_mix else "student")
+        return [*data, *teacher, *self.writers, student(share=min(rest if rest > 1e-9 else 0.0, 1.0))]
 
 
 class SamplerSpec(BaseModel):

@@ -23,7 +23,7 @@ Closure = Literal["tail", "renormalised", "generalised", "none"]
 class DivergenceKind(Choice):
     """A divergence with its parameters. See `OwnDivergence` for one of your own."""
 
-    family: ClassVar[str] = "divergence"
+    family = "divergence"
     f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
     of_one_token: ClassVar[bool] = True  # a sampled token has an advantage that its own two log-probs determine
 
@@ -50,8 +50,8 @@ class OwnDivergence(DivergenceKind):
     With `of_one_token = True` and `advantage`, a policy gradient can use it too.
     """
 
-    f_divergence: ClassVar[bool] = False
-    of_one_token: ClassVar[bool] = False
+    f_divergence = False
+    of_one_token = False
 
     def value(self, student: Tensor, teacher: Tensor) -> Tensor:
         """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
@@ -64,18 +64,18 @@ class OwnDivergence(DivergenceKind):
 
 
 class ReverseKL(DivergenceKind):
-    name: ClassVar[str] = "reverse_kl"
-    by_default: ClassVar[bool] = True
+    name = "reverse_kl"
+    by_default = True
 
 
 class ForwardKL(DivergenceKind):
-    name: ClassVar[str] = "forward_kl"
+    name = "forward_kl"
 
 
 class JSD(DivergenceKind):
     """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; the ends are the plain KLs."""
 
-    name: ClassVar[str] = "jsd"
+    name = "jsd"
     beta: float = Field(0.5, ge=0, le=1, description="jsd: 0 is forward KL, 1 is reverse KL")
 
     @property
@@ -86,7 +86,7 @@ class JSD(DivergenceKind):
 class SkewKL(DivergenceKind):
     """KL(T || alpha T + (1 - alpha) S)."""
 
-    name: ClassVar[str] = "skew_kl"
+    name = "skew_kl"
     alpha: float = Field(0.1, ge=0, le=0.999, description="skew_kl: the teacher's share of the mixture")
 
     @property
@@ -97,7 +97,7 @@ class SkewKL(DivergenceKind):
 class SkewReverseKL(DivergenceKind):
     """KL(S || (1 - alpha) T + alpha S)."""
 
-    name: ClassVar[str] = "skew_reverse_kl"
+    name = "skew_reverse_kl"
     alpha: float = Field(0.1, ge=0, le=0.999, description="skew_reverse_kl: the student's share of the mixture")
 
     @property
@@ -108,7 +108,7 @@ class SkewReverseKL(DivergenceKind):
 class Alpha(DivergenceKind):
     """0 is reverse KL, 1 is forward KL."""
 
-    name: ClassVar[str] = "alpha"
+    name = "alpha"
     alpha: float = Field(0.5, ge=-2, le=3, description="alpha: 0 is reverse KL, 1 is forward KL")
 
     @property
@@ -119,27 +119,27 @@ class Alpha(DivergenceKind):
 class TVD(DivergenceKind):
     """Total variation."""
 
-    name: ClassVar[str] = "tvd"
+    name = "tvd"
 
 
 class Hellinger(DivergenceKind):
     """Squared Hellinger distance."""
 
-    name: ClassVar[str] = "hellinger"
+    name = "hellinger"
 
 
 class Acceptance(DivergenceKind):
     """-log of the acceptance rate of speculative sampling."""
 
-    name: ClassVar[str] = "acceptance"
-    f_divergence: ClassVar[bool] = False
-    of_one_token: ClassVar[bool] = False
+    name = "acceptance"
+    f_divergence = False
+    of_one_token = False
 
 
 class Support(Choice):
     """Which ids a divergence is summed over."""
 
-    family: ClassVar[str] = "support"
+    family = "support"
 
     @property
     def truncation(self) -> dict[str, Any]:
@@ -150,14 +150,14 @@ class Support(Choice):
 class Full(Support):
     """The exact full vocabulary."""
 
-    name: ClassVar[str] = "full"
-    by_default: ClassVar[bool] = True
+    name = "full"
+    by_default = True
 
 
 class TopIds(Support):
     """The k likeliest ids of one side or both, and a rule for the rest."""
 
-    name: ClassVar[str] = "topk"
+    name = "topk"
     k: Positive = Field(64, description="of support: topk")
     side: Side = Field("teacher", description="of support: topk: whose likeliest ids")
     closure: Closure = Field("tail", description="of support: topk: what becomes of the rest")

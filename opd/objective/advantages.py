@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -51,7 +51,7 @@ class SampledTokens:
 class AdvantagePart(Choice):
     """One summand of the advantage, its weight included."""
 
-    family: ClassVar[str] = "advantage"
+    family = "advantage"
 
     def needs(self, role: str = "teacher") -> Needs:
         return Needs()
@@ -90,7 +90,7 @@ AnyAdvantage = Annotated[AdvantagePart, Family("advantage")]
 class Outcome(AdvantagePart):
     """The reward of the whole answer, compared with others."""
 
-    name: ClassVar[str] = "outcome"
+    name = "outcome"
     outcome_weight: float = Field(0.0, ge=0)
     baseline: Baseline = Field("group", description="what is subtracted from a reward")
     std: bool = Field(False, description="divide by the standard deviation within the group (GRPO as published)")
@@ -160,7 +160,7 @@ class Outcome(AdvantagePart):
 class Teacher(AdvantagePart):
     """The teacher's log-ratio, or that of another divergence, at the sampled token."""
 
-    name: ClassVar[str] = "teacher"
+    name = "teacher"
     teacher_weight: float = Field(1.0, ge=0)
     clip: float | None = Field(None, gt=0, description="largest |A_teacher| of a token")
     extrapolation: float = Field(
@@ -262,7 +262,7 @@ class Teacher(AdvantagePart):
 class Reference(AdvantagePart):
     """KL penalty towards the role `reference`, as part of the advantage."""
 
-    name: ClassVar[str] = "reference"
+    name = "reference"
     reference_weight: float = Field(
         0.0, ge=0, description="KL penalty towards the role `reference`, as part of the advantage"
     )

@@ -26,7 +26,7 @@ LOG_LIMIT = 20.0  # beyond e^20 a ratio is numerical debris
 class Correction(Choice):
     """What is done about the gap between the trainer's log-probs and those the sampler computed (or stale weights)."""
 
-    family: ClassVar[str] = "correction"
+    family = "correction"
     weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "token"  # whose ratio is the weight
     veto: float | None = Field(
         None, gt=0, lt=1, description="drop the whole rollout if one token's ratio is below this"
@@ -61,7 +61,7 @@ AnyCorrection = Annotated[Correction, Family("correction")]
 class IcePop(Correction):
     """rho inside [low, high], 0 outside: the token is masked."""
 
-    name: ClassVar[str] = "icepop"
+    name = "icepop"
     low: float = Field(0.5, ge=0, description="icepop, mis: ratios below it are masked")
     high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
 
@@ -78,7 +78,7 @@ class IcePop(Correction):
 class MIS(IcePop):
     """IcePop's rule, rejecting by the ratio of the token, of the sequence (product) or its geometric mean."""
 
-    name: ClassVar[str] = "mis"
+    name = "mis"
     level: Level = Field("token", description="of tis and mis: which ratio is compared")
 
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class MIS(IcePop):
 class TIS(Correction):
     """min(rho, high): truncated importance sampling; biased, and never 0."""
 
-    name: ClassVar[str] = "tis"
+    name = "tis"
     level: Level = Field("token", description="of tis and mis: which ratio is compared")
     high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
 
@@ -108,8 +108,8 @@ class TIS(Correction):
 class Prefix(Correction):
     """min(product of rho over the tokens before this one, high): the off-policy correction of a direct loss."""
 
-    name: ClassVar[str] = "prefix"
-    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "prefix"
+    name = "prefix"
+    weighs_by = "prefix"
     high: float = Field(2.0, gt=0, description="icepop, mis: ratios above it are masked; tis, prefix: cut off here")
 
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class Prefix(Correction):
 class VetoOnly(Correction):
     """No weight, only the veto."""
 
-    name: ClassVar[str] = "none"
-    weighs_by: ClassVar[Literal["token", "prefix", "nothing"]] = "nothing"
+    name = "none"
+    weighs_by = "nothing"
 
     @model_validator(mode="after")
     def _something(self) -> VetoOnly:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Direct(CorrectedTerm):
-    name: ClassVar[str] = "direct"
-    by_default: ClassVar[bool] = True
-    flat: ClassVar[tuple[str, ...]] = ("divergence", "support")
+    name = "direct"
+    by_default = True
+    flat = ("divergence", "support")
 
     divergence: AnyDivergence = Field(ReverseKL(), description="of a direct term; of policy_gradient: whose advantage")
     support: AnySupport = Field(

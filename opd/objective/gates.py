@@ -58,7 +58,7 @@ class GateView:
 
 
 class Gate(Choice):
-    family: ClassVar[str] = "gate"
+    family = "gate"
     weighs: ClassVar[bool] = False  # a weight of 0 is small and stays in the mean; a gate's 0 is shut
     compares_samples: ClassVar[bool] = False  # of one prompt, so there must be several
 
@@ -90,7 +90,7 @@ AnyGate = Annotated[Gate, Family("gate")]
 class Finished(Gate):
     """Rollouts that ended by themselves, not by the length limit."""
 
-    name: ClassVar[str] = "finished"
+    name = "finished"
 
     def factors(self, view: GateView) -> Arrays:
         return view.spread(np.array([float(rollout.stop != "length") for rollout in view.rollouts]))
@@ -99,7 +99,7 @@ class Finished(Gate):
 class Entropy(Gate):
     """TIP: the share of the batch's tokens at which the student is least sure."""
 
-    name: ClassVar[str] = "entropy"
+    name = "entropy"
     share: float = Field(0.5, gt=0, le=1)
 
     def needs(self, role: str = "teacher") -> Needs:
@@ -112,7 +112,7 @@ class Entropy(Gate):
 class SoftOr(Gate):
     """TIP: the tokens with the largest h + d - h*d, with entropy h and reverse KL d scaled to [0, 1] over the batch."""
 
-    name: ClassVar[str] = "soft_or"
+    name = "soft_or"
     share: float = Field(0.5, gt=0, le=1)
 
     def needs(self, role: str = "teacher") -> Needs:
@@ -128,7 +128,7 @@ class SoftOr(Gate):
 class Random(Gate):
     """A share of tokens at random: the control at equal budget for every other gate."""
 
-    name: ClassVar[str] = "random"
+    name = "random"
     share: float = Field(0.5, gt=0, le=1)
 
     def factors(self, view: GateView) -> Arrays:
@@ -139,7 +139,7 @@ class Random(Gate):
 class TeacherEntropy(Gate):
     """By the teacher's confidence: its entropy, in nats, at the position."""
 
-    name: ClassVar[str] = "teacher_entropy"
+    name = "teacher_entropy"
     below: float | None = Field(None, ge=0)
     above: float | None = Field(None, ge=0)
 
@@ -164,7 +164,7 @@ class TeacherEntropy(Gate):
 class SelectKD(Gate):
     """SelecTKD: the student proposes, the teacher accepts. What it rejects counts `rejected`."""
 
-    name: ClassVar[str] = "selectkd"
+    name = "selectkd"
     accept: Literal["greedy", "speculative"] = Field(
         "greedy",
         description="greedy: the student's likeliest token is in the teacher's top k; speculative: min(1, T/S) of the sampled one",
@@ -211,9 +211,9 @@ class SelectKD(Gate):
 class Perplexity(Gate):
     """SCOPE: rollouts weigh perplexity^power, normalised to mean 1 over those of their group that other gates let through."""
 
-    name: ClassVar[str] = "perplexity"
-    weighs: ClassVar[bool] = True
-    compares_samples: ClassVar[bool] = True
+    name = "perplexity"
+    weighs = True
+    compares_samples = True
     of: Literal["student", "teacher"] = "student"
     power: float = Field(1.0, description="1/tau favours what the model finds unlikely, -1/tau what it is sure of")
 
@@ -237,8 +237,8 @@ class Perplexity(Gate):
 class Turns(Gate):
     """SOD: turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), with d the mean |log student - log teacher|."""
 
-    name: ClassVar[str] = "turns"
-    weighs: ClassVar[bool] = True
+    name = "turns"
+    weighs = True
     delta: float = Field(0.2, ge=0)
     eps: float = Field(1e-6, gt=0)
 

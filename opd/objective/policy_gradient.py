@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -13,7 +13,7 @@ from opd.objective.advantage_sum import Advantage
 from opd.objective.advantages import SampledTokens, Teacher
 from opd.objective.batch import TrainingBatch, concatenated
 from opd.objective.surrogates import AnySurrogate, ImportanceSampling
-from opd.objective.term import AuthorName, CorrectedTerm
+from opd.objective.term import CorrectedTerm
 from opd.settings import Choice, Needs, changed
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(CorrectedTerm):
-    name: ClassVar[str] = "policy_gradient"
-    flat: ClassVar[tuple[str, ...]] = ("divergence",)
-    usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student",)
-    by_ratio: ClassVar[bool] = True
+    name = "policy_gradient"
+    flat = ("divergence",)
+    usual_authors = ("student",)
+    by_ratio = True
 
     divergence: AnyDivergence = Field(ReverseKL(), description="of a direct term; of policy_gradient: whose advantage")
     advantage: Advantage = Field(Advantage(), description="of policy_gradient")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -32,21 +31,21 @@ class RewardGate(Gate):
 
 
 class Correct(RewardGate):
-    name: ClassVar[str] = "correct"
+    name = "correct"
 
     def factors(self, view: GateView) -> Arrays:
         return view.spread(self.passed(view))
 
 
 class Wrong(RewardGate):
-    name: ClassVar[str] = "wrong"
+    name = "wrong"
 
     def factors(self, view: GateView) -> Arrays:
         return view.spread(1 - self.passed(view))
 
 
 class AllWrong(RewardGate):
-    name: ClassVar[str] = "all_wrong"
+    name = "all_wrong"
 
     def factors(self, view: GateView) -> Arrays:
         rates = self.pass_rates(view)
@@ -54,7 +53,7 @@ class AllWrong(RewardGate):
 
 
 class AllCorrect(RewardGate):
-    name: ClassVar[str] = "all_correct"
+    name = "all_correct"
 
     def factors(self, view: GateView) -> Arrays:
         rates = self.pass_rates(view)
@@ -64,8 +63,8 @@ class AllCorrect(RewardGate):
 class Contrast(RewardGate):
     """Groups with right and wrong answers."""
 
-    name: ClassVar[str] = "contrast"
-    compares_samples: ClassVar[bool] = True
+    name = "contrast"
+    compares_samples = True
 
     def factors(self, view: GateView) -> Arrays:
         rates = self.pass_rates(view)
@@ -75,9 +74,9 @@ class Contrast(RewardGate):
 class Paced(RewardGate):
     """PACED: the weight of a prompt is p^a (1 - p)^b, with p its pass rate among this batch's samples."""
 
-    name: ClassVar[str] = "paced"
-    weighs: ClassVar[bool] = True
-    compares_samples: ClassVar[bool] = True
+    name = "paced"
+    weighs = True
+    compares_samples = True
     a: float = Field(1.0, ge=0)
     b: float = Field(1.0, ge=0)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import model_validator
 
-from opd.objective.term import AuthorName, CorrectedTerm, Term
+from opd.objective.term import CorrectedTerm, Term
 from opd.settings import Needs, StageView
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class K2(CorrectedTerm):
     """(log student - log teacher)^2 / 2: on samples of the student, reverse KL's gradient (KDRL)."""
 
-    name: ClassVar[str] = "k2"
-    usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student",)
-    by_ratio: ClassVar[bool] = True
+    name = "k2"
+    usual_authors = ("student",)
+    by_ratio = True
 
     @model_validator(mode="after")
     def _means_something(self) -> K2:
@@ -69,8 +69,8 @@ def k2(current: Tensor, teacher: Tensor) -> Tensor:
 class CrossEntropy(Term):
     """Negative log-likelihood."""
 
-    name: ClassVar[str] = "cross_entropy"
-    usual_authors: ClassVar[tuple[AuthorName, ...]] = ("data", "teacher")
+    name = "cross_entropy"
+    usual_authors = ("data", "teacher")
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         rows = np.flatnonzero(weight_N)

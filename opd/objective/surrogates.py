@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Surrogate(Choice):
-    family: ClassVar[str] = "surrogate"
+    family = "surrogate"
     multiplies_by_ratio: ClassVar[bool] = True  # by the token's own ratio itself, so a correction can go on from there
     whole_rollouts: ClassVar[bool] = False  # goes by the ratio of all of a rollout's tokens, gated or not
     against: Literal["behaviour", "proximal"] = Field(
@@ -36,8 +36,8 @@ AnySurrogate = Annotated[Surrogate, Family("surrogate", default="importance_samp
 class ImportanceSampling(Surrogate):
     """Unclipped, exactly unbiased for tokens drawn from `behaviour`."""
 
-    name: ClassVar[str] = "importance_sampling"
-    by_default: ClassVar[bool] = True
+    name = "importance_sampling"
+    by_default = True
 
     def losses(self, current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor) -> tuple[Tensor, Tensor | None]:
         return importance_sampling(current, old, advantage), None
@@ -49,7 +49,7 @@ class ClippedSurrogate(Surrogate):
 
 
 class PPO(ClippedSurrogate):
-    name: ClassVar[str] = "ppo"
+    name = "ppo"
     dual: float | None = Field(
         None, gt=1, description="dual clip of ppo: the loss of a negative advantage is at most this times |A|"
     )
@@ -60,8 +60,8 @@ class PPO(ClippedSurrogate):
 
 
 class CISPO(ClippedSurrogate):
-    name: ClassVar[str] = "cispo"
-    multiplies_by_ratio: ClassVar[bool] = False
+    name = "cispo"
+    multiplies_by_ratio = False
 
     def losses(self, current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor) -> tuple[Tensor, Tensor | None]:
         ratio = _log_ratio(current, old).exp()
@@ -70,9 +70,9 @@ class CISPO(ClippedSurrogate):
 
 
 class GSPO(ClippedSurrogate):
-    name: ClassVar[str] = "gspo"
-    multiplies_by_ratio: ClassVar[bool] = False
-    whole_rollouts: ClassVar[bool] = True
+    name = "gspo"
+    multiplies_by_ratio = False
+    whole_rollouts = True
 
     def losses(self, current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor) -> tuple[Tensor, Tensor | None]:
         ratio = segment_mean(_log_ratio(current, old), segment).exp()[segment]

@@ -34,8 +34,8 @@ AuthorName = Literal["student", "teacher", "data"]
 class Term(Choice):
     """One summand of the objective. A form of your own is a subclass with `loss`, and `needs` if it asks a teacher."""
 
-    family: ClassVar[str] = "form"
-    key: ClassVar[str] = "form"
+    family = "form"
+    key = "form"
     usual_authors: ClassVar[tuple[AuthorName, ...]] = ("student", "teacher", "data")
     by_ratio: ClassVar[bool] = (
         False  # needs the log-prob a token was sampled with, so it trains on the student's tokens alone
@@ -157,12 +157,10 @@ AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
 
 def present_authors(rollout: Rollouts) -> dict[str, float]:
     """The share of prompts that each author answers."""
-    student = 1 - rollout.data_share - rollout.teacher_share
-    return {
-        "student": student if student > 1e-9 else 0.0,
-        "data": rollout.data_share,
-        "teacher": rollout.teacher_share,
-    }
+    shares = {"student": 0.0, "data": 0.0, "teacher": 0.0}
+    for writer in rollout.everyone:
+        shares[writer.author] += writer.share
+    return shares
 
 
 def refusals(view: StageView) -> list[str]:

@@ -54,7 +54,7 @@ def look_at_prompts(
         tokenizer,
         limit=limit,
         why=why,
-        completions=spec.rollout.data_share > 0,
+        completions=any(writer.reads_completions for writer in spec.rollout.everyone),
         bad_rows=bad_rows,
         told=told,
     )

@@ -40,7 +40,7 @@ def step_metrics(
 ) -> dict[str, Any]:  # fmt: skip
     """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher judged."""
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
-    sampled = [rollout for rollout in rollouts if rollout.source != "data"]
+    sampled = [rollout for rollout in rollouts if (rollout.author != Author.DATA).any()]
     metrics: dict[str, Any] = {
         "step": step,
         "stage": stage,
@@ -63,11 +63,7 @@ def step_metrics(
     metrics["response_length"] = float(lengths.mean())
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
     metrics["mismatch"] = _mean(np.concatenate([found.mismatch for _, found in statistics]))
-    own = {
-        rollout.id
-        for rollout in rollouts
-        if rollout.source not in ("data",) and not rollout.source.startswith("teacher:")
-    }
+    own = {rollout.id for rollout in rollouts if (rollout.author == Author.STUDENT).any()}
     judged = [score for name, score in scores.items() if score is not None and name in own]
     metrics["score"] = float(np.mean(judged)) if judged else None
     if scores:

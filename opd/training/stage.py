@@ -22,6 +22,7 @@ from opd.rollout.choose import open_sampler, require_slots
 from opd.rollout.graphs import Partner
 from opd.rollout.plain import PlainSampler
 from opd.rollout.store import RolloutStore
+from opd.rollout.writers import Desk
 from opd.teachers.local import LocalTeacher
 from opd.text import code, plain
 from opd.training.average import weight_average
@@ -126,10 +127,13 @@ class StageRun:
         )
         self._teacher_engines: dict[str, Sampler] = {}
         self._mixed_engines: dict[str, Sampler] = {}
+        desk = Desk(
+            tokenizer, rollout.max_new_tokens, self.stop_ids, self.routes.get("teacher", {}), self.engine, self.teacher_engine,
+            self.mixed_engine, lambda visit: spec.prompts[visit.source].chat_template_kwargs,
+        )  # fmt: skip
         self.trajectories = Trajectories(
             stage=spec.name, seed=spec.seed, spec=rollout, sources=spec.prompts, tokenizer=tokenizer, sampling=self.sampling,
-            store=self.store, sampler=self.engine, teacher_for=self.routes.get("teacher", {}), teacher_sampler=self.teacher_engine, mixed_sampler=self.mixed_engine,
-            max_prompt_tokens=inputs.room, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
+            store=self.store, desk=desk, max_prompt_tokens=inputs.room, exact=spec.checkpoint.resume == "exact", check_stop=self.check_stop,
             on_token=on_token,
         )  # fmt: skip
         self.publish(version=0)

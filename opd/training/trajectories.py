@@ -1,6 +1,6 @@
-"""Who writes the tokens of a step: the student, the dataset, or the prompt's own teacher. All of it goes into the store.
+"""The answers of a step, from their writers into the store.
 
-Which one is decided per visit by a draw keyed like the sampler's, so it depends on nothing else in the batch.
+Who writes is decided per visit by a draw keyed like the sampler's, so it depends on nothing else in the batch.
 
 What an earlier process of the same run left in the store is used: finished rollouts as they are, unfinished ones from their
 last durable token on. They are never begun again, since that would favour short answers: long ones are interrupted more often.
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from opd.config import PromptSource, Rollouts
-from opd.data.render import render_completion, render_prompt
+from opd.data.render import render_prompt
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.rollout.draws import request_key, uniforms
 from opd.rollout.store import RolloutStore
+from opd.rollout.writers import AUTHORS, Desk, Writer
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, Sampler, SampleRequest, Sampling
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
@@ -27,7 +28,7 @@ TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
 
 @dataclass
 class Trajectories:
-    """Collects rollouts for visits. `teacher_for` names the teacher of a domain; `samplers` are looked up when needed."""
+    """Collects rollouts for visits."""
 
     stage: str
     seed: int
@@ -36,10 +37,7 @@ class Trajectories:
     tokenizer: object
     sampling: Sampling
     store: RolloutStore
-    sampler: Sampler
-    teacher_for: Mapping[str, str]
-    teacher_sampler: Callable[[str], Sampler]
-    mixed_sampler: Callable[[str], Sampler]
+    desk: Desk
     max_prompt_tokens: int
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
@@ -61,26 +59,24 @@ class Trajectories:
                     raise _twice(visit.prompt)
         prompts = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
         durable = self._take_up(planned, prompts)
-        requests: dict[str, list[SampleRequest]] = {}
+        requests: dict[str, tuple[Writer, list[SampleRequest]]] = {}
         for rollout_id, (visit, sample) in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
-            author, prompt_ids = self._author(visit), prompts[visit.prompt.id]
+            writer, prompt_ids = self._writer(visit), prompts[visit.prompt.id]
+            source = writer.source(visit, self.desk)
             if rollout_id not in durable:
-                self._begin(rollout_id, visit, sample, author, prompt_ids)
-            if author == "data":
-                self._write_completion(rollout_id, visit, version, durable.get(rollout_id))
+                self._begin(rollout_id, visit, sample, source, prompt_ids)
+            completion = writer.completion(visit, self.desk)
+            if completion is not None:
+                self._write(rollout_id, completion, writer, version, durable.get(rollout_id))
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, sample)
                 request = SampleRequest(rollout_id, prompt_ids, key, self.sampling)
-                requests.setdefault(author, []).append(self._go_on(request, durable.get(rollout_id), author, version))
-        for author, wanted in requests.items():
-            if author == "student":
-                self._sample(self.sampler, wanted, Author.STUDENT)
-            elif author.startswith("mixed:"):
-                self._sample(self.mixed_sampler(author.removeprefix("mixed:")), wanted, Author.STUDENT)
-            else:
-                self._sample(self.teacher_sampler(author.removeprefix("teacher:")), wanted, Author.TEACHER)
+                request = self._go_on(request, durable.get(rollout_id), writer, version)
+                requests.setdefault(source, (writer, []))[1].append(request)
+        for source, (writer, wanted) in requests.items():
+            self._sample(writer.sampler(source, self.desk), wanted, AUTHORS[writer.author])
         self.store.commit(sync=True)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         self.newest = list(planned)
@@ -118,11 +114,11 @@ class Trajectories:
                 )
         return durable
 
-    def _go_on(self, request: SampleRequest, durable: Rollout | None, author: str, version: int) -> SampleRequest:
+    def _go_on(self, request: SampleRequest, durable: Rollout | None, writer: Writer, version: int) -> SampleRequest:
         if durable is None or not durable.response_ids.size:
             return request
         versions = sorted({*durable.version.tolist(), version})
-        if author.startswith(("student", "mixed:")) and len(versions) > 1 and self.spec.mixed_versions == "refuse":
+        if writer.author == "student" and len(versions) > 1 and self.spec.mixed_versions == "refuse":
             raise TrainingError(
                 f"rollout {request.id!r} was begun by policy version {versions[0]} and would go on with version {version}; "
                 "rollout.mixed_versions is `refuse`. Set it to `allow`: every token keeps its own version and log-prob."
@@ -141,17 +137,17 @@ class Trajectories:
             )
         return ids
 
-    def _author(self, visit: Visit) -> str:
-        """student | data | teacher:NAME, by a keyed draw; mixed:NAME in the student's place with a teacher mixed in."""
-        student = f"mixed:{self.teacher_for[visit.prompt.domain]}" if self.spec.teacher_mix else "student"
-        if not self.spec.data_share and not self.spec.teacher_share:
-            return student
+    def _writer(self, visit: Visit) -> Writer:
+        everyone: list[Writer] = self.spec.everyone
+        if len(everyone) == 1:
+            return everyone[0]
         draw = uniforms(request_key(self.seed, visit.prompt.id, visit.visit, TRAJECTORY_DRAW), 0, 1)[0]
-        if draw < self.spec.data_share:
-            return "data"
-        if draw < self.spec.data_share + self.spec.teacher_share:
-            return f"teacher:{self.teacher_for[visit.prompt.domain]}"
-        return student
+        below = 0.0
+        for writer in everyone[:-1]:
+            below += writer.share
+            if draw < below:
+                return writer
+        return everyone[-1]
 
     def _begin(self, rollout_id: str, visit: Visit, sample: int, source: str, prompt_ids: np.ndarray) -> None:
         prompt = visit.prompt
@@ -160,13 +156,17 @@ class Trajectories:
             group=f"{prompt.id}/{visit.visit}", prompt_ids=prompt_ids,
         )  # fmt: skip
 
-    def _write_completion(self, rollout_id: str, visit: Visit, version: int, durable: Rollout | None) -> None:
-        arguments = self.sources[visit.source].chat_template_kwargs
-        ids, cut = render_completion(
-            visit.prompt, self.tokenizer, self.spec.max_new_tokens, self.sampling.stop_ids, arguments
-        )
+    def _write(
+        self,
+        rollout_id: str,
+        completion: tuple[np.ndarray, bool],
+        writer: Writer,
+        version: int,
+        durable: Rollout | None,
+    ) -> None:
+        ids, cut = completion
         done = durable.response_ids.size if durable is not None else 0
-        self.store.extend(rollout_id, ids[done:], Author.DATA, version)
+        self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
     def _sample(self, sampler: Sampler, requests: Sequence[SampleRequest], author: Author) -> None:
