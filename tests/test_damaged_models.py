@@ -85,6 +85,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "wrong kind of value": (lambda d: edit(d / "config.json", hidden_size="wide"), "hidden_size"),
     "no heads": (lambda d: edit(d / "config.json", num_attention_heads=0), "config|model"),
     "wrong shape": (lambda d: edit(d / "config.json", intermediate_size=49), "mlp|size|shape"),
+    "no layer": (lambda d: edit(d / "config.json", num_hidden_layers=-1), "at least one layer"),
     "a billion layers": (lambda d: edit(d / "config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
     "more layers than tensors": (lambda d: edit(d / "config.json", num_hidden_layers=5000), "weight files hold 21 tensors"),
     "endless layers": (lambda d: edit(d / "config.json", num_hidden_layers=float("inf")), "num_hidden_layers"),

@@ -157,11 +157,11 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
         limit = next((limit for part, limit in limits.items() if part in key), None)
         if limit is not None and value > limit:
             raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
-        if (
-            tensors is not None
-            and key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-            and value > tensors
-        ):
+        if key not in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
+            continue
+        if value < 1:
+            raise ModelError(f"model {name!r}: its config says {key} {value}; a model has at least one layer. {AGAIN}")
+        if tensors is not None and value > tensors:
             raise ModelError(
                 f"model {name!r}: its config says {key} {value}, and its weight files hold {tensors} tensors. {AGAIN}"
             )
