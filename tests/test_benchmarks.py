@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SMALLEST = {
     "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 1",
     "opd_vs_rl": "--steps 1 --grpo-steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1",
-    "grpo_smol": "--run {run}",
+    "smol": "--run {run}",
     "length_bias": "--rollouts 40 --seeds 1",
     "plot_divergences": "",
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
