@@ -13,9 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 from opd import config, families
+
+pytestmark = pytest.mark.slow  # a whole run of the type checker
 
 ROOT = Path(config.__file__).parent.parent
 CHECKS = ("refuse", "_check", "changed")  # functions that only say no
