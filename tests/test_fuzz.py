@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from opd import cli
@@ -87,6 +88,7 @@ def in_child(*arguments: str) -> tuple[int | None, str]:
     child = os.fork()
     if child == 0:
         os.close(reading)
+        torch.set_num_threads(1)  # makes torch's pool anew before several threads of a loader do so at once
         found = call(*arguments)
         with os.fdopen(writing, "w") as pipe:
             json.dump([found[0], found[1][-6000:]], pipe)
