@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.divergence import Mixture, Projection, divergence, token_logprobs
-from opd.divergence import statistics as row_statistics
+from opd.divergences import Mixture, Projection, divergence, token_logprobs
+from opd.divergences import statistics as row_statistics
 
 RESULTS = Path(__file__).parent / "results"
 KINDS: dict[str, dict[str, float]] = {"reverse_kl": {}, "forward_kl": {}, "jsd": {"beta": 0.5}}
@@ -73,7 +73,7 @@ def opd_call(heads: list[tuple[Tensor, Tensor]], kind: str, memory: int | None =
 
 def naive_call(heads: list[tuple[Tensor, Tensor]], kind: str, dtype: torch.dtype | None = None) -> Call:
     """What one writes first: whole logits, log_softmax in fp32, autograd."""
-    from opd.divergence.formulas import FORMULAS
+    from opd.divergences.formulas import FORMULAS
 
     (hidden, weight), (hidden_t, weight_t) = heads[:2]
     wide = dtype or torch.float32
@@ -272,7 +272,7 @@ def first_call() -> float:
 
 def scaling() -> dict[str, Any]:
     """Time and memory of both modes against each size in turn; Ds = 1024, Dt = 2048, reverse KL (JSD for mixtures' sake)."""
-    from opd.divergence import plan
+    from opd.divergences import plan
 
     rows: list[dict[str, Any]] = []
     chosen: Any = plan.triton_plan
@@ -311,7 +311,7 @@ def profile(ds: int, kind: str, memory: int | None) -> list[dict[str, Any]]:
 
 def sweep(ds: int) -> list[dict[str, Any]]:
     """Steps of the row kernels, chunks of `fast` and tiles of `small`."""
-    from opd.divergence import plan, triton_backend
+    from opd.divergences import plan, triton_backend
 
     heads, found = inputs(N, V, ds, DT, "cuda", torch.bfloat16), []
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.rollout.store import RolloutStore
+from opd.store import RolloutStore
 from opd.types import SampledToken
 
 HERE = Path(__file__).parent

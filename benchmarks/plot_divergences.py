@@ -15,7 +15,7 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from opd.divergence.formulas import Form
+from opd.divergences.formulas import Form
 
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from opd.config import SamplerSpec
 from opd.models.language_model import LanguageModel
-from opd.rollout.draws import request_key
-from opd.rollout.engine import Engine
+from opd.sampling.draws import request_key
+from opd.sampling.engine import Engine
 from opd.types import SampledToken, SampleRequest, Sampling
 
 RESULTS = Path(__file__).parent / "results"

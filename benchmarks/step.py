@@ -242,9 +242,9 @@ class ForcedLengths:
 def work_opd(pipe: Connection, job: Job) -> None:
     """A stage of a recipe, as `opd run` builds it; `run_step` is the real one."""
     from opd.config import load_recipe
-    from opd.rollout.store import RolloutStore
-    from opd.training.stage import StageRun
-    from opd.training.step import run_step
+    from opd.runner.stage import StageRun
+    from opd.store import RolloutStore
+    from opd.trainer.step import run_step
 
     one_thread()
     imports = memory("VmRSS")
@@ -290,7 +290,7 @@ def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, fl
     import numpy as np
     import torch
 
-    from opd.divergence import divergence
+    from opd.divergences import divergence
     from opd.models.packing import Pack
     from opd.types import Author, Rollout
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from opd.rollout.store import RolloutStore, plan_epoch
-from opd.rollout.store.files import Files
-from opd.rollout.store.index import COLUMNS, Index, Table, Texts, Vocabulary
+from opd.store import RolloutStore, plan_epoch
+from opd.store.files import Files
+from opd.store.index import COLUMNS, Index, Table, Texts, Vocabulary
 
 RESULTS = Path(__file__).parent / "results"
 GROUP = 4

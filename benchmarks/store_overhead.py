@@ -29,9 +29,9 @@ from opd.config import PromptSource, SamplerSpec, Store
 from opd.data.render import render_prompt
 from opd.data.sources import open_source
 from opd.models import load_model
-from opd.rollout.draws import request_key
-from opd.rollout.engine import Engine
-from opd.rollout.store import RolloutStore
+from opd.sampling.draws import request_key
+from opd.sampling.engine import Engine
+from opd.store import RolloutStore
 from opd.types import SampledToken, SampleRequest, Sampling
 
 RESULTS = Path(__file__).parent / "results"

@@ -5,9 +5,9 @@ import torch
 import opd
 from opd.config import PromptSource, SamplerSpec
 from opd.data.sources import open_source
-from opd.divergence import divergence
-from opd.rollout.collect import collect, make_requests
-from opd.rollout.engine import Engine
+from opd.divergences import divergence
+from opd.sampling.collect import collect, make_requests
+from opd.sampling.engine import Engine
 from opd.types import Sampling
 
 student, teacher = opd.load_model("tiny/generalist"), opd.load_model("tiny/arithmetic")

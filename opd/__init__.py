@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from opd.run import Run, resume, run
+from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
     from opd.config import Recipe, load_recipe
-    from opd.divergence import Mixture, Projection, token_logprobs
+    from opd.divergences import Mixture, Projection, divergence, token_logprobs
     from opd.errors import (
         DataError,
         ModelError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),
-    "opd.divergence": ("Mixture", "Projection", "token_logprobs"),
+    "opd.divergences": ("Mixture", "Projection", "divergence", "token_logprobs"),
     "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
                    "TrainingError", "UserError"),
     "opd.families": ("register",),
@@ -65,6 +65,7 @@ __all__ = [
     "TrainingError",
     "UserError",
     "__version__",
+    "divergence",
     "load_model",
     "load_recipe",
     "register",

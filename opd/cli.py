@@ -92,7 +92,7 @@ def run(
     loaded = load_recipe(recipe, overrides or ())
     wanted = check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
-        from opd.training.plan import make_plan
+        from opd.runner.plan import make_plan
 
         plans = make_plan(loaded)
         print(printable(loaded.to_yaml()))
@@ -101,7 +101,7 @@ def run(
         return
     from rich.console import Console
 
-    from opd.run import run as start
+    from opd.runner.run import run as start
 
     start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
 
@@ -119,7 +119,7 @@ def resume(
     ] = None,
 ) -> None:
     """Go on with a run that was killed, stopped, preempted or ran out of disk."""
-    from opd.run import resume as go_on
+    from opd.runner.run import resume as go_on
 
     go_on(run, mode=mode.value if mode else None, quiet=False)
 
@@ -152,7 +152,7 @@ def evaluate(
 ) -> None:
     """Measure pass@1 and pass@k of a model on a file, a dataset or a task."""
     from opd.files import json_text
-    from opd.training.evaluate import evaluate_model
+    from opd.runner.evaluate import evaluate_model
 
     measured = evaluate_model(
         model,
@@ -173,7 +173,7 @@ def evaluate(
         return
     from rich.console import Console
 
-    from opd.training.evaluate import scores_table
+    from opd.runner.evaluate import scores_table
 
     Console().print(scores_table(model, measured.scores, measured.what))
 
@@ -255,7 +255,7 @@ def build_models(
 ) -> None:
     """Rebuild tiny/* from fixed seeds (about six minutes on one core)."""
     from opd.models.catalog import TINY_ROOT
-    from opd.training.tiny import build
+    from opd.trainer.tiny import build
 
     build(to or TINY_ROOT, progress=print)
 
@@ -263,7 +263,7 @@ def build_models(
 @store.command("check")
 def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
-    from opd.rollout.store.repair import check
+    from opd.store.repair import check
 
     report = check(run)
     print("\n".join(map(plain, report.lines())))
@@ -274,8 +274,8 @@ def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -
 @store.command("repair")
 def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
     """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
-    from opd.lock import RunLock
-    from opd.rollout.store.repair import find_log, repair
+    from opd.runner.lock import RunLock
+    from opd.store.repair import find_log, repair
 
     with RunLock(find_log(run).parent):
         print("\n".join(map(plain, repair(run))))

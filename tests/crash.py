@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import opd
-import opd.training.pipeline  # slow to import: once, in the process that the others are forked from
+import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
-from opd.rollout.store import RolloutStore, iterate
+from opd.store import RolloutStore, iterate
 from opd.types import Author, Rollout, SampledToken
 
 RECIPE: dict[str, Any] = {

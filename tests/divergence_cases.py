@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergence import Divergence, Projection
+from opd.divergences import Divergence, Projection
 
 CASES: list[tuple[str, dict[str, float]]] = [
     ("reverse_kl", {}),

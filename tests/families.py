@@ -17,7 +17,7 @@ from opd.config import Lora
 from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.rollout.choose import unfit_for_slots
+from opd.sampling.choose import unfit_for_slots
 from tests.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     import transformers  # noqa: F401  once, before the children are forked
 
-    import opd.training.pipeline  # noqa: F401
+    import opd.runner.pipeline  # noqa: F401
 
     before = json.loads(options.against.read_text()) if options.against else {}
     found, bad = {}, 0

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.rollout.store import RolloutStore
-from opd.rollout.store.files import AppendFile, Files
+from opd.store import RolloutStore
+from opd.store.files import AppendFile, Files
 from tests.stores import begin, token
 
 

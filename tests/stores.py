@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from opd.rollout.store import RolloutStore
+from opd.store import RolloutStore
 from opd.types import SampledToken
 
 

@@ -20,11 +20,11 @@ from opd.config import Lora, Train
 from opd.errors import DiskError, Preempted, RunDirectoryError
 from opd.files import read_sealed, sealed, write_sealed
 from opd.models import load_model
-from opd.training import pipeline
-from opd.training.checkpoint import Saver, point_latest, retain, save_checkpoint, step_of, steps_in, verify_checkpoint
-from opd.training.interrupts import Interrupts
-from opd.training.optimiser import Optimiser
-from opd.training.resume import tidy
+from opd.runner import pipeline
+from opd.runner.checkpoint import Saver, point_latest, retain, save_checkpoint, step_of, steps_in, verify_checkpoint
+from opd.runner.interrupts import Interrupts
+from opd.runner.resume import tidy
+from opd.trainer.optimiser import Optimiser
 from tests.crash import FORKS, ended
 from tests.helpers import save_tiny
 

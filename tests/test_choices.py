@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opd import families
 from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
-from opd.divergence import Projection
-from opd.divergence.kinds import OwnDivergence
+from opd.divergences import Projection
+from opd.divergences.kinds import OwnDivergence
 from opd.errors import RecipeError
 from opd.objective.gates import Arrays, Gate, GateView
 from opd.objective.micro import autocast_head
@@ -240,7 +240,7 @@ def test_a_divergence_of_ones_own_needs_a_formula_only(pearson: type[OwnDivergen
     loss, found, _ = gradients(student, {"t": teacher}, [objective], rollouts)
     assert loss > 0
     with pytest.MonkeyPatch.context() as patch:  # the same through autograd, with all logits held
-        from opd.divergence import compute
+        from opd.divergences import compute
 
         original = compute.divergence
         patch.setattr(compute, "divergence", lambda *given, **options: original(*given, **options, backend="reference"))
@@ -280,8 +280,8 @@ def test_metrics_do_not_know_the_divergences_temperature() -> None:
 
 def test_under_autocast_heads_reach_the_kernels_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in fp32, and a last norm that gives fp32 back: hidden states and head still go in as bf16."""
-    from opd.divergence import compute
-    from opd.divergence.plan import heads_obstacle
+    from opd.divergences import compute
+    from opd.divergences.plan import heads_obstacle
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     weight = torch.randn(11, 4, requires_grad=True)

@@ -13,7 +13,7 @@ import pytest
 import opd
 from opd import cli
 from opd.config import load_recipe
-from opd.training.plan import make_plan
+from opd.runner.plan import make_plan
 from tests.helpers import save_tiny
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.divergence import divergence_advantage
-from opd.divergence.formulas import KINDS, Form
+from opd.divergences import divergence_advantage
+from opd.divergences.formulas import KINDS, Form
 from opd.objective.surrogates import importance_sampling
 from tests.divergence_cases import CASES, SMOOTH, textbook
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.divergence import Mixture, Projection, RowStatistics, TopK, divergence, statistics, token_logprobs
-from opd.divergence.mixture import source_log_probs
-from opd.divergence.plan import aligned, triton_plan
-from opd.divergence.projection import log_probs
+from opd.divergences import Mixture, Projection, RowStatistics, TopK, divergence, statistics, token_logprobs
+from opd.divergences.mixture import source_log_probs
+from opd.divergences.plan import aligned, triton_plan
+from opd.divergences.projection import log_probs
 from tests.divergence_cases import CASES, SMOOTH, assert_same, heads, leaves, outcome, textbook, twin
 
 SEEDS = st.integers(0, 10**6)
@@ -57,7 +57,7 @@ def test_chunked_equals_reference(
             source = Mixture([source, second, student], weights, teacher)  # type: ignore[arg-type, assignment]
         weights_by_name: dict[str, Any] = {"none": None, "mask": torch.tensor([1.0, 0, 2, 0, 0.5]), "gate": gate}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("opd.divergence.compute.CHUNK_BYTES", chunk * 4 * 11)
+            patch.setattr("opd.divergences.compute.CHUNK_BYTES", chunk * 4 * 11)
             found = divergence(
                 kind, student, source, **support, closure=closure, merge=merge, temperature=temperature,
                 weight=weights_by_name[weight], tokens=torch.tensor([0, 1, 4, 10, 3]), overlap=4, backend=backend, **params,

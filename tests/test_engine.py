@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from opd.config import Lora, SamplerSpec
-from opd.divergence import token_logprobs
-from opd.divergence.projection import log_probs
+from opd.divergences import token_logprobs
+from opd.divergences.projection import log_probs
 from opd.errors import DataError, ModelError, TrainingError
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.load import load_model, tiny_models
-from opd.rollout.draws import request_key, uniforms, uniforms_at
-from opd.rollout.engine import Engine
-from opd.rollout.sampling import RowSettings, draw
+from opd.sampling.draws import request_key, uniforms, uniforms_at
+from opd.sampling.engine import Engine
+from opd.sampling.sampling import RowSettings, draw
 from opd.types import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
 

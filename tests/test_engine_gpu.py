@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from opd.config import SamplerSpec
-from opd.divergence import Projection, token_logprobs
-from opd.divergence.projection import log_probs
+from opd.divergences import Projection, token_logprobs
+from opd.divergences.projection import log_probs
 from opd.models.attention import Packed
-from opd.rollout.draws import request_key, uniforms, uniforms_at
-from opd.rollout.engine import Engine
+from opd.sampling.draws import request_key, uniforms, uniforms_at
+from opd.sampling.engine import Engine
 from opd.types import SampledToken, Sampling
 from tests.helpers import EOS, tiny_model, tiny_module
 from tests.test_engine import STOPS, collect, make_requests

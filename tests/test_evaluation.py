@@ -18,8 +18,8 @@ from rich.table import Table
 
 from opd.errors import UserError
 from opd.evaluation.passk import Score, _score, mean_and_stderr, pass_at_k
-from opd.training.evaluate import evaluate_model, scores_table
-from opd.training.results import StageResult, results_table, watched
+from opd.runner.evaluate import evaluate_model, scores_table
+from opd.runner.results import StageResult, results_table, watched
 from opd.types import Judgement
 
 

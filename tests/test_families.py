@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opd.config import Lora, SamplerSpec
-from opd.divergence import divergence
+from opd.divergences import divergence
 from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
-from opd.rollout.choose import open_sampler
-from opd.rollout.collect import collect
+from opd.sampling.choose import open_sampler
+from opd.sampling.collect import collect
 from opd.types import Rollout, Sampler, SampleRequest, Sampling
 from tests.families import FAMILIES, Family, load_family, page_rows, row
 from tests.helpers import EOS

@@ -113,7 +113,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @in_parts
 def test_mutated_recipes_are_read_or_refused(place: Path, part: int) -> None:
-    import opd.training.plan  # noqa: F401 — once, before the children are forked
+    import opd.runner.plan  # noqa: F401 — once, before the children are forked
 
     recipes, failures, codes = shipped(), [], Counter[Any]()
     for number in numbers(COUNT, part):
@@ -152,8 +152,8 @@ def refused_when_read(path: Path) -> bool:
 @in_parts
 def test_a_run_does_what_its_dry_run_says(place: Path, part: int) -> None:
     """Random valid combinations: a run ends with exit code 0, or with the refusal that its dry run made."""
-    import opd.training.pipeline
-    import opd.training.plan  # noqa: F401
+    import opd.runner.pipeline
+    import opd.runner.plan  # noqa: F401
 
     rows = place / "rows.jsonl"
     rows.write_text(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.divergence import Projection
+from opd.divergences import Projection
 from opd.objective.advantages import SampledTokens
 from opd.objective.batch import FirstPass, TrainingBatch
 from opd.objective.first_pass import proposal_accepted

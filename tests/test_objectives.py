@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.divergence import Projection, divergence, teacher_log_ratio, token_logprobs
-from opd.divergence.projection import log_probs
+from opd.divergences import Projection, divergence, teacher_log_ratio, token_logprobs
+from opd.divergences.projection import log_probs
 from opd.objective.surrogates import importance_sampling
 from opd.objective.weights import token_weights
 
@@ -134,7 +134,7 @@ def test_chunked_equals_reference(kind: Any, params: dict, seed: int, n: int, ch
         student, teacher = heads(seed, n=n)
         weight = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("opd.divergence.compute.CHUNK_BYTES", chunk * 4 * 9)
+            patch.setattr("opd.divergences.compute.CHUNK_BYTES", chunk * 4 * 9)
             found = divergence(kind, student, teacher, weight=weight, merge=((1, 2),), backend=backend, **params)  # type: ignore[arg-type]
         results.append(
             [
@@ -205,7 +205,7 @@ def test_token_logprobs(seed: int, temperature: float, chunk: int) -> None:
     ids = torch.tensor([0, 1, 2, 3, 8])
     merge = ((1, 3),)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opd.divergence.compute.CHUNK_BYTES", chunk * 4 * 9)
+        patch.setattr("opd.divergences.compute.CHUNK_BYTES", chunk * 4 * 9)
         found = token_logprobs(student, ids, merge=merge, temperature=temperature)
     logits = student.logits() / temperature
     normal = logits.log_softmax(-1)
@@ -302,7 +302,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_objectives_stand_alone() -> None:
-    code = "import sys; from opd.divergence import divergence, Projection; sys.exit('transformers' in sys.modules)"
+    code = "import sys; from opd.divergences import divergence, Projection; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from opd.training.progress import Estimate, Progress, sparkline
+from opd.runner.progress import Estimate, Progress, sparkline
 
 METRICS = {
     "step": 1, "loss": 0.5, "reverse_kl": 0.25, "kl/maths": 0.25, "response_length": 4.0, "truncated": 0.5, "tokens": 100,

@@ -19,11 +19,11 @@ import torch
 
 import opd
 from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
-from opd.lock import RunLock
-from opd.rollout.store import RolloutStore
+from opd.runner.lock import RunLock
+from opd.runner.stage import StageRun
+from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.training.stage import StageRun
-from opd.training.trajectories import Replay
+from opd.trainer.trajectories import Replay
 from opd.types import SampledToken
 from tests.crash import FORKS, RECIPE, durable, ended, kept, killed, same_run, start, written
 from tests.helpers import save_tiny
@@ -118,8 +118,8 @@ def strike(monkeypatch: pytest.MonkeyPatch, place: str, call: int, what: type[Ba
     monkeypatch.setattr(place.replace(":", "."), struck)
 
 
-SAMPLED = "opd.training.step:score"  # called once per step, when its rollouts are drawn and judged
-SCORED = "opd.training.step:micro_batches"  # and once they are scored
+SAMPLED = "opd.trainer.step:score"  # called once per step, when its rollouts are drawn and judged
+SCORED = "opd.trainer.step:micro_batches"  # and once they are scored
 
 
 @pytest.mark.parametrize("objective", ["direct", "policy_gradient"])
@@ -164,7 +164,7 @@ def test_a_stop_during_an_evaluation_repeats_the_evaluation(
     assert {line["step"] for line in reference.samples} == {1, 2, 3, 4}
     for call in (1, 3, 4):  # before, after step 2 (behind the teacher's), at the end
         with monkeypatch.context() as patch:
-            strike(patch, "opd.training.stage:StageRun.evaluate", call, Stopped)
+            strike(patch, "opd.runner.stage:StageRun.evaluate", call, Stopped)
             with pytest.raises(Stopped):
                 opd.run(spec, out=tmp_path / f"run{call}")
         same_run(opd.resume(tmp_path / f"run{call}"), reference)
@@ -291,7 +291,7 @@ def test_a_rollout_continued_under_newer_weights_says_so(
     first = durable(tmp_path / "run")
     for directory, rule in ((tmp_path / "half" / "allow", "allow"), (tmp_path / "half" / "refuse", "refuse")):
         changed = spec | {"rollout": spec["rollout"] | {"mixed_versions": rule}}
-        strike(monkeypatch, "opd.training.trajectories:Trajectories.collect", 1, Crash)
+        strike(monkeypatch, "opd.trainer.trajectories:Trajectories.collect", 1, Crash)
         with pytest.raises(Crash):
             opd.run(changed, out=directory)
         store = RolloutStore(directory / "rollouts")

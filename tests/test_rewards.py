@@ -25,7 +25,7 @@ from opd.errors import RecipeError, TrainingError
 from opd.rewards import Judge, answers, check_rewards, verify
 from opd.rewards.pool import Pool, Task, pool
 from opd.rewards.travel import Request, pack, read_request, unpack, write_request
-from opd.training.plan import make_plan
+from opd.runner.plan import make_plan
 from opd.types import Judgement, Prompt, Sample
 from tests.helpers import save_tiny
 from tests.malformed import malformed

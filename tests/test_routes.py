@@ -19,11 +19,11 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.probe import NARROW, narrow_windows
 from opd.models.routes import StockRoute
-from opd.rollout.choose import open_sampler
-from opd.rollout.collect import collect
-from opd.rollout.engine import Engine
-from opd.rollout.graphs import Partner
-from opd.rollout.plain import PlainSampler
+from opd.sampling.choose import open_sampler
+from opd.sampling.collect import collect
+from opd.sampling.engine import Engine
+from opd.sampling.graphs import Partner
+from opd.sampling.plain import PlainSampler
 from opd.types import SampleRequest, Sampling
 from tests.families import family_named
 from tests.helpers import EOS, TEMPLATE, save_tiny, tiny_model, tiny_module, tiny_tokenizer

@@ -18,8 +18,8 @@ import opd
 from opd.config import Stage
 from opd.errors import OpdError, RecipeError, RunDirectoryError
 from opd.files import json_text, line_of, read_lines
-from opd.lock import RunLock, claim
-from opd.training import inputs
+from opd.runner import inputs
+from opd.runner.lock import RunLock, claim
 from tests.crash import FORKS, ended, same_run
 from tests.helpers import save_tiny
 from tests.test_resume import SAMPLED, Crash, small, strike
@@ -217,7 +217,7 @@ def test_inputs_that_change_between_two_stages_are_refused(
         if path.name == "result.json":
             rows.write_text(rows.read_text().replace("+1", "+2"))
 
-    monkeypatch.setattr("opd.training.resume.write_sealed", write)
+    monkeypatch.setattr("opd.runner.resume.write_sealed", write)
     with pytest.raises(RunDirectoryError, match=r"stage 'two'.*rows.jsonl \(prompts\) has changed"):
         opd.run(spec | {"prompts": [{"source": str(rows), "domain": "a"}]}, out=tmp_path / "run")
 

@@ -16,8 +16,8 @@ from opd.data.scan import scan
 from opd.data.sources import open_source, open_sources
 from opd.data.stream import PromptStream
 from opd.errors import DataError, RecipeError
-from opd.training import checks
-from opd.training.plan import make_plan
+from opd.runner import checks
+from opd.runner.plan import make_plan
 from opd.types import Prompt
 from tests.helpers import TEMPLATE, save_tiny, tiny_tokenizer
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from opd.config import Rollouts, Train
-from opd.divergence import Projection, divergence, token_logprobs
+from opd.divergences import Projection, divergence, token_logprobs
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack, pack
 from opd.objective.batch import TrainingBatch
 from opd.objective.objective import Objective
 from opd.teachers.local import LocalTeacher
-from opd.training.step import train_step
+from opd.trainer.step import train_step
 from opd.types import Author, Rollout, SignalNeed
 from tests.helpers import EOS, refusals, term, tiny_model, tiny_module, tiny_tokenizer
 from tests.test_teachers import rollout
@@ -209,7 +209,7 @@ def test_4_all_stop_ids_are_one_event() -> None:
 
 def test_4_merging_keeps_stopping_alive_under_exact_reverse_kl() -> None:
     """The toy of the stop-token problem: the student stops with one id, the teacher with another."""
-    from opd.divergence import Projection, divergence
+    from opd.divergences import Projection, divergence
 
     for merge, alive in (((0, 1),), True), ((), False):
         logits = torch.tensor(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from opd.rollout.store import RolloutStore, rollouts
-from opd.rollout.store.files import AppendFile
+from opd.store import RolloutStore, rollouts
+from opd.store.files import AppendFile
 from tests.lossy import Life, LossyFile, LossyFiles, PowerCut, snapshot
 from tests.stores import write_rollout
 

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.errors import StoreError
-from opd.rollout.store import Position, RolloutStore, iterate, rollouts
-from opd.rollout.store.files import AppendFile, Files
-from opd.rollout.store.repair import check, find_log, repair
+from opd.store import Position, RolloutStore, iterate, rollouts
+from opd.store.files import AppendFile, Files
+from opd.store.repair import check, find_log, repair
 from tests.lossy import Life, Snapshot, snapshot
 from tests.stores import begin, token, write_rollout
 
@@ -316,7 +316,7 @@ FILL = """
 import sys
 from pathlib import Path
 from opd.errors import StoreError
-from opd.rollout.store import RolloutStore, iterate
+from opd.store import RolloutStore, iterate
 from tests.stores import write_rollout
 
 directory, durable = Path(sys.argv[1]), 0

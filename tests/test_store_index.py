@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from opd import Run
 from opd.errors import UserError
-from opd.rollout.store import RolloutStore, plan_epoch
-from opd.rollout.store.index import Index
+from opd.store import RolloutStore, plan_epoch
+from opd.store.index import Index
 from tests.stores import begin, token, write_rollout
 
 
@@ -106,7 +106,7 @@ def test_an_epoch_is_a_function_of_its_seed() -> None:
 LIVING = """
 import sys, time
 from pathlib import Path
-from opd.rollout.store import RolloutStore
+from opd.store import RolloutStore
 from tests.stores import write_rollout
 store = RolloutStore(Path(sys.argv[1]) / "rollouts")
 for number in range(10**9):

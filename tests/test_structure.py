@@ -17,16 +17,18 @@ from opd.objective.schedule import Schedule
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "lock", "text"},
-    {"divergence"},
+    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "text"},
+    {"divergences"},
     {"objective"},
     {"config"},
     {"data", "sandbox"},
     {"models"},
-    {"rollout", "rewards", "teachers"},
+    {"store"},
+    {"sampling", "rewards", "teachers"},
     {"evaluation"},
-    {"training"},
-    {"report", "serve", "run"},
+    {"trainer"},
+    {"runner"},
+    {"report", "serve"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

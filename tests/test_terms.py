@@ -13,15 +13,15 @@ from pydantic import ValidationError
 
 import opd
 from opd.config import Rollouts, SamplerSpec
-from opd.divergence.projection import log_probs
+from opd.divergences.projection import log_probs
 from opd.errors import RecipeError
 from opd.models.packing import Pack
 from opd.objective.schedule import Schedule
-from opd.rollout.collect import collect
-from opd.rollout.engine import Engine
-from opd.rollout.graphs import Partner
-from opd.rollout.store import RolloutStore
-from opd.training.gather import contrasts
+from opd.sampling.collect import collect
+from opd.sampling.engine import Engine
+from opd.sampling.graphs import Partner
+from opd.store import RolloutStore
+from opd.trainer.gather import contrasts
 from opd.types import Author, Rollout, SampleRequest, Sampling
 from tests.helpers import EOS, refusals, save_tiny, term, tiny_model
 from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
@@ -167,7 +167,7 @@ def test_several_updates_per_batch_move_away_from_the_proximal_policy(models: di
 
 def test_minibatches_use_every_group_once_and_whole(models: dict[str, str], tmp_path: Path) -> None:
     from opd.config import Train
-    from opd.training.step import updates
+    from opd.trainer.step import updates
 
     rollouts = [replace(item, group=f"g{index // 2}") for index, item in enumerate(some_rollouts(count=10))]
     parts = list(updates(rollouts, Train(epochs=2, minibatches=3), 0, 1))

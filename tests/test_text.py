@@ -18,12 +18,12 @@ from rich.console import Console
 from opd import cli
 from opd.config import load_recipe
 from opd.evaluation import Score
+from opd.runner.evaluate import scores_table
+from opd.runner.progress import Progress
+from opd.runner.results import StageResult, results_table
+from opd.runner.stage import model_card
+from opd.runner.trackers import TensorBoard, WandbLike
 from opd.text import PlainFormatter, cell, code, plain, printable
-from opd.training.evaluate import scores_table
-from opd.training.progress import Progress
-from opd.training.results import StageResult, results_table
-from opd.training.stage import model_card
-from opd.training.trackers import TensorBoard, WandbLike
 from tests.test_progress import METRICS
 
 HOSTILE = ["[/x]", "[red]", "[link=file:///]x", ":smile:", "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\u202eabc", "a\u200bb",

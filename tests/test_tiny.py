@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opd.data.tasks import Task
 from opd.errors import ModelError
-from opd.training import tiny
+from opd.trainer import tiny
 
 ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
 MANIFEST = json.loads((ROOT / "manifest.json").read_text(encoding="utf-8"))

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 import opd
 from opd.config import load_recipe
 from opd.errors import DataError, ModelError, RecipeError, Stopped, TokenizerMismatch, TrainingError
-from opd.rollout.store import iterate
-from opd.training import pipeline
-from opd.training.checkpoint import verify_checkpoint
-from opd.training.plan import make_plan
+from opd.runner import pipeline
+from opd.runner.checkpoint import verify_checkpoint
+from opd.runner.plan import make_plan
+from opd.store import iterate
 from opd.types import Author
 from tests.helpers import save_tiny
 
@@ -220,7 +220,7 @@ def test_best_checkpoint_early_stopping_and_retention(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opd.evaluation import Score
-    from opd.training.stage import StageRun
+    from opd.runner.stage import StageRun
 
     values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
     monkeypatch.setattr(

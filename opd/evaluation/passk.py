@@ -11,8 +11,8 @@ import numpy as np
 
 from opd.data.render import decode
 from opd.rewards import verify
-from opd.rollout.collect import collect
-from opd.rollout.draws import request_key
+from opd.sampling.collect import collect
+from opd.sampling.draws import request_key
 from opd.types import Judgement, Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
 
 ROUNDING = 1e-9  # of weighted sums

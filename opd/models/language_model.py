@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from opd.divergence import Projection
+from opd.divergences import Projection
 from opd.errors import ModelError
 from opd.models import lora
 from opd.models.attention import Packed

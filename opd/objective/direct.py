@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import Field, model_validator
 
-from opd.divergence.kinds import AnyDivergence, AnySupport, Full, ReverseKL, TopIds
+from opd.divergences.kinds import AnyDivergence, AnySupport, Full, ReverseKL, TopIds
 from opd.objective.term import CorrectedTerm
 from opd.settings import Needs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.divergence import Projection, RowStatistics
+    from opd.divergences import Projection, RowStatistics
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
 
@@ -54,7 +54,7 @@ class Direct(CorrectedTerm):
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         import torch
 
-        from opd.divergence import divergence
+        from opd.divergences import divergence
 
         if self.correction is not None:
             weight_N = self._corrected(prepared, micro, weight_N)
@@ -75,7 +75,7 @@ class Direct(CorrectedTerm):
         self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection, tokens: Tensor
     ) -> RowStatistics:
         """Statistics at temperature 1, for which a tempered divergence needs another pass."""
-        from opd.divergence import statistics
+        from opd.divergences import statistics
 
         if self.temperature == 1.0:
             return known

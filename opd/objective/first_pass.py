@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergence import Projection, statistics, token_logprobs
-from opd.divergence.projection import MergeGroups, log_probs
+from opd.divergences import Projection, statistics, token_logprobs
+from opd.divergences.projection import MergeGroups, log_probs
 from opd.objective.batch import ByRollout, TrainingBatch
 from opd.objective.micro import TeacherHead, autocast_head, teacher_projections, token_ids
 

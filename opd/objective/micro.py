@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergence import Projection, token_logprobs
-from opd.divergence.projection import MergeGroups
+from opd.divergences import Projection, token_logprobs
+from opd.divergences.projection import MergeGroups
 from opd.objective.batch import TrainingBatch, concatenated
 from opd.types import Author, Signal
 

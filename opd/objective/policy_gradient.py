@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from opd.divergence.kinds import AnyDivergence, ReverseKL
+from opd.divergences.kinds import AnyDivergence, ReverseKL
 from opd.objective.advantage_sum import Advantage
 from opd.objective.advantages import SampledTokens, Teacher
 from opd.objective.batch import TrainingBatch, concatenated
@@ -104,7 +104,7 @@ class PolicyGradient(CorrectedTerm):
 
     def _exact_kl(self, micro: MicroBatch, rows: np.ndarray) -> np.ndarray:
         """(N,) KL(student || teacher): what the log-ratio averages to, so adding it leaves the gradient's mean alone."""
-        from opd.divergence import statistics
+        from opd.divergences import statistics
 
         open_N, kl_N = np.zeros(micro.projection.count, dtype=bool), np.zeros(micro.projection.count)
         open_N[rows] = True

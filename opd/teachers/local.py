@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergence import Projection, token_logprobs
+from opd.divergences import Projection, token_logprobs
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack, pack
 from opd.types import Rollout, Signal, SignalNeed, WeightsRef

@@ -1,0 +1,50 @@
+"""Divergences between a student and a teacher from hidden states and heads: usable alone.
+
+Names are imported when they are first used: the recipe reads `opd.divergences.kinds` without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opd.divergences.compute import Divergence, divergence, statistics, token_logprobs
+    from opd.divergences.mixture import Mixture
+    from opd.divergences.projection import Projection
+    from opd.divergences.rows import RowStatistics
+    from opd.divergences.sampled import divergence_advantage, teacher_log_ratio
+    from opd.types import TopK
+
+HOMES = {
+    "Divergence": "opd.divergences.compute",
+    "divergence": "opd.divergences.compute",
+    "statistics": "opd.divergences.compute",
+    "token_logprobs": "opd.divergences.compute",
+    "Mixture": "opd.divergences.mixture",
+    "Projection": "opd.divergences.projection",
+    "RowStatistics": "opd.divergences.rows",
+    "divergence_advantage": "opd.divergences.sampled",
+    "teacher_log_ratio": "opd.divergences.sampled",
+    "TopK": "opd.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(HOMES[name]), name)
+
+
+__all__ = [
+    "Divergence",
+    "Mixture",
+    "Projection",
+    "RowStatistics",
+    "TopK",
+    "divergence",
+    "divergence_advantage",
+    "statistics",
+    "teacher_log_ratio",
+    "token_logprobs",
+]

@@ -1,0 +1,207 @@
+"""Exact divergences between `Projection`s, and what else one pass over the logits can tell.
+
+`reference` holds the logits and lets autograd differentiate the formula. `chunked` (torch, any device) and `triton`
+(CUDA) compute the gradient in the forward pass and never hold more than a chunk of logits. Names say direction:
+`reverse_kl = KL(student || teacher)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from opd.divergences.chunked import (
+    ChunkedLogprobs,
+    GradientInForward,
+    chunked_divergence,
+    chunked_statistics,
+    scale_,
+    wide_dtype,
+)
+from opd.divergences.formulas import Form
+from opd.divergences.mixture import Source
+from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
+from opd.divergences.projection import MergeGroups, Projection, without_autocast
+from opd.divergences.rows import Job, RowStatistics, reference_rows
+from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
+from opd.types import TopK
+
+CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
+
+
+@dataclass(frozen=True, eq=False)
+class Divergence:
+    loss: Tensor  # scalar: sum_n weight_n * D_n, differentiable w.r.t. the student's hidden, weight and bias
+    value: Tensor  # (N,) D_n, detached, like all that follows
+    entropy: Tensor  # (N,) of the student
+    teacher_entropy: Tensor  # (N,); of the known events and the tail, if the teacher is a TopK
+    reverse_kl: Tensor  # (N,) KL(student || teacher), whatever was asked for: the yardstick runs are compared by
+    statistics: RowStatistics  # the above and what was asked for beside them
+    plan: KernelPlan  # which backend ran, and why
+
+
+@without_autocast
+def divergence(
+    kind: str | Form,
+    student: Projection,
+    teacher: Source | TopK,
+    *,
+    support: Support = "full",
+    k: int | None = None,
+    side: Side = "teacher",
+    closure: Closure = "tail",
+    ids: Tensor | None = None,
+    weight: Tensor | Callable[[RowStatistics], Tensor] | None = None,
+    temperature: float = 1.0,
+    merge: MergeGroups = (),
+    tokens: Tensor | None = None,
+    overlap: int | None = None,
+    backend: Backend = "auto",
+    memory: int | None = None,
+    **params: float,
+) -> Divergence:
+    """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
+
+    `kind`: a name, or a `Form` with its parameter.
+
+    `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
+    none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
+    called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
+    groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
+    the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
+    """
+    form = kind if isinstance(kind, Form) else Form.of(kind, params)
+    truncation = Truncation(support, k, side, closure)
+    size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
+    rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
+    _check(student, rows.count, truncation, weight, ids, tokens, size)
+    job = Job(form, size, merge, temperature, truncation, weight, tokens, ids, overlap)
+    plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
+    if not student.count:
+        return _empty(student, plan)
+    if plan.backend == "reference":
+        loss, statistics = reference_rows(job, student, rows, torch.arange(student.count, device=student.hidden.device))
+    else:
+        sink: list[RowStatistics] = []
+        own = student.detach()
+        if plan.backend == "chunked" or isinstance(rows, TopRows):
+            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scale_
+        else:
+            from opd.divergences.triton_modes import triton_divergence, triton_scale_
+
+            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scale_
+        loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
+        statistics = RowStatistics.join(sink)
+    return _result(loss, statistics, plan)
+
+
+def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
+    assert found.value is not None
+    assert found.teacher_entropy is not None
+    assert found.reverse_kl is not None
+    return Divergence(loss, found.value, found.entropy, found.teacher_entropy, found.reverse_kl, found, plan)
+
+
+def _empty(student: Projection, plan: KernelPlan) -> Divergence:
+    """No rows: a loss of 0 that still has a graph, so that backward leaves zeros."""
+    tensors = [tensor for tensor in (student.hidden, student.weight, student.bias) if tensor is not None]
+    loss = torch.stack([tensor.sum() * 0 for tensor in tensors]).sum().to(wide_dtype(student.hidden))
+    none = student.hidden.new_zeros(0, dtype=loss.dtype)
+    index = torch.zeros(0, dtype=torch.long, device=student.hidden.device)
+    return _result(loss, RowStatistics(index, none, none, none, none), plan)
+
+
+def _teacher_rows(
+    student: Projection,
+    teacher: Source | TopK,
+    truncation: Truncation,
+    merge: MergeGroups,
+    size: int,
+    temperature: float,
+) -> Source | TopRows:
+    if not isinstance(teacher, TopK):
+        return teacher.detach()
+    if truncation.support != "topk" or truncation.side != "teacher":
+        raise ValueError(
+            f"a TopK teacher knows its own top ids alone: support {truncation.support!r}, side {truncation.side!r} "
+            "need a Projection; use support='topk', side='teacher'"
+        )
+    if temperature != 1.0 and truncation.closure != "renormalised":
+        raise ValueError(
+            f"temperature {temperature} with a TopK teacher: the mass outside is known at temperature 1 only; "
+            "use closure='renormalised'"
+        )
+    dtype = wide_dtype(student.hidden)
+    return TopRows.of(teacher, student.hidden.device, dtype, merge, size, truncation.k, temperature)
+
+
+def _check(
+    student: Projection,
+    count: int,
+    truncation: Truncation,
+    weight: object,
+    ids: Tensor | None,
+    tokens: Tensor | None,
+    size: int,
+) -> None:
+    if student.count != count:
+        raise ValueError(f"student has {student.count} tokens, teacher {count}")
+    if isinstance(weight, Tensor) and weight.shape != (count,):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({count},)")
+    if (ids is not None) != (truncation.support == "ids"):
+        raise ValueError(
+            f"support {truncation.support!r}, ids {'given' if ids is not None else 'missing'}: they go together"
+        )
+    for name, given in (("ids", ids), ("tokens", tokens)):
+        if given is not None and given.numel() and int(given.max()) >= size:
+            raise ValueError(f"{name}: id {int(given.max())} is outside the vocabulary of {size} ids")
+    if truncation.support == "topk" and truncation.k is None and truncation.side != "teacher":
+        raise ValueError(f"support 'topk' of side {truncation.side!r} needs k")
+
+
+@without_autocast
+def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
+    """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass."""
+    size = projection.vocabulary
+    if ids.numel() and int(ids.max()) >= size:
+        raise ValueError(f"id {int(ids.max())} is outside the vocabulary of {size} ids")
+    job = Job(None, size, merge, temperature, tokens=ids)
+    plan = values_plan(job, projection, None, CHUNK_BYTES)
+    tensors = projection.hidden, projection.weight, projection.bias
+    if plan.backend == "triton" and projection.count:
+        from opd.divergences.triton_modes import TritonLogprobs
+
+        return TritonLogprobs.apply(*tensors, projection, job, plan)
+    return ChunkedLogprobs.apply(*tensors, projection, ids, merge, temperature, plan.chunk)
+
+
+@without_autocast
+def statistics(
+    student: Projection,
+    teacher: Source | None = None,
+    *,
+    kind: str = "reverse_kl",
+    temperature: float = 1.0,
+    merge: MergeGroups = (),
+    tokens: Tensor | None = None,
+    overlap: int | None = None,
+    **params: float,
+) -> RowStatistics:
+    """A pass for values alone: for gates and weights that need the whole batch first. Without a teacher, the student's."""
+    sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
+    form = None if teacher is None else Form.of(kind, params)
+    job = Job(form, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
+    _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
+    plan = values_plan(job, student, teacher, CHUNK_BYTES)
+    if not student.count:
+        return _empty(student, plan).statistics
+    source = None if teacher is None else teacher.detach()
+    if plan.backend == "triton":
+        from opd.divergences.triton_modes import triton_statistics
+
+        return triton_statistics(job, student.detach(), source, plan)
+    return RowStatistics.join(list(chunked_statistics(job, student.detach(), source, plan.chunk)))

@@ -1,0 +1,194 @@
+"""Every divergence once, readable, from log-probabilities; every fast path is tested against these.
+
+S is the student, T the teacher, u = T/S. All but `acceptance` are f-divergences, D = sum_v S f(u), and have the gradient
+E_S[(f(u) - u f'(u)) grad log S]. The bracket, shifted by a constant so that it is 0 at u = 1, is the *slope* g; its
+negative is the single-sample advantage of the policy-gradient twin. Names say direction: `reverse_kl = KL(S || T)`.
+
+Shapes: log-probs (N, K), K events that may be the vocabulary or a truncated support. `LOG_ZERO` stands for log 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opd.divergences.kinds import BUILT_IN, PARAMETERS
+
+KINDS: tuple[str, ...] = tuple(kind.name for kind in BUILT_IN)  # kernels know them by their place in this list
+
+
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(S || T) = sum S (log S - log T)."""
+    return (student.exp() * (student - teacher)).sum(-1)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(T || S) = sum T (log T - log S)."""
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S; the ends are the plain KLs by convention."""
+    if beta == 0.0:
+        return forward_kl(student, teacher)
+    if beta == 1.0:
+        return reverse_kl(student, teacher)
+    mixture = blend(teacher, student, beta)
+    return beta * forward_kl(mixture, teacher) + (1 - beta) * reverse_kl(student, mixture)
+
+
+def skew_kl(student: Tensor, teacher: Tensor, alpha: float = 0.1) -> Tensor:
+    """KL(T || alpha T + (1 - alpha) S), with the gradient through the mixture."""
+    return forward_kl(blend(teacher, student, alpha), teacher)
+
+
+def skew_reverse_kl(student: Tensor, teacher: Tensor, alpha: float = 0.1) -> Tensor:
+    """KL(S || (1 - alpha) T + alpha S), with the gradient through the mixture."""
+    return reverse_kl(student, blend(student, teacher, alpha))
+
+
+def alpha_divergence(student: Tensor, teacher: Tensor, alpha: float = 0.5) -> Tensor:
+    """(sum T^a S^(1-a) - 1) / (a (a - 1)); a -> 0 is reverse KL, a -> 1 forward KL. Written as sum S f(u)."""
+    if alpha == 0.0:
+        return reverse_kl(student, teacher)
+    if alpha == 1.0:
+        return forward_kl(student, teacher)
+    return ((alpha * teacher + (1 - alpha) * student).exp() - student.exp()).sum(-1) / (alpha * (alpha - 1))
+
+
+def tvd(student: Tensor, teacher: Tensor) -> Tensor:
+    """Total variation, 1/2 sum |T - S|: one minus the acceptance rate of speculative sampling."""
+    return (teacher.exp() - student.exp()).abs().sum(-1) / 2
+
+
+def hellinger(student: Tensor, teacher: Tensor) -> Tensor:
+    """Squared Hellinger distance, sum (sqrt T - sqrt S)^2."""
+    return ((teacher / 2).exp() - (student / 2).exp()).square().sum(-1)
+
+
+def acceptance(student: Tensor, teacher: Tensor) -> Tensor:
+    """-log sum min(T, S): the log of the acceptance rate, whose gradient does not fade when S is far from T."""
+    return -torch.minimum(student, teacher).logsumexp(-1)
+
+
+def blend(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """log(share * first + (1 - share) * second), from logs."""
+    if share == 0.0:
+        return second
+    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "jsd": jsd,
+    "skew_kl": skew_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+    "alpha": alpha_divergence,
+    "tvd": tvd,
+    "hellinger": hellinger,
+    "acceptance": acceptance,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind with its parameter, the degenerate ends resolved: `jsd` at beta 1 *is* `reverse_kl`.
+
+    >>> Form.of("jsd", {"beta": 1.0})
+    Form(kind='reverse_kl', parameter=0.0)
+    """
+
+    kind: str
+    parameter: float = 0.0
+
+    @classmethod
+    def of(cls, kind: str, params: Mapping[str, float]) -> Form:
+        if kind not in FORMULAS:
+            raise ValueError(f"unknown divergence {kind!r}; known: {', '.join(FORMULAS)}")
+        name, default, low, high = PARAMETERS.get(kind, ("", 0.0, 0.0, 0.0))
+        unknown = set(params) - {name}
+        if unknown:
+            takes = f"takes only {name}" if name else "takes no parameter"
+            raise ValueError(f"{kind} {takes}; got {', '.join(sorted(unknown))}")
+        value = float(params.get(name, default)) if name else 0.0
+        if name and not low <= value <= high:
+            raise ValueError(f"{kind}: {name} {value} is outside [{low}, {high}]")
+        ends = {
+            ("jsd", 0.0): "forward_kl",
+            ("jsd", 1.0): "reverse_kl",
+            ("skew_kl", 0.0): "forward_kl",
+            ("skew_reverse_kl", 0.0): "reverse_kl",
+            ("alpha", 0.0): "reverse_kl",
+            ("alpha", 1.0): "forward_kl",
+        }
+        return cls(ends[kind, value]) if (kind, value) in ends else cls(kind, value)
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """(N,) from log-probs (N, K), differentiable: the definition."""
+        arguments = (self.parameter,) if self.kind in PARAMETERS else ()
+        return FORMULAS[self.kind](student, teacher, *arguments)
+
+    @property
+    def slope_at_one(self) -> float | None:
+        """f'(1), which the generalised closure removes; None for `acceptance`, which is no f-divergence."""
+        a = self.parameter
+        return {
+            "reverse_kl": -1.0,
+            "forward_kl": 1.0,
+            "jsd": 0.0,
+            "skew_kl": 1 - a,
+            "skew_reverse_kl": a - 1,
+            "alpha": 1 / (a - 1) if self.kind == "alpha" else 0.0,
+            "tvd": 0.0,
+            "hellinger": 0.0,
+            "acceptance": None,
+        }[self.kind]
+
+    def terms(self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:  # noqa: PLR0911  one case per kind
+        """Summand of the value and S times the slope, (N, K) each: what an analytic gradient needs.
+
+        With P = sum phi and G = sum S g, the gradient of D with respect to the logits is `outer'(P) (S g - S G)`, where
+        `outer` is the identity but for `acceptance`. `s` and `t` are the probabilities. Products with S keep u = T/S from overflowing.
+        """
+        a = self.parameter
+        match self.kind:
+            case "reverse_kl":
+                phi = s * (student - teacher)
+                return phi, phi
+            case "forward_kl":
+                return t * (teacher - student), s - t
+            case "jsd":
+                mixture = blend(teacher, student, a)
+                slope = (1 - a) * s * (student - mixture)
+                return a * t * (teacher - mixture) + slope, slope
+            case "skew_kl":
+                mixture = blend(teacher, student, a)
+                return t * (teacher - mixture), (1 - a) * (s - (student + teacher - mixture).exp())
+            case "skew_reverse_kl":
+                mixture = blend(student, teacher, a)
+                phi = s * (student - mixture)
+                return phi, phi + a * (s - (2 * student - mixture).exp())
+            case "alpha":
+                power = (a * teacher + (1 - a) * student).exp()
+                return (power - s) / (a * (a - 1)), (s - power) / a
+            case "tvd":
+                return (t - s).abs() / 2, -s * (t - s).sign() / 2
+            case "hellinger":
+                root = ((student + teacher) / 2).exp()
+                return s + t - 2 * root, s - root
+        return torch.minimum(s, t), -s * (t > s)  # acceptance
+
+    def outer(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The value, and the factor of the gradient, from the sum of `phi`."""
+        if self.kind == "acceptance":
+            return -total.log(), 1 / total
+        return total, torch.ones_like(total)

@@ -1,0 +1,186 @@
+"""The one list of divergences and supports: their names, parameters and bounds. No torch here; `formulas` has the mathematics.
+
+S is the student, T the teacher. Names say direction: `reverse_kl = KL(S || T)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from opd.settings import Choice, Family, Positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.divergences.formulas import Form
+
+Side = Literal["teacher", "student", "union"]
+Closure = Literal["tail", "renormalised", "generalised", "none"]
+
+
+class DivergenceKind(Choice):
+    """A divergence with its parameters. See `OwnDivergence` for one of your own."""
+
+    family = "divergence"
+    f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
+    of_one_token: ClassVar[bool] = True  # a sampled token has an advantage that its own two log-probs determine
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """By the names that `opd.divergences.divergence` gives them."""
+        return {}
+
+    def form(self) -> Form:
+        from opd.divergences.formulas import Form
+
+        return Form.of(self.name, self.parameters)
+
+    def advantage(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """What a sampled token is worth, from its two log-probs; 0 where they agree."""
+        from opd.divergences.sampled import divergence_advantage
+
+        return divergence_advantage(self.name, student, teacher, **self.parameters)
+
+
+class OwnDivergence(DivergenceKind):
+    """Base of divergences that are not in this list: `value` is all they need. They have no kernel and run in torch.
+
+    With `of_one_token = True` and `advantage`, a policy gradient can use it too.
+    """
+
+    f_divergence = False
+    of_one_token = False
+
+    def value(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
+        raise NotImplementedError
+
+    def form(self) -> Form:
+        from opd.divergences.own import OwnForm
+
+        return OwnForm(self.name, formula=self.value)
+
+
+class ReverseKL(DivergenceKind):
+    name = "reverse_kl"
+    by_default = True
+
+
+class ForwardKL(DivergenceKind):
+    name = "forward_kl"
+
+
+class JSD(DivergenceKind):
+    """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; the ends are the plain KLs."""
+
+    name = "jsd"
+    beta: float = Field(0.5, ge=0, le=1, description="jsd: 0 is forward KL, 1 is reverse KL")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
+
+class SkewKL(DivergenceKind):
+    """KL(T || alpha T + (1 - alpha) S)."""
+
+    name = "skew_kl"
+    alpha: float = Field(0.1, ge=0, le=0.999, description="skew_kl: the teacher's share of the mixture")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+
+class SkewReverseKL(DivergenceKind):
+    """KL(S || (1 - alpha) T + alpha S)."""
+
+    name = "skew_reverse_kl"
+    alpha: float = Field(0.1, ge=0, le=0.999, description="skew_reverse_kl: the student's share of the mixture")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+
+class Alpha(DivergenceKind):
+    """0 is reverse KL, 1 is forward KL."""
+
+    name = "alpha"
+    alpha: float = Field(0.5, ge=-2, le=3, description="alpha: 0 is reverse KL, 1 is forward KL")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+
+class TVD(DivergenceKind):
+    """Total variation."""
+
+    name = "tvd"
+
+
+class Hellinger(DivergenceKind):
+    """Squared Hellinger distance."""
+
+    name = "hellinger"
+
+
+class Acceptance(DivergenceKind):
+    """-log of the acceptance rate of speculative sampling."""
+
+    name = "acceptance"
+    f_divergence = False
+    of_one_token = False
+
+
+class Support(Choice):
+    """Which ids a divergence is summed over."""
+
+    family = "support"
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """By the names that `opd.divergences.divergence` gives them."""
+        return {}
+
+
+class Full(Support):
+    """The exact full vocabulary."""
+
+    name = "full"
+    by_default = True
+
+
+class TopIds(Support):
+    """The k likeliest ids of one side or both, and a rule for the rest."""
+
+    name = "topk"
+    k: Positive = Field(64, description="of support: topk")
+    side: Side = Field("teacher", description="of support: topk: whose likeliest ids")
+    closure: Closure = Field("tail", description="of support: topk: what becomes of the rest")
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        return {"support": "topk", "k": self.k, "side": self.side, "closure": self.closure}
+
+
+AnyDivergence = Annotated[DivergenceKind, Family("divergence", default="reverse_kl")]
+AnySupport = Annotated[Support, Family("support", default="full")]
+
+BUILT_IN: tuple[type[DivergenceKind], ...] = (
+    ReverseKL, ForwardKL, JSD, SkewKL, SkewReverseKL, Alpha, TVD, Hellinger, Acceptance,
+)  # fmt: skip
+
+
+def _parameter(kind: type[DivergenceKind]) -> tuple[str, float, float, float] | None:
+    for name, field in kind.model_fields.items():
+        bounds = {key: getattr(mark, key) for mark in field.metadata for key in ("ge", "le") if hasattr(mark, key)}
+        return name, field.default, bounds["ge"], bounds["le"]
+    return None
+
+
+# name, default, smallest and largest value of the one parameter a kind may have
+PARAMETERS = {kind.name: found for kind in BUILT_IN if (found := _parameter(kind)) is not None}

@@ -1,0 +1,140 @@
+"""A language-model head that has not been multiplied out yet: hidden states and the matrix that turns them into logits.
+
+Everything in this package works from `Projection`s, so that the (N, V) logits exist only a chunk at a time.
+Axis legend: N = tokens, D = hidden width, V = vocabulary rows of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from opd.divergences.lanes import evenly
+
+# Finite stand-in for log 0: probabilities become exactly 0 while 0 * (log p - log q) stays 0 instead of NaN.
+LOG_ZERO = -1e30
+MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0
+    softcap: float | None = None
+    size: int | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        rows = self.weight.shape[0]
+        return rows if self.size is None else min(self.size, rows)
+
+    @property
+    def count(self) -> int:
+        return self.hidden.shape[0]
+
+    def rows(self, index: Any) -> Projection:
+        """The same head on some of the tokens."""
+        return replace(self, hidden=self.hidden[index])
+
+    def detach(self) -> Projection:
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    def logits(self, size: int | None = None) -> Tensor:
+        """(N, size) in fp32 (fp64 stays fp64). bf16 inputs accumulate and come out in fp32, never rounded to bf16."""
+        size = self.vocabulary if size is None else size
+        logits = Fp32Linear.apply(self.hidden, self.weight[:size])
+        if self.bias is not None:
+            logits = logits + self.bias[:size]
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * evenly(torch.tanh, logits / self.softcap)
+        return logits
+
+
+class Fp32Linear(torch.autograd.Function):
+    """`hidden @ weight.T` with fp32 output from low-precision inputs, forwards and backwards.
+
+    `mm(out_dtype=)` exists on CUDA only and has no derivative; on the CPU the operands are upcast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return matmul(hidden, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad
+        operand = grad.to(weight.dtype) if grad.is_cuda else grad
+        grad_hidden = matmul(operand, weight).to(hidden.dtype) if need_hidden else None
+        grad_weight = matmul(operand.T, hidden).to(weight.dtype) if need_weight else None
+        return grad_hidden, grad_weight
+
+
+def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """`left @ right`, accumulated and returned in fp32 (fp64 for fp64 inputs), whatever autocast says."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.dtype in (torch.bfloat16, torch.float16) and left.is_cuda and left.dtype == right.dtype:
+            return torch.mm(left, right, out_dtype=torch.float32, out=out)
+        dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+        return torch.mm(left.to(dtype), right.to(dtype), out=out)
+
+
+def merge_events(logits: Tensor, merge: MergeGroups) -> Tensor:
+    """Turn each group of ids into one event: the log-sum-exp sits at the group's first id, the others become log 0.
+
+    Gradients flow through the log-sum-exp to every id of the group.
+    """
+    for group in merge:
+        ids = [index for index in dict.fromkeys(group) if index < logits.shape[-1]]
+        if len(ids) > 1:
+            columns = torch.tensor(ids, device=logits.device)
+            merged = logits[:, columns].logsumexp(-1, keepdim=True)
+            rest = torch.full_like(merged, LOG_ZERO).expand(-1, len(ids) - 1)
+            logits = logits.index_copy(-1, columns, torch.cat([merged, rest], dim=-1))
+    return logits
+
+
+def canonical_ids(ids: Tensor, merge: MergeGroups) -> Tensor:
+    """Each id of a merged group is replaced by the group's first id, where its event lives."""
+    for group in merge:
+        members = list(dict.fromkeys(group))
+        if len(members) > 1:
+            ids = torch.where(torch.isin(ids, torch.tensor(members, device=ids.device)), members[0], ids)
+    return ids
+
+
+def log_probs(projection: Projection, size: int, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
+    """(N, size) log-probabilities after temperature and merging: the definition every fast path is tested against."""
+    logits = projection.logits(size)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return merge_events(logits, merge).log_softmax(-1)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep the mathematics in fp32 when the caller's forward pass runs under bf16 autocast."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Projection))
+        with torch.autocast(given.hidden.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped

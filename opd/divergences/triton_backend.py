@@ -1,0 +1,402 @@
+"""The CUDA backend: cuBLAS products with fp32 output into tiles, row kernels on the tiles, gradient in the forward pass.
+
+    fast    tiles of some tokens by the whole vocabulary. One product per head and chunk.
+    small   tiles of many tokens by a slab of the vocabulary, computed once for the statistics and again for the
+            gradient; besides the gradients themselves, memory depends on neither N nor V. The head's gradient of a slab
+            is complete when the slab is done, so it needs no fp32 copy of the head.
+
+Axis legend: n = rows of a tile, C = its columns, E = merged events, M = their member ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.divergences import triton_kernels as kernels
+from opd.divergences.chunked import slices
+from opd.divergences.formulas import KINDS, Form
+from opd.divergences.mixture import Mixture, Source
+from opd.divergences.plan import KernelPlan, aligned
+from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
+from opd.divergences.rows import Events, Job, RowStatistics, transform_, untransform_
+
+# Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
+WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)
+NARROW_COLUMNS = 16384
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a kernel turns a side's raw values into logits: constants and the bias of the tile's columns."""
+
+    bias: Tensor | None
+    scale: float
+    cap: float
+    softcap: bool
+
+    @classmethod
+    def of(cls, source: Source, columns: slice, temperature: float) -> Reading:
+        if isinstance(source, Mixture):  # its tile holds finished logits
+            return cls(None, 1.0, 1.0, False)
+        bias = None if source.bias is None else source.bias[columns]
+        if source.softcap is None:
+            return cls(bias, source.scale / temperature, 1.0, False)
+        return cls(bias, source.scale / source.softcap, source.softcap / temperature, True)
+
+    def in_base_2(self) -> Reading:
+        """The same logits, divided by log 2: exponentials are powers of two on the GPU."""
+        if self.softcap:
+            return replace(self, cap=self.cap * LOG2_E)
+        return replace(self, scale=self.scale * LOG2_E)
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Raw values of both sides for some rows and columns, with merged ids already blanked."""
+
+    rows: slice
+    columns: slice
+    student: Tensor  # (n, C) fp32
+    teacher: Tensor  # (n, C) fp32
+    s: Reading
+    t: Reading
+
+    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        n, width = self.student.shape
+        wide = WIDE_SUMS if kernel is kernels.sums_kernel else WIDE_FORWARD if constants.get("FORWARD") else WIDE
+        block, warps = NARROW if width <= NARROW_COLUMNS else wide
+        s, t = self.s, self.t
+        kernel[(n,)](
+            self.student, self.teacher, self.student.stride(0), self.teacher.stride(0),
+            self.student if s.bias is None else s.bias, self.teacher if t.bias is None else t.bias,
+            *arguments, columns_total=width, s_scale=s.scale, s_cap=s.cap, t_scale=t.scale, t_cap=t.cap,
+            S_BIAS=s.bias is not None, T_BIAS=t.bias is not None, S_SOFTCAP=s.softcap, T_SOFTCAP=t.softcap,
+            **constants, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+    def fold_into(self, state: Tensor, forward: bool, both: bool = True) -> None:
+        """Add this tile to the running sums (8, N) of its rows; with `both` unset, the student's alone."""
+        tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
+        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward, BOTH=both)
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """The events of all rows, from a product with the member ids' rows of the head alone."""
+
+    member: Tensor  # (M,)
+    of_event: Tensor  # (M,) index of each member's event
+    first: Tensor  # (E,) id the event is called by
+    student: Tensor  # (N, E) logits
+    teacher: Tensor  # (N, E)
+    share: Tensor  # (N, M) of each member in its event, student
+    logit: Tensor  # (N, M) members' own logits, student
+
+
+class Engine:
+    """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
+
+    def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
+        self.form = job.form or Form("reverse_kl")  # without a teacher there is no divergence to speak of
+        self.job, self.student, self.teacher, self.plan = job, student, teacher, plan
+        self.kind = KINDS.index(self.form.kind)
+        self.count, self.device = student.count, student.hidden.device
+        self.slab = plan.slab or job.size
+        sides = 1 if teacher is None else 2
+        self._buffers = self.empty(sides, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
+        self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
+        self.groups = [list(dict.fromkeys(index for index in group if index < job.size)) for group in job.merge]
+        self.groups = [group for group in self.groups if len(group) > 1]
+        self.part_lse = self._part_normalisers()
+        self.merged = self._merge() if self.groups else None
+        self.state = self._start(self.empty(8, self.count))
+        self.token_logits = None if job.tokens is None else self.empty(2, self.count)
+        self.phi, self.slope = self.empty(2, self.count).zero_()
+
+    def release(self) -> None:
+        """Give the tiles back before the gradients are cast."""
+        del self._buffers
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    # Tiles
+
+    def column_slices(self) -> Iterator[slice]:
+        return slices(self.job.size, self.slab)
+
+    def row_slices(self) -> Iterator[slice]:
+        return slices(self.count, self.plan.chunk)
+
+    def tile(self, rows: slice, columns: slice) -> Tile:
+        """Products of some rows and columns; those still in the buffers are not computed again."""
+        n, width = rows.stop - rows.start, columns.stop - columns.start
+        own, other = self._buffers[0, :n, :width], self._buffers[-1, :n, :width]
+        if self._held != (rows, columns):
+            self._fill(rows, columns, own, other)
+            self._held = (rows, columns)
+        temperature = self.job.temperature
+        s = Reading.of(self.student, columns, temperature)
+        t = s if self.teacher is None else Reading.of(self.teacher, columns, temperature)
+        return Tile(rows, columns, own, other, s, t)
+
+    def _fill(self, rows: slice, columns: slice, own: Tensor, other: Tensor) -> None:
+        if isinstance(self.teacher, Mixture):
+            self._mix(self.teacher, rows, columns, other, scratch=own)
+        elif self.teacher is not None:
+            project(self.teacher, rows, columns, other)
+        project(self.student, rows, columns, own)
+        if self.merged is not None:
+            hidden = self._members_in(columns)[1] - columns.start
+            own.index_fill_(1, hidden, LOG_ZERO)
+            other.index_fill_(1, hidden, LOG_ZERO)
+
+    def _mix(self, mixture: Mixture, rows: slice, columns: slice, out: Tensor, scratch: Tensor) -> None:
+        """Logits of a mixture into `out`; the student's buffer, not yet filled, is the scratch space."""
+        geometric, first = mixture.kind == "geometric", True
+        for number, (part, share) in enumerate(zip(mixture.parts, mixture.shares, strict=True)):
+            if share == 0:
+                continue
+            project(part, rows, columns, scratch)
+            reading = Reading.of(part, columns, self.job.temperature)
+            shift = out if geometric else math.log(share) - self.part_lse[number, rows]
+            n, width = out.shape
+            kernels.mix_kernel[(n, -(-width // 1024))](
+                out, scratch, out.stride(0), scratch.stride(0), out if reading.bias is None else reading.bias, shift, width,
+                share, reading.scale, reading.cap, BIAS=reading.bias is not None, SOFTCAP=reading.softcap,
+                GEOMETRIC=geometric, FIRST=first, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+            first = False
+
+    def _part_normalisers(self) -> Tensor:
+        """(parts, N) log-normalisers of an arithmetic mixture's teachers, from a pass of their own."""
+        mixture = self.teacher
+        if not isinstance(mixture, Mixture) or mixture.kind == "geometric":
+            return self.empty(0)
+        found = self.empty(len(mixture.parts), self.count)
+        for number, part in enumerate(mixture.parts):
+            state = _initial_state(self.empty(8, self.count))
+            for rows in self.row_slices():
+                for columns in self.column_slices():
+                    raw = self._buffers[0, : rows.stop - rows.start, : columns.stop - columns.start]
+                    project(part, rows, columns, raw)
+                    reading = Reading.of(part, columns, self.job.temperature)
+                    Tile(rows, columns, raw, raw, reading, reading).fold_into(state, forward=False, both=False)
+            found[number] = (state[0] + state[1].log2()) / LOG2_E
+        return found
+
+    # Merged events
+
+    def _merge(self) -> Merged:
+        member = torch.tensor([index for group in self.groups for index in group], device=self.device)
+        event = torch.tensor([number for number, group in enumerate(self.groups) for _ in group], device=self.device)
+        own, events = self._event_logits(self.student, member)
+        if self.teacher is None:
+            teacher = own
+        elif isinstance(self.teacher, Mixture):
+            teacher = self._mixture_events(self.teacher, member)
+        else:
+            teacher = self._event_logits(self.teacher, member)[0]
+        first = torch.tensor([group[0] for group in self.groups], device=self.device)
+        return Merged(member, event, first, own, teacher, events.share, events.logit)
+
+    def _event_logits(self, source: Projection, member: Tensor) -> tuple[Tensor, Events]:
+        """(N, E) merged logits of one head, on a copy of its few rows."""
+        bias = None if source.bias is None else source.bias[member]
+        few = replace(source, weight=source.weight[member], bias=bias, size=None)
+        logits = transform_(matmul(few.hidden, few.weight.T), few, self.job.temperature)
+        ends = torch.tensor([len(group) for group in self.groups]).cumsum(0).tolist()
+        groups = [range(end - len(group), end) for group, end in zip(self.groups, ends, strict=True)]
+        events = Events.merge_(logits, groups)
+        assert events is not None
+        return logits[:, [group.start for group in groups]], events
+
+    def _mixture_events(self, mixture: Mixture, member: Tensor) -> Tensor:
+        parts = [self._event_logits(part, member)[0] for part in mixture.parts]
+        weighted = list(zip(parts, mixture.shares, strict=True))
+        if mixture.kind == "geometric":
+            return torch.stack([share * part for part, share in weighted]).sum(0)
+        logs = [
+            part - lse[:, None] + math.log(share)
+            for (part, share), lse in zip(weighted, self.part_lse, strict=True)
+            if share
+        ]
+        return torch.stack(logs).logsumexp(0)
+
+    def _members_in(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Positions in `merged.member`, and ids, of the members among these columns."""
+        assert self.merged is not None
+        member = self.merged.member
+        where = ((member >= columns.start) & (member < columns.stop)).nonzero().squeeze(-1)
+        return where, member[where]
+
+    # Passes over tiles
+
+    def _start(self, state: Tensor) -> Tensor:
+        """The events are the first columns every row has seen."""
+        _initial_state(state)
+        if self.merged is None:
+            return state
+        s, t = self.merged.student * LOG2_E, self.merged.teacher * LOG2_E
+        for offset, own, other in ((0, s, t), (4, t, s)):
+            top = own.amax(-1)
+            e = (own - top[:, None]).exp2()
+            parts = (top, e.sum(-1), (e * own).sum(-1), (e * (own - other)).sum(-1))
+            for number, part in enumerate(parts):
+                state[offset + number] = part
+        return state
+
+    def fold(self, tile: Tile) -> None:
+        tile.fold_into(self.state, self.form.kind == "forward_kl", both=self.teacher is not None)
+        if self.token_logits is not None:
+            self._find_tokens(tile)
+
+    def _find_tokens(self, tile: Tile) -> None:
+        """Logits of the sampled ids that lie in this tile."""
+        assert self.job.tokens is not None
+        assert self.token_logits is not None
+        tokens, start, stop = self.job.tokens[tile.rows], tile.columns.start, tile.columns.stop
+        here = (tokens >= start) & (tokens < stop)
+        column = (tokens - start).clamp(0, stop - start - 1)
+        for number, (raw, source) in enumerate(((tile.student, self.student), (tile.teacher, self.teacher))):
+            if source is None:
+                continue
+            value = raw.gather(1, column[:, None]).squeeze(1)
+            if isinstance(source, Projection):
+                bias = 0 if source.bias is None else source.bias[tile.columns][column]
+                value = transform_(value + bias, replace(source, bias=None), self.job.temperature)
+            target = self.token_logits[number, tile.rows]
+            torch.where(here, value, target, out=target)
+
+    def add_sums(self, tile: Tile) -> None:
+        tile.launch(
+            kernels.sums_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows], self.slope[tile.rows],
+            a=self.form.parameter, KIND=self.kind,
+        )  # fmt: skip
+
+    def add_event_sums(self, rows: slice) -> None:
+        if self.merged is not None:
+            phi, slope, _ = self._event_terms(rows)
+            self.phi[rows] += phi.sum(-1)
+            self.slope[rows] += slope.sum(-1)
+
+    def _event_terms(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.merged is not None
+        s_lse, t_lse = self.normalisers()
+        log_s = self.merged.student[rows] - s_lse[rows, None]
+        log_t = self.merged.teacher[rows] - t_lse[rows, None]
+        s = log_s.exp()
+        return *self.form.terms(log_s, log_t, s, log_t.exp()), s
+
+    def normalisers(self) -> tuple[Tensor, Tensor]:
+        return (self.state[0] + self.state[1].log2()) / LOG2_E, (self.state[4] + self.state[5].log2()) / LOG2_E
+
+    @property
+    def needs_sums(self) -> bool:
+        """The KLs follow from the first pass; other kinds need the normalisers before they can be summed."""
+        return self.form.kind not in ("reverse_kl", "forward_kl")
+
+    def observe_one(self, rows: slice) -> RowStatistics:
+        """Statistics of finished rows without a teacher."""
+        s_lse, t_lse = (lse[rows] for lse in self.normalisers())
+        index = torch.arange(rows.start, rows.stop, device=self.device)
+        logit = self.state[2, rows] / LOG2_E / self.state[1, rows]
+        found = self._add_extras(RowStatistics(index, s_lse - logit), rows, s_lse, t_lse)
+        return replace(found, teacher_logprob=None, teacher_stop=None)
+
+    def observe(self, rows: slice) -> tuple[RowStatistics, Tensor, Tensor]:
+        """Statistics of finished rows, the mean slope G, and the outer derivative."""
+        s_lse, t_lse = (lse[rows] for lse in self.normalisers())
+        _, s_sum, s_logit, s_gap, _, t_sum, t_logit, t_gap = self.state[:, rows]
+        s_logit, s_gap, t_logit, t_gap = (part / LOG2_E for part in (s_logit, s_gap, t_logit, t_gap))
+        reverse = s_gap / s_sum - s_lse + t_lse
+        outer = torch.ones_like(reverse)
+        if self.form.kind == "reverse_kl":
+            value, mean = reverse, reverse
+        elif self.form.kind == "forward_kl":
+            value, mean = t_gap / t_sum - t_lse + s_lse, torch.zeros_like(reverse)
+        else:
+            value, outer = self.form.outer(self.phi[rows])
+            mean = self.slope[rows].clone()
+        index = torch.arange(rows.start, rows.stop, device=self.device)
+        found = RowStatistics(index, s_lse - s_logit / s_sum, value, t_lse - t_logit / t_sum, reverse)
+        return self._add_extras(found, rows, s_lse, t_lse), mean, outer
+
+    def _add_extras(self, found: RowStatistics, rows: slice, s_lse: Tensor, t_lse: Tensor) -> RowStatistics:
+        merged = self.merged
+        if (
+            merged is not None
+            and self.job.merge[0]
+            and len(self.groups[0]) > 1
+            and self.groups[0][0] == self.job.merge[0][0]
+        ):
+            stops = [(side[rows, 0] - lse).exp() for side, lse in ((merged.student, s_lse), (merged.teacher, t_lse))]
+            found = replace(found, stop=stops[0], teacher_stop=stops[1])
+        if self.token_logits is None or self.job.tokens is None:
+            return found
+        pair = list(self.token_logits[:, rows])
+        if merged is not None:
+            match = canonical_ids(self.job.tokens[rows], self.groups)[:, None] == merged.first
+            for number, side in enumerate((merged.student, merged.teacher)):
+                event = side[rows].gather(1, match.int().argmax(-1, keepdim=True)).squeeze(1)
+                pair[number] = torch.where(match.any(-1), event, pair[number])
+        return replace(found, logprob=pair[0] - s_lse, teacher_logprob=pair[1] - t_lse)
+
+    def gradient_(self, tile: Tile, weight: Tensor) -> Tensor:
+        """(n, C) gradient in the student's raw logits, in the head's type and the student's own memory."""
+        grad = self._over(tile)
+        tile.launch(
+            kernels.gradient_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows],
+            self.slope[tile.rows], weight * (self.student.scale / self.job.temperature), grad, grad.stride(0),
+            a=self.form.parameter, KIND=self.kind,
+        )  # fmt: skip
+        if self.merged is not None:
+            _, mean, outer = self.observe(tile.rows)
+            _, slope, s = self._event_terms(tile.rows)
+            self._event_gradient_(grad, tile, (slope - s * mean[:, None]) * (outer * weight)[:, None])
+        return grad
+
+    def logprob_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
+        """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
+        grad = self._over(tile)
+        tile.launch(
+            kernels.logprob_kernel, self.state[:, tile.rows], self.state.stride(0), target - tile.columns.start,
+            upstream * (self.student.scale / self.job.temperature), grad, grad.stride(0),
+        )  # fmt: skip
+        if self.merged is not None:
+            s = (self.merged.student[tile.rows] - self.normalisers()[0][tile.rows, None]).exp()
+            hit = (target[:, None] == self.merged.first).to(s.dtype)
+            self._event_gradient_(grad, tile, (hit - s) * upstream[:, None])
+        return grad
+
+    def _over(self, tile: Tile) -> Tensor:
+        self._held = None
+        return tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
+
+    def _event_gradient_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
+        """From the gradient in the events' logits (n, E) to that of their members among these columns."""
+        assert self.merged is not None
+        where, ids = self._members_in(tile.columns)
+        own = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
+        own = untransform_(own, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
+        grad[:, ids - tile.columns.start] = own.to(grad.dtype)
+
+
+def _initial_state(state: Tensor) -> Tensor:
+    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher; in base 2."""
+    state.zero_()
+    state[0] = LOG_ZERO
+    state[4] = LOG_ZERO
+    return state
+
+
+def project(source: Projection, rows: slice, columns: slice, out: Tensor) -> None:
+    """Raw products of a head into a tile."""
+    matmul(source.hidden[rows], source.weight[columns].T, out=out)

@@ -1,0 +1,110 @@
+"""Everything about a stage that can be found out before weights are loaded. `opd run` and `--dry-run` both come through here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opd.config import Stage
+from opd.data.sources import Source, Told, silent
+from opd.errors import RecipeError
+from opd.models import load_config, load_tokenizer, parameter_shapes
+from opd.models.language_model import context_of
+from opd.models.load import locate
+from opd.models.tokenizers import require_same
+from opd.rewards import Judge, check_rewards
+from opd.runner.hub import require_access
+from opd.runner.prompts import Looked, look_at_prompts, open_prompts
+from opd.runner.trackers import require_trackers
+from opd.teachers.router import routes
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks had to read anyway."""
+
+    device: torch.device
+    sources: list[Source]
+    domains: list[str]
+    routes: dict[str, dict[str, str]]
+    rewards: Judge
+    configs: dict[str, Any]  # of the student, "", and of the teachers by name
+    inputs: Looked
+
+
+def check_stage(
+    spec: Stage,
+    resolve_model: Callable[[str], str],
+    told: Told = silent,
+    say: Callable[[str], None] | None = None,
+) -> Checked:
+    """Refuse what cannot work; what takes longest comes last."""
+    device = pick_device(spec.device)
+    require_trackers(spec.log)
+    require_access(spec, make=False)
+    if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
+        raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
+    names = {"": (resolve_model(spec.student.model), spec.student.revision)}
+    names |= {key: (resolve_model(teacher.model), teacher.revision) for key, teacher in spec.teachers.items()}
+    configs = {key: load_config(*name) for key, name in names.items()}
+    tokenizers = {key: load_tokenizer(*name) for key, name in names.items()}
+    for key, teacher in spec.teachers.items():
+        require_same(tokenizers[""], tokenizers[key], spec.student.model, teacher.model)
+    if not any(config.eos_token_id is not None for config in configs.values()) and not any(
+        tokenizer.eos_token_id is not None for tokenizer in tokenizers.values()
+    ):
+        _require_stop_id(spec, names.values())
+    sources = open_prompts(spec, told)
+    examples = [prompt for source in sources for prompt in source.examples()]
+    domains = list(dict.fromkeys(prompt.domain for prompt in examples))
+    table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles])
+    if spec.eval.prompts and spec.eval.weight_average:
+        _require_same_shapes([names[key] for key in dict.fromkeys(table.get("teacher", {}).values())])
+    rewards = check_rewards(spec.rewards, examples, domains=domains, say=say)
+    if any(term.needs().rewards for term in spec.objective) and not any(map(rewards.judges, examples)):
+        raise RecipeError(
+            "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
+        )
+    context = min(map(context_of, configs.values()))
+    inputs = look_at_prompts(spec, sources, tokenizers[""], rewards.judges, context, told)
+    return Checked(device, sources, domains, table, rewards, configs, inputs)
+
+
+def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:
+    """Of models whose configs and tokenizers name none: one in a generation config."""
+    from transformers import GenerationConfig
+
+    for location in (locate(*name) for name in names):
+        with suppress(OSError):  # there is none
+            if GenerationConfig.from_pretrained(location.path, **location.arguments).eos_token_id is not None:
+                return
+    raise RecipeError(
+        f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+    )
+
+
+def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
+    shapes = [parameter_shapes(*name) for name in names]
+    if any(other != shapes[0] for other in shapes):
+        raise RecipeError(
+            "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+    return device

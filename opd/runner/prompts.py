@@ -1,0 +1,160 @@
+"""What a stage reads, looked at before anything is spent: every training prompt, and which held-out ones are asked.
+
+`opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `look_at_prompts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from opd.config import PromptSource, Stage
+from opd.data.render import render_prompt
+from opd.data.scan import Scanned, scan
+from opd.data.sources import BadRows, Source, Told, open_sources, silent
+from opd.errors import DataError
+from opd.evaluation import Question
+from opd.runner.results import watched_domains
+from opd.text import plain
+from opd.types import Prompt
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was found."""
+
+    scanned: Scanned
+    questions: dict[str, list[Question]]  # by domain
+    room: int  # tokens that a prompt may have in the sampler
+    notes: tuple[str, ...]  # what is skipped, in words
+
+
+def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
+    judged = any(reward.kind != "verifier" for rewards in spec.rewards.domains.values() for reward in rewards)
+    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, judged=judged, told=told)
+
+
+def look_at_prompts(
+    spec: Stage,
+    sources: Sequence[Source],
+    tokenizer: Any,
+    judges: Callable[[Prompt], bool],
+    context: int,
+    told: Told = silent,
+) -> Looked:
+    """`context` is the shortest of student and teachers; `judges` says what a reward can judge."""
+    limit, why = prompt_limit(spec, context)
+    bad_rows, count = spec.data.bad_rows, spec.eval.prompts
+    found = scan(
+        sources,
+        spec.prompts,
+        tokenizer,
+        limit=limit,
+        why=why,
+        completions=any(writer.reads_completions for writer in spec.rollout.everyone),
+        bad_rows=bad_rows,
+        told=told,
+    )
+    held = HeldOut()
+    if count:
+        held = choose_held_out(
+            sources, spec.prompts, judges, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+        )
+    questions = {domain: asked for domain, asked in held.questions.items() if asked}
+    if questions:
+        watched_domains(spec.eval.metric, list(questions))
+    room = found.room(held.longest, limit, spec.rollout.max_prompt_tokens)
+    return Looked(found, questions, room, (*found.notes, *held.notes))
+
+
+def response_limit(spec: Stage) -> int:
+    return max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
+
+
+def prompt_limit(spec: Stage, context: int) -> tuple[int, str]:
+    """The most tokens a prompt may have, and what says so."""
+    response, wanted = response_limit(spec), spec.rollout.max_prompt_tokens
+    if wanted is not None and wanted <= context - response:
+        return wanted, f"rollout.max_prompt_tokens is {wanted:,}"
+    return context - response, f"the context is {context:,} and rollout.max_new_tokens {response:,}"
+
+
+# Held-out prompts
+
+
+@dataclass
+class HeldOut:
+    """Questions by domain, and what was left out, by source."""
+
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        return max((question.prompt_ids.size for asked in self.questions.values() for question in asked), default=0)
+
+
+@dataclass
+class Choice:
+    """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
+
+    spec: PromptSource
+    judges: Callable[[Prompt], bool]
+    tokenizer: Any
+    limit: int
+    why: str
+    remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    unjudged: int = 0
+    too_long: int = 0
+
+    def __call__(self, prompt: Prompt) -> bool:
+        if not self.judges(prompt):
+            self.unjudged += 1
+            return False
+        ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs)
+        if ids.size > self.limit:
+            if self.remedy:
+                fit = f"at most {max(self.limit, 0):,} fit ({self.why})"
+                raise DataError(f"prompt {prompt.id!r} has {ids.size:,} tokens, and {fit}. {self.remedy}")
+            self.too_long += 1
+            return False
+        self.ids[prompt.id] = ids
+        return True
+
+    def notes(self, source: str) -> list[str]:
+        """What was left out, in words."""
+        left = {"have nothing to be judged by": self.unjudged, f"are too long ({self.why})": self.too_long}
+        return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
+
+
+def choose_held_out(
+    sources: Sequence[Source],
+    specs: Sequence[PromptSource],
+    judges: Callable[[Prompt], bool],
+    tokenizer: Any,
+    *,
+    count: int,
+    limit: int,
+    why: str,
+    bad_rows: BadRows,
+) -> HeldOut:
+    """At most `count` questions of each domain. Rows without end cannot be mended: there, what is too long is left out."""
+    found = HeldOut()
+    for spec, source in zip(specs, sources, strict=True):
+        mend = bad_rows == "stop" and source.size is not None
+        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
+        choice = Choice(spec, judges, tokenizer, limit, why, remedy)
+        for prompt in source.held_out(count, choice):
+            asked = found.questions.setdefault(prompt.domain, [])
+            if len(asked) < count:
+                asked.append(Question(prompt, choice.ids[prompt.id]))
+        found.notes += choice.notes(source.name)
+    if not any(found.questions.values()):
+        found.notes.append(
+            "evaluation: there is none, since no held-out prompt can be judged. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
+        )
+    return found

@@ -1,0 +1,266 @@
+"""Where an interrupted run stands, and how its stage takes up from there.
+
+    finished stages    their result.json, and the checkpoint it names
+    the stage at work  its newest checkpoint whose every file is unaltered; without any, its first step
+    after that step    the store: finished rollouts are used, unfinished ones go on (`training.trajectories`)
+
+A damaged checkpoint is named, set aside and never used again; the one before it takes its place.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from opd.config import Recipe
+from opd.errors import RunDirectoryError, StoreError
+from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
+from opd.runner.checkpoint import NAME, TENSORS, read_state, step_of, steps_in, verify_checkpoint
+from opd.runner.results import StageResult
+from opd.store import Position, RolloutStore
+
+if TYPE_CHECKING:
+    from opd.runner.stage import StageRun
+
+RESULT, BEFORE = "result.json", "before.json"
+TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
+
+
+@dataclass
+class Boundary:
+    """What a complete step leaves behind, apart from tensors: from here the next step can begin again."""
+
+    stream: dict[str, Any]
+    updates: int
+    version: int
+    rollouts: int | None  # trained on so far, earlier stages included
+    random: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: StageRun) -> Boundary:
+        rollouts = run.trajectories.consumed
+        return cls(run.stream.state(), run.optimiser.updates, run.version, rollouts, random_state(run.device))
+
+
+@dataclass
+class Standing:
+    """How far a stage has come. Nothing set: it begins."""
+
+    output: Path | None = None  # the checkpoint it ended with; None while it is not finished
+    checkpoint: Path | None = None  # the newest whole one
+    result: StageResult | None = None  # as of then
+    unreported: dict[str, Any] | None = None  # metrics of its last step, where it was not yet evaluated and written
+
+    @property
+    def reported(self) -> int:
+        """The last step that belongs into metrics.jsonl."""
+        return 0 if self.result is None else self.result.steps - (self.unreported is not None)
+
+
+def locate(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[Standing]:
+    """Every stage's standing. Verifies what is going to be used, and says what is damaged. Needs the lock."""
+    root = directory / "checkpoints"
+    latest = root / "latest"
+    for folder in (root, *(root / spec.name for spec in recipe.stages)):
+        if folder.exists() and not folder.is_dir():
+            raise RunDirectoryError(
+                f"{folder} is not a directory. Delete it to begin again from the rollouts in the store."
+            )
+    if latest.exists() and not latest.is_symlink():
+        raise RunDirectoryError(
+            f"{latest} is not a link. Was the run copied without its links? Delete it and resume again."
+        )
+    if latest.is_symlink() and not latest.exists():
+        say(f"checkpoints/latest names {latest.readlink()}, which is gone")
+    return [_stage(root / spec.name, say) for spec in recipe.stages]
+
+
+def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
+    tidy(folder)
+    whole, damaged = _sorted_out(folder)
+    ended = _sealed_or_none(folder / RESULT, say)
+    if ended is not None:
+        output = folder / ended["checkpoint"]
+        if output not in whole:
+            raise damaged.get(output) or RunDirectoryError(
+                f"checkpoint {output}: the model its stage ended with is gone."
+            )
+        found = Standing(output, output, StageResult.restored(ended["result"], folder))
+    elif whole:
+        newest = max(whole)
+        found = Standing(
+            None, newest, StageResult.restored(whole[newest]["result"], folder), whole[newest]["unreported"]
+        )
+    elif damaged:
+        raise RunDirectoryError(
+            f"{damaged[max(damaged)]} No other checkpoint of this stage is whole. Delete {folder} to begin the stage again: the rollouts in "
+            "the store are used, so only the updates are repeated."
+        )
+    else:
+        before = _sealed_or_none(folder / BEFORE, say)
+        found = Standing(result=None if before is None else StageResult.restored(before, folder))
+    for path, what in damaged.items():
+        say(f"{what} It is now called {_set_aside(path).name}; going on from {found.checkpoint}")
+        if found.result is not None and found.result.best == path:
+            found.result.best = None
+    return found
+
+
+def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
+    """Checkpoints that are whole, with their state, and those that are not, with what is wrong."""
+    whole, damaged = {}, {}
+    for path in steps_in(folder):
+        try:
+            whole[path] = _verified(path)
+        except RunDirectoryError as error:
+            damaged[path] = error
+    return whole, damaged
+
+
+def _verified(checkpoint: Path) -> dict[str, Any]:
+    verify_checkpoint(checkpoint)
+    state = read_state(checkpoint)
+    if (state["stage"], state["step"]) != (checkpoint.parent.name, step_of(checkpoint)):
+        raise RunDirectoryError(
+            f"checkpoint {checkpoint} holds step {state['step']} of stage {state['stage']!r}: it was renamed."
+        )
+    return state
+
+
+def require_rollouts(directory: Path, standings: Sequence[Standing]) -> None:
+    """Refuse a log that ends before a checkpoint of a stage at work was saved. Nothing is touched yet."""
+    at_work = [standing.checkpoint for standing in standings if standing.checkpoint and not standing.output]
+    if not at_work:
+        return
+    store = RolloutStore(directory / "rollouts", read_only=True)
+    for checkpoint in at_work:
+        try:
+            store.require(Position.from_json(read_state(checkpoint)["store"]), str(checkpoint))
+        except StoreError as error:
+            raise StoreError(
+                f"{error} To go on without what is lost, delete {checkpoint}: an older one takes its place, and what is missing is drawn again."
+            ) from None
+
+
+def _sealed_or_none(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """None where the file is missing or damaged: what it holds can be worked out again."""
+    if not path.exists():
+        return None
+    try:
+        return read_sealed(path)
+    except RunDirectoryError as error:
+        say(f"{error} What it held is worked out again.")
+        return None
+
+
+def _set_aside(path: Path) -> Path:
+    number, aside = 1, path.with_name(f"damaged-{path.name}")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    return path.rename(aside)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what an interrupted save left under a temporary name of ours."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if not TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def write_result(folder: Path, result: StageResult, checkpoint: Path) -> None:
+    """The stage is finished: from now on a resumed run begins behind it."""
+    write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": checkpoint.name})
+
+
+def write_before(folder: Path, result: StageResult) -> None:
+    """The evaluation before the first step, kept until a checkpoint holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sealed(folder / BEFORE, result.state())
+
+
+def drop_before(folder: Path) -> None:
+    (folder / BEFORE).unlink(missing_ok=True)
+
+
+# A stage
+
+
+def restore(run: StageRun, checkpoint: Path) -> None:
+    """Student, optimiser, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
+    state = read_state(checkpoint)
+    run.student.restore(checkpoint)
+    run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
+    run.stream.restore(state["stream"])
+    if run.trajectories.consumed is not None:
+        run.trajectories.consumed = min(state["rollouts"], len(run.store))
+    run.trajectories.newest = list(state.get("newest", ()))  # older checkpoints do not say
+    run.publish(version=state["version"])
+    set_random_state(state["random"], run.device)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch, numpy and Python. opd's own draws are keyed; this is for adapters' first weights, rewards and plugins."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [kind, np.asarray(keys).tobytes().hex(), position, has_gauss, gauss],
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return found
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(_bytes_tensor(state["torch"]))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), position, has_gauss, gauss))
+    version, inner, gauss_next = state["python"]
+    random.setstate((version, tuple(inner), gauss_next))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]), device)
+
+
+def _bytes_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+# Lines written per step
+
+
+def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str]:
+    """Keep each stage's lines up to its step; those that are damaged go, too. Returns what is to be said of the latter."""
+    if not path.exists():
+        return [f"{path.name} is gone, and with it what was written until now"] if any(upto.values()) else []
+    found = read_lines(path, checked=checked)
+    kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
+    write_whole(path, "".join(line_of(line) for line in kept))
+    said = [f"{path}, line {number}: the line was altered or cut, and is dropped" for number in found.damaged]
+    if path.name == "metrics.jsonl":
+        for stage, last in upto.items():
+            steps = {line["step"] for line in kept if line["stage"] == stage}
+            if lost := sorted(set(range(1, last + 1)) - steps):
+                said.append(f"{path.name} has lost {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
+    return said
+
+
+def sync_lines(directory: Path) -> None:
+    """The lines of a step are on disk before the checkpoint that follows it."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (directory / name).is_file():
+            sync(directory / name)
+    sync(directory)

@@ -1,0 +1,113 @@
+"""From logits to tokens: one function over all rows, each with its own temperature, top-p, top-k and random key.
+
+Axis legend: N = rows, V = real ids of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from opd.divergences.lanes import even_logsumexp, evenly
+from opd.sampling.draws import uniforms_at
+
+BLOCK = 256  # ids whose probabilities are summed before the running sum
+
+
+@dataclass(frozen=True, eq=False)
+class RowSettings:
+    """How each row draws. Temperature 0 is greedy, top_p 1 and top_k 0 are off."""
+
+    temperature: Tensor  # (N,) float32
+    top_p: Tensor  # (N,) float32
+    top_k: Tensor  # (N,) int64
+    key: Tensor  # (N,) int64
+    position: Tensor  # (N,) int64, in the response
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """See `types.SampledToken`."""
+
+    token: Tensor  # (N,) int64
+    logprob: Tensor  # (N,) float32
+    logprob_sampled: Tensor  # (N,) float32
+    logprob_stop: Tensor  # (N,) float32
+
+
+def draw(
+    logits: Tensor, settings: RowSettings, stop: Tensor, filtered: bool, other: Tensor | None = None, share: float = 0.0
+) -> Drawn:
+    """Draw one token per row of logits (N, V). `stop` (E,) are the ids that form one event.
+
+    With `other` (N, V), another model's logits, tokens are drawn from (1 - share) * own + share * other, as both are:
+    no temperature, no filter; `logprob_sampled` is then that of the merged event, as `logprob` always is.
+
+    `filtered` says whether any row uses top-p or top-k: without it nothing is sorted. A row that uses neither comes
+    out the same, bit for bit, either way. Nothing here waits for the device or copies to it (`where` with a Python
+    number would), so a CUDA graph can record it.
+    """
+    greedy = settings.temperature == 0
+    peak, best = logits.max(-1, keepdim=True)
+    centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
+    log_total = evenly(
+        torch.log, evenly(torch.exp, centred).sum(-1, dtype=torch.float64)
+    ).float()  # (N,) of the policy itself
+    tempered = centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    if other is not None:
+        own = centred - log_total[:, None] + math.log1p(-share)
+        tempered = evenly(torch.logaddexp, own, other.log_softmax(-1) + math.log(share))
+    elif filtered:
+        tempered = _filter(tempered, settings.top_p, settings.top_k)
+    drawn, log_drawn = _inverse_cdf(tempered, uniforms_at(settings.key, settings.position))
+    token = torch.where(greedy, best[:, 0], drawn)
+    logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
+    if stop.numel():
+        logprob_stop = even_logsumexp(centred[:, stop]) - log_total
+        stopped = (token[:, None] == stop).any(-1)
+        logprob = torch.where(stopped, logprob_stop, logprob)
+        if other is not None:
+            log_drawn = torch.where(stopped, even_logsumexp(tempered[:, stop]), log_drawn)
+    else:
+        logprob_stop = torch.full_like(logprob, float("nan"))
+    return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
+
+
+def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The first id whose cumulative probability exceeds the uniform number, and its log-probability.
+
+    Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
+    full-width scan is slow. An id of probability 0 is never returned: comparisons are strict and, should the two
+    levels disagree by a rounding, the block's likeliest id is taken.
+    """
+    probability = evenly(torch.exp, logits)
+    size = min(BLOCK, logits.shape[1])
+    blocks = pad(probability, (0, -logits.shape[1] % size)).unflatten(-1, (-1, size))  # (N, V / size, size)
+    before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = before[:, -1:]
+    target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
+    block = (before <= target).sum(-1, keepdim=True).clamp(max=before.shape[1] - 1)
+    rest = target - before.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]  # (N, size)
+    index = (inside.cumsum(-1, dtype=torch.float64) <= rest).sum(-1, keepdim=True).clamp(max=size - 1)
+    index = torch.where(inside.gather(-1, index) > 0, index, inside.argmax(-1, keepdim=True))
+    token = block * size + index
+    return token[:, 0], (logits.gather(-1, token) - evenly(torch.log, total).float())[:, 0]
+
+
+def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
+
+    Ties are cut by id, so that exactly k remain.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    probability = ordered.masked_fill(outside, float("-inf")).double().softmax(-1)
+    mass_before = probability.cumsum(-1) - probability
+    outside = outside | ((top_p[:, None] < 1) & (rank > 0) & (mass_before >= top_p[:, None]))
+    return torch.empty_like(logits).scatter(-1, order, ordered.masked_fill(outside, float("-inf")))

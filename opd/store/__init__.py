@@ -1,0 +1,24 @@
+"""The rollout store: the only path from the sampler to the trainer, and everything of a run that must not be lost.
+
+    files        what is asked of a disk               frames   segments, checksums, torn tail or damage
+    log          append a commit, follow the chain     records  what a commit holds
+    commit       group commit, the thread that syncs   index    one light row per rollout
+    state        index and unfinished, by replay       entries  the index, one rollout at a time
+    rollouts     `RolloutStore`                        select   `store.where(…)`, Parquet
+    environment  replay of tool and sandbox calls      plan     a shuffled, packed epoch from the index
+    salvage      what can be read of a damaged log     repair   `opd store check|repair`
+    recover      finish a repair that was cut short
+
+Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
+docs/durability.md for the guarantee and the format.
+"""
+
+from opd.store.entries import Entry
+from opd.store.environment import Replay
+from opd.store.log import Position
+from opd.store.plan import EpochPlan, plan_epoch
+from opd.store.recover import REPAIRED
+from opd.store.rollouts import RolloutStore, iterate
+from opd.store.select import Selection
+
+__all__ = ["REPAIRED", "Entry", "EpochPlan", "Position", "Replay", "RolloutStore", "Selection", "iterate", "plan_epoch"]

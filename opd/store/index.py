@@ -1,0 +1,252 @@
+"""The light index: one row per rollout in columns, enough to shuffle, pack, route and query without touching payload.
+
+It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is opened. It is only a
+shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to date from there. Ahead of the
+log it is a witness: it saw frames durable that are gone, and the store refuses to go on as if nothing had happened.
+
+    index.bin   magic (8) | header length u64 | header (JSON) | sections, each aligned to 64 bytes | checksum u64
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.store.files import Files
+from opd.store.log import Place, Position
+
+MAGIC = b"opd-idx\n"
+FORMAT = 2
+CHUNK = 8 << 20
+STOPS: tuple[str | None, ...] = (None, "stop", "length", "env")  # codes of the column `stop`; 0: unfinished
+COLUMNS = {
+    "segment": "<u4", "offset": "<u8", "size": "<u4",  # the FINISH record; unfinished: the frame of BEGIN, and 0
+    "length": "<u4", "prompt_length": "<u4", "visit": "<u4", "sample": "<u4",
+    "domain": "<u4", "source": "<u4", "teacher": "<u4",  # codes of the vocabularies
+    "version_min": "<i4", "version_max": "<i4", "reward": "<f8", "stop": "u1",
+    "unit": "<u8",  # hash of pair or group: what an objective must see whole
+}  # fmt: skip
+ATTACHED = {"rollout": "<u4", "what": "<u4", "segment": "<u4", "offset": "<u8", "size": "<u4"}  # signals, calls
+VOCABULARIES = ("domain", "source", "teacher", "what")
+
+
+class Table:
+    """Columns of equal length that grow together."""
+
+    def __init__(self, dtypes: Mapping[str, str], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self._arrays = dict(arrays) if arrays else {name: np.zeros(0, dtype=kind) for name, kind in dtypes.items()}
+        self._owned = False
+        self.count = len(next(iter(self._arrays.values())))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name][: self.count]
+
+    def append(self, **values: Any) -> int:
+        if not self._owned or self.count == len(next(iter(self._arrays.values()))):
+            self._grow(max(64, 2 * self.count))
+        for name, value in values.items():
+            self._arrays[name][self.count] = value
+        self.count += 1
+        return self.count - 1
+
+    def set(self, row: int, **values: Any) -> None:
+        if not self._owned:
+            self._grow(max(64, self.count))
+        for name, value in values.items():
+            self._arrays[name][row] = value
+
+    def _grow(self, capacity: int) -> None:
+        for name, array in self._arrays.items():
+            grown = np.zeros(capacity, dtype=array.dtype)
+            grown[: self.count] = array[: self.count]
+            self._arrays[name] = grown
+        self._owned = True
+
+
+class Texts:
+    """One text per row: those that were saved stay in the map, new and changed ones in memory."""
+
+    def __init__(self, blob: np.ndarray | None = None, ends: np.ndarray | None = None) -> None:
+        self._blob = np.zeros(0, dtype="u1") if blob is None else blob
+        self._ends = np.zeros(0, dtype="<u8") if ends is None else ends
+        self._new: dict[int, str] = {}
+
+    def __getitem__(self, row: int) -> str:
+        if row in self._new or row >= len(self._ends):
+            return self._new.get(row, "")
+        start = int(self._ends[row - 1]) if row else 0
+        return self._blob[start : int(self._ends[row])].tobytes().decode()
+
+    def __setitem__(self, row: int, text: str) -> None:
+        self._new[row] = text
+
+    def sections(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        if not self._new and count == len(self._ends):
+            return self._blob, self._ends
+        kept = min(min(self._new, default=count), len(self._ends))  # rows before the first new or changed one
+        encoded = [self[row].encode() for row in range(kept, count)]
+        start = int(self._ends[kept - 1]) if kept else 0
+        ends = start + np.cumsum([len(text) for text in encoded], dtype="<u8")
+        blob = np.concatenate([self._blob[:start], np.frombuffer(b"".join(encoded), dtype="u1")])
+        return blob, np.concatenate([self._ends[:kept], ends]).astype("<u8")
+
+
+class Vocabulary:
+    """Few distinct texts, as codes. Code 0 is the empty text."""
+
+    def __init__(self, texts: list[str] | None = None) -> None:
+        self.texts = texts or [""]
+        self._codes = {text: code for code, text in enumerate(self.texts)}
+
+    def code(self, text: str) -> int:
+        if text not in self._codes:
+            self._codes[text] = len(self.texts)
+            self.texts.append(text)
+        return self._codes[text]
+
+    def find(self, text: str) -> int | None:
+        return self._codes.get(text)
+
+
+class Index:
+    def __init__(self) -> None:
+        self.rows = Table(COLUMNS)
+        self.attached = Table(ATTACHED)
+        self.names = Texts()  # JSON: id, prompt_id, group, pair
+        self.facts = Texts()  # JSON: notes, except a reward that the column holds
+        self.vocabularies = {name: Vocabulary() for name in VOCABULARIES}
+
+    def __len__(self) -> int:
+        return self.rows.count
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.rows[column]
+
+    def code(self, vocabulary: str, text: str) -> int:
+        return self.vocabularies[vocabulary].code(text)
+
+    def text(self, column: str, row: int) -> str:
+        return self.vocabularies[column].texts[int(self.rows[column][row])]
+
+    # Changes
+
+    def begin(self, names: Mapping[str, Any], prompt_length: int) -> int:
+        unit = names["pair"] or names["group"] or names["id"]
+        row = self.rows.append(
+            visit=names["visit"], sample=names["sample"], prompt_length=prompt_length, domain=self.code("domain", names["domain"]),
+            source=self.code("source", names["source"]), reward=np.nan, version_min=-1, version_max=-1, unit=digest(unit),
+        )  # fmt: skip
+        self.names[row] = json.dumps([names["id"], names["prompt_id"], names["group"], names["pair"]])
+        return row
+
+    def finish(self, row: int, place: Place, size: int, stop: str, versions: np.ndarray) -> None:
+        low, high = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
+        self.rows.set(row, segment=place.segment, offset=place.offset, size=size, length=versions.size, stop=STOPS.index(stop),
+                      version_min=low, version_max=high)  # fmt: skip
+
+    def note(self, row: int, facts: Mapping[str, Any]) -> None:
+        merged = {**self.notes(row), **facts}
+        score = merged.get("score")
+        if isinstance(score, (int, float)) and not isinstance(score, bool):
+            self.rows.set(row, reward=float(merged.pop("score")))
+        elif "score" in merged:
+            self.rows.set(row, reward=np.nan)
+        if merged or self.facts[row]:
+            self.facts[row] = json.dumps(merged) if merged else ""
+
+    def notes(self, row: int) -> dict[str, Any]:
+        reward = float(self.rows["reward"][row])
+        held = {} if np.isnan(reward) else {"score": reward}
+        return {**held, **(json.loads(text) if (text := self.facts[row]) else {})}
+
+    def attach(self, row: int, what: str, place: Place, size: int) -> None:
+        self.attached.append(rollout=row, what=self.code("what", what), segment=place.segment, offset=place.offset, size=size)  # fmt: skip
+
+    def find_attached(self, rows: np.ndarray, what: str) -> Iterator[tuple[int, Place, int]]:
+        """(row, place, size) in the order they were logged."""
+        code = self.vocabularies["what"].find(what)
+        if code is None:
+            return
+        mine = np.flatnonzero((self.attached["what"] == code) & np.isin(self.attached["rollout"], rows))
+        columns = [self.attached[name][mine].tolist() for name in ("rollout", "segment", "offset", "size")]
+        for row, segment, offset, size in zip(*columns, strict=True):
+            yield row, Place(segment, offset), size
+
+    # The file
+
+    def save(self, path: Path, files: Files, position: Position) -> None:
+        count = len(self)
+        sections = {f"rows/{name}": self.rows[name] for name in COLUMNS}
+        sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED}
+        for kind, texts in (("names", self.names), ("facts", self.facts)):
+            sections[f"{kind}/blob"], sections[f"{kind}/ends"] = texts.sections(count)
+        header = json.dumps({
+            "format": FORMAT, "position": position.to_json(), "count": count,
+            "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
+            "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
+        }).encode()  # fmt: skip
+        files.create(path, _chunks(header, list(sections.values())))
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _chunks(header: bytes, arrays: list[np.ndarray]) -> Iterator[bytes]:
+    checksum, at = 0, 0
+    head = MAGIC + struct.pack("<Q", len(header)) + header
+    for part in (np.frombuffer(head, dtype="u1"), *arrays):
+        raw = np.ascontiguousarray(part).view("u1").reshape(-1)
+        for start in range(0, len(raw), CHUNK):
+            chunk = raw[start : start + CHUNK].tobytes()
+            checksum = zlib.crc32(chunk, checksum)
+            yield chunk
+        filling = bytes(-(at + len(raw)) % 64)
+        checksum, at = zlib.crc32(filling, checksum), at + len(raw) + len(filling)
+        yield filling
+    yield struct.pack("<Q", checksum)
+
+
+def load_index(path: Path) -> tuple[Index, Position] | str:
+    """The saved index and where the log then ended; or why it cannot be used."""
+    if not path.is_file():
+        return "missing"
+    if not _whole(path):
+        return "damaged"
+    data = np.asarray(np.memmap(path, dtype="u1", mode="r"))
+    (length,) = struct.unpack("<Q", data[8:16].tobytes())
+    header = json.loads(data[16 : 16 + length].tobytes())
+    if header["format"] != FORMAT:
+        return "of another format"
+    sections, at = {}, -(-(16 + length) // 64) * 64
+    for name, dtype, count in header["sections"]:
+        size = count * np.dtype(dtype).itemsize
+        sections[name] = data[at : at + size].view(dtype)
+        at += -(-size // 64) * 64
+    index = Index()
+    index.rows = Table(COLUMNS, {name: sections[f"rows/{name}"] for name in COLUMNS})
+    index.attached = Table(ATTACHED, {name: sections[f"attached/{name}"] for name in ATTACHED})
+    index.names = Texts(sections["names/blob"], sections["names/ends"])
+    index.facts = Texts(sections["facts/blob"], sections["facts/ends"])
+    index.vocabularies = {name: Vocabulary(texts) for name, texts in header["vocabularies"].items()}
+    return index, Position.from_json(header["position"])
+
+
+def _whole(path: Path) -> bool:
+    """Whether the file's checksum holds; read in pieces, so that a large index does not fill the memory."""
+    checksum, held = 0, b""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return False
+        checksum = zlib.crc32(MAGIC)
+        while chunk := file.read(CHUNK):
+            held += chunk
+            checksum, held = zlib.crc32(held[:-8], checksum), held[-8:]
+    return len(held) == 8 and struct.unpack("<Q", held)[0] == checksum

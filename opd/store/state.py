@@ -1,0 +1,151 @@
+"""What a log amounts to: its index, and the rollouts that are not finished. Built by replaying records in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from opd.errors import StoreError
+from opd.store import records
+from opd.store.frames import Frame
+from opd.store.index import Index
+from opd.store.log import Place, Position
+from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
+
+ENVIRONMENT = "environment"
+NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pair")
+
+
+@dataclass
+class Live:
+    """A rollout that is being written: all its tokens, committed or not."""
+
+    number: int
+    names: Mapping[str, Any]
+    prompt_ids: np.ndarray
+    rows: list[Row] = field(default_factory=list)
+    calls: int = 0
+    frames: list[dict[str, np.ndarray]] = field(default_factory=list)  # replayed, its tokens not taken out yet
+    replayed: int = 0  # how many tokens those are
+
+    def take_out(self) -> None:
+        """Turn replayed frames into rows. Most rollouts are finished by the end of a log, and never need it."""
+        for columns in self.frames:
+            mine = columns["rollout"] == self.number
+            self.rows += zip(*(columns[name][mine].tolist() for name, _ in ROW_COLUMNS), strict=True)
+        self.frames, self.replayed = [], 0
+
+
+class State:
+    def __init__(self, index: Index | None = None) -> None:
+        self.index = index or Index()
+        self.live: dict[int, Live] = {}
+        self._numbers: dict[str, int] | None = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Row of each id. Built when first asked for: planning an epoch needs none of them."""
+        if self._numbers is None:
+            self._numbers = {json.loads(self.index.names[row])[0]: row for row in range(len(self.index))}
+        return self._numbers
+
+    def begin(self, names: Mapping[str, Any], prompt_ids: np.ndarray) -> Live:
+        live = Live(self.index.begin(names, prompt_ids.size), names, np.array(prompt_ids, dtype=np.int32))
+        self.live[live.number] = live
+        if self._numbers is not None:
+            self._numbers[names["id"]] = live.number
+        return live
+
+    # Replay
+
+    def replay(self, segment: int, frame: Frame, where: str) -> None:
+        """A frame the index has not seen."""
+        for record in records.split(frame.payload, frame.start):
+            self._apply(record, Place(segment, frame.offset), f"{where}, byte {record.offset}")
+
+    def replay_unfinished(self, frame: Frame) -> None:
+        """A frame the index has seen: only what it holds of rollouts that are not finished is wanted."""
+        stops = self.index["stop"]
+        for record in records.split(frame.payload, frame.start):
+            if record.kind == records.TOKENS:
+                self._take_tokens(record)
+            elif not stops[record.number]:
+                if record.kind == records.BEGIN:
+                    self._begin_live(record)
+                elif record.kind == records.ENVIRONMENT:
+                    self.live[record.number].calls += 1
+
+    def unfinished_since(self, end: Position) -> Place:
+        """Where reading has to start to have all tokens of unfinished rollouts: the earliest of their begins."""
+        open_rows = np.flatnonzero(self.index["stop"] == 0)
+        places = zip(self.index["segment"][open_rows].tolist(), self.index["offset"][open_rows].tolist(), strict=True)
+        return min((Place(segment, offset) for segment, offset in places), default=end.place)
+
+    def _apply(self, record: Record, frame: Place, where: str) -> None:
+        place, size = Place(frame.segment, record.offset), record.size
+        if record.kind == records.BEGIN:
+            if record.number != len(self.index):
+                raise StoreError(f"{where}: rollout {record.number} begins, but {len(self.index)} is next")
+            live = self.begin({name: record.facts[name] for name in NAMES}, records.prompt_of(record))
+            self.index.rows.set(live.number, segment=frame.segment, offset=frame.offset)
+            return
+        if record.kind == records.TOKENS:
+            self._take_tokens(record)
+            return
+        if record.number >= len(self.index):
+            raise StoreError(
+                f"{where}: a {records.KINDS[record.kind]} record of rollout {record.number}, which never began"
+            )
+        if record.kind == records.FINISH:
+            self._finish(record, place, where)
+        elif record.kind == records.NOTE:
+            self.index.note(record.number, record.facts)
+        elif record.kind == records.SIGNAL:
+            self.signal(record.number, record.facts, place, size)
+        elif record.kind == records.ENVIRONMENT:
+            self.index.attach(record.number, ENVIRONMENT, place, size)
+            if record.number in self.live:
+                self.live[record.number].calls += 1
+
+    def signal(self, number: int, facts: Mapping[str, Any], place: Place, size: int) -> None:
+        self.index.attach(number, f"{facts['role']}/{facts['kind']}", place, size)
+        if facts["role"] == "teacher":
+            self.index.rows.set(number, teacher=self.index.code("teacher", facts["teacher"]))
+
+    def _begin_live(self, record: Record) -> None:
+        names = {name: record.facts[name] for name in NAMES}
+        self.live[record.number] = Live(record.number, names, np.array(records.prompt_of(record)))
+
+    def _finish(self, record: Record, place: Place, where: str) -> None:
+        live = self.live.pop(record.number, None)
+        if live is None or live.replayed != record.facts["tokens"]:
+            found = "a finished rollout" if live is None else f"{live.replayed} tokens"
+            raise StoreError(
+                f"{where}: rollout {record.number} finishes with {record.facts['tokens']} tokens behind {found}"
+            )
+        self.index.finish(
+            record.number, place, record.size, record.facts["stop"], records.finished_arrays(record)["version"]
+        )
+
+    def _take_tokens(self, record: Record) -> None:
+        columns = records.rows_of(record)
+        numbers, counts = np.unique(columns["rollout"], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if (live := self.live.get(number)) is not None:
+                live.frames.append(columns)
+                live.replayed += count
+
+    def settle(self) -> None:
+        """The log has been replayed."""
+        for live in self.live.values():
+            live.take_out()
+
+
+def columns_of(rows: Iterable[Row]) -> dict[str, np.ndarray]:
+    """Rows of one rollout, column by column."""
+    values = list(zip(*rows, strict=True))[1:] or [()] * len(COLUMNS)
+    return {name: np.array(column, dtype=kind) for column, (name, kind) in zip(values, COLUMNS, strict=True)}

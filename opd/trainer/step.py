@@ -1,0 +1,151 @@
+"""The one step. Every method is a setting of it.
+
+    prompts -> sample -> reward -> route -> score -> pack -> loss -> update -> publish -> report
+
+The sampler writes into the rollout store and everything below reads from there; there is no other path. `train_step` is the
+part behind the scores: it needs a student, a batch, an objective and an optimiser, and no run around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from opd.config import Train
+from opd.errors import TrainingError
+from opd.models.language_model import LanguageModel
+from opd.models.packing import Pack, pack
+from opd.objective.batch import TrainingBatch
+from opd.objective.micro import TokenStatistics
+from opd.objective.objective import Objective
+from opd.sampling.draws import request_key
+from opd.trainer.gather import sample_and_reward, score
+from opd.trainer.metrics import Clock, step_metrics
+from opd.types import Rollout
+
+if TYPE_CHECKING:
+    from opd.runner.stage import StageRun
+
+
+def run_step(run: StageRun, step: int) -> dict[str, Any]:
+    clock = Clock(run.on_phase)
+    run.rewards.drain()  # what evaluation rewarded is not this step's
+
+    rollouts, rewards, sampled = sample_and_reward(run, clock)
+    run.require_rewarded(step, rewards)
+
+    with clock("score"):
+        signals = score(run, rollouts, step)
+
+    with clock("update"):
+        batch = TrainingBatch(rollouts, signals, rewards)
+        result = train_step(
+            run.student, batch, run.objective, run.optimiser, step=step, train=run.spec.train, seed=run.spec.seed,
+            teacher_of=run.routes.get("teacher", {}), check_stop=run.check_stop,
+        )  # fmt: skip
+        run.publish()
+
+    rewarding = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
+    extra = {"lr": result.rate, "grad_norm": max(result.norms), **sampled, **result.metrics, **rewarding}
+    return step_metrics(
+        run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
+    )
+
+
+class Updates(Protocol):
+    """What `train_step` asks of an optimiser: `opd.trainer.optimiser.Optimiser` is one."""
+
+    def clip(self) -> float: ...
+    def step(self, step: int) -> float: ...
+    def discard(self) -> None: ...
+
+
+@dataclass
+class StepResult:
+    metrics: dict[str, float]  # what gates did
+    statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # of every micro-batch
+    norms: list[float] = field(default_factory=list)  # of the gradient, one per update
+    rate: float = 0.0
+
+
+def train_step(
+    student: LanguageModel, batch: TrainingBatch, objective: Objective, optimiser: Updates, *, step: int = 1,
+    train: Train | None = None, seed: int = 0, teacher_of: Mapping[str, str] | None = None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> StepResult:  # fmt: skip
+    """Train on one scored batch: `train.epochs` times `train.minibatches` updates. `teacher_of`: domain -> teacher."""
+    train, teacher_of = train or Train(), teacher_of or {}
+    device = student.device
+
+    def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
+        return micro_batches(rollouts, train.micro_tokens, device, teacher_of)
+
+    with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+        prepared = objective.prepare(student, batch, step, cut)
+    result = StepResult(prepared.metrics)
+    for rollouts in updates(batch.rollouts, train, seed, step):
+        weights = prepared.weights(rollouts)
+        seen: list[tuple[Pack, TokenStatistics]] = []
+        for micro in cut(rollouts):
+            with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+                loss, statistics = objective(student, micro, prepared, weights)
+            if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
+                loss.backward()
+            if result.norms:  # the policy has moved: what differs from the sampler now is that
+                statistics.mismatch[:] = np.nan
+            seen.append((micro, statistics))
+            check_stop()
+        norm = optimiser.clip()
+        refuse_non_finite(step, seen, norm, optimiser)
+        result.rate = optimiser.step(step)
+        result.norms.append(norm)
+        result.statistics += seen
+    return result
+
+
+def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> Iterator[list[Rollout]]:
+    """The rollouts of each optimiser step: `epochs` passes over the batch, each cut into `minibatches` of whole groups."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.pair or rollout.group, []).append(rollout)
+    for epoch in range(train.epochs):
+        names = list(groups)
+        if train.minibatches > 1:  # keyed: the same after a restart
+            names.sort(key=lambda name: request_key(seed, name, step, epoch))
+        for first in range(min(train.minibatches, len(names))):
+            yield [rollout for name in names[first :: train.minibatches] for rollout in groups[name]]
+
+
+def micro_batches(
+    rollouts: Sequence[Rollout], tokens: int, device: torch.device, teacher_of: Mapping[str, str]
+) -> list[Pack]:
+    """Packs ordered by teacher, then length; a group is never split."""
+    longest: dict[str, int] = {}
+    for rollout in rollouts:
+        longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
+    ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.domain, ""), longest[item.group], item.group))
+    return [Pack.of(part, device) for part in pack(ordered, tokens, unit=lambda item: item.pair or item.group)]
+
+
+def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:
+    """Stop before a NaN reaches the weights; what they were is saved and named."""
+    bad = [
+        (micro, name) for micro, statistics in seen for name, loss in statistics.loss.items() if not math.isfinite(loss)
+    ]
+    if not bad and math.isfinite(norm):
+        return
+    where = (
+        f"term {bad[0][1]}, rollouts {', '.join(item.id for item in bad[0][0].rollouts[:3])}, …"
+        if bad
+        else "the gradient"
+    )
+    optimiser.discard()
+    raise TrainingError(
+        f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "
+        "Lower train.lr, or set train.clip; with bfloat16 weights try float32."
+    )
