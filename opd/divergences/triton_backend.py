@@ -100,7 +100,7 @@ class Merged:
     logit: Tensor  # (N, M) members' own logits, student
 
 
-class Engine:
+class TileEngine:
     """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
 
     def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
