@@ -76,15 +76,15 @@ def evaluate_model(
     questions: dict[str, list[Question]] = {}
     splits: dict[str, dict[str, None]] = {}
     what, notes = [], []
-    for spec, source, part in zip(specs, opened, held_out, strict=True):
-        asked_of = HeldOutFilter(
+    for spec, source, part in zip(specs, opened, chosen, strict=True):
+        usable = HeldOutFilter(
             spec, judge.judges, model.tokenizer, limit, why, remedy="Shorten it, or lower --max-new-tokens."
         )
-        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), asked_of):
-            questions.setdefault(prompt.domain, []).append(Question(prompt, asked_of.ids[prompt.id]))
+        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), usable):
+            questions.setdefault(prompt.domain, []).append(Question(prompt, usable.ids[prompt.id]))
             splits.setdefault(prompt.domain, {})[part] = None
-        what.append(f"{len(asked_of.ids):,} prompts of {plain(source.name)} (split {part})")
-        notes += asked_of.notes(source.name)
+        what.append(f"{len(usable.ids):,} prompts of {plain(source.name)} (split {part})")
+        notes += usable.notes(source.name)
     if not questions:
         raise DataError(
             f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
