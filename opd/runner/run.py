@@ -84,7 +84,7 @@ def run(
     """
     from rich.console import Console
 
-    from opd.config import load_recipe, written
+    from opd.config import load_recipe, recipe_text
     from opd.config.names import check_output
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
@@ -98,7 +98,7 @@ def run(
             _require_same(lock.directory, loaded, given)
             _go_on(lock, None, hooks, quiet, shown)
         else:
-            _start(lock, made, written(recipe, overrides), loaded, given, hooks, quiet, shown)
+            _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown)
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():
