@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def attend(
     """query (H, T, D), key and value (G, T, D) with G dividing H -> (T, H, D). `window`: tokens seen, oneself included."""
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     before = -1 if window is None or window >= longest else window - 1
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and "enable_gqa" in KNOWN else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and "enable_gqa" in KNOWN else {}
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0), **grouped)
     assert isinstance(out, Tensor)
     return out
