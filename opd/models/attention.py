@@ -59,7 +59,7 @@ def attention(
 AttentionInterface.register(NAME, attention)
 
 
-class Place(torch.autograd.Function):
+class PlaceRows(torch.autograd.Function):
     """Rows put at given places among `count`, zeros elsewhere; no place twice, so the gradient is a plain gather."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class Place(torch.autograd.Function):
         return grad.index_select(0, places), None, None
 
 
-class Take(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """Rows at given places, no place twice: the gradient is copied back, where stock indexing would sort and add."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class Take(torch.autograd.Function):
 
 
 def take(rows: Tensor, places: Tensor) -> Tensor:
-    return Take.apply(rows, places)
+    return TakeRows.apply(rows, places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Packed:
 
         def rectangle(tensor: Tensor) -> Tensor:  # (1, H, T, D) -> (rows, H, longest, D)
             tokens = tensor[0].transpose(0, 1)
-            cells = tokens if full else Place.apply(tokens, self.cells, rows * longest)
+            cells = tokens if full else PlaceRows.apply(tokens, self.cells, rows * longest)
             return cells.unflatten(0, (rows, longest)).transpose(1, 2)
 
         query, key, value = rectangle(query), rectangle(key), rectangle(value)
