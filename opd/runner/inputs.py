@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.adapters import smol_models
-from opd.models.directory import reading
+from opd.models.directory import reading_model
 from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
 
 MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -29,9 +30,16 @@ LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how 
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
 
-def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool = True) -> dict[str, Inputs]:
-    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too."""
-    files = {stage.name: list(_files(stage)) for stage in stages}
+def inputs_of(
+    stages: Sequence[Stage], say: Callable[[str], None], directory: Path | None = None, *, hub: bool = True
+) -> dict[str, Inputs]:
+    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too.
+
+    What lies in the run's own directory goes by its name there: the directory may move.
+    """
+    files = {
+        stage.name: [(path, _inside(name, directory), what) for path, name, what in _files(stage)] for stage in stages
+    }
     reader = _Reader({path for found in files.values() for path, *_ in found}, say)
     found: dict[str, Inputs] = {}
     for stage in stages:
@@ -86,6 +94,10 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
 
 
 # What there is to read
+
+
+def _inside(name: str, directory: Path | None) -> str:
+    return name if directory is None else name.removeprefix(f"{directory.absolute()}{os.sep}")
 
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
@@ -189,7 +201,7 @@ def _hub_commit(model: str, location: Location) -> str:
     """The commit a hub model stands at, from the hub or the local cache."""
     from huggingface_hub import hf_hub_download
 
-    with reading(model, "as a hub id it", None):
+    with reading_model(model, "as a hub id it", None):
         config = hf_hub_download(location.path, "config.json", revision=location.revision)
     parts = Path(config).parts
     return parts[parts.index("snapshots") + 1]
