@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from opd.text import first_line
+
 PATIENCE = 5.0  # seconds for one small answer
 
 
@@ -33,7 +35,3 @@ def _no_answer(endpoint: str) -> str | None:
     except errors() as error:
         return f"no answer from {endpoint}: {first_line(error)}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

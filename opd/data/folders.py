@@ -9,7 +9,8 @@ from typing import Any
 
 from opd.data.rows import READERS, JoinedRows, Rows, TableRows, kind_of, open_file
 from opd.errors import DataError
-from opd.hub import errors, first_line, unreachable
+from opd.hub import errors, unreachable
+from opd.text import first_line
 
 SPLITS = {
     "train": ("train", "training"),

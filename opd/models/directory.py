@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError, OpdError, Stopped
+from opd.text import first_line
 
 INDEX = "model.safetensors.index.json"
 READ = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX})
@@ -54,12 +55,6 @@ def _explained(name: str, what: str, directory: Path | None, error: BaseExceptio
         return ModelError(f"model {name!r}: {broken} {AGAIN}")
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     return ModelError(f"model {name!r}: {what} could not be read: {kind}{first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """What is wrong, in short: a line that ends with a colon goes on."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 
 
 def first_broken(directory: Path) -> str | None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from opd.errors import ModelError
 from opd.hub import unreachable
 from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
-from opd.models.directory import check_sizes, first_line, read_json, reading_model, stored_tensors
+from opd.models.directory import check_sizes, read_json, reading_model, stored_tensors
 from opd.models.tokenizers import check_tokenizer
+from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.config import Lora

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from opd.config import Hub, Stage
 from opd.errors import RecipeError
-from opd.hub import errors, first_line
+from opd.hub import errors
+from opd.text import first_line
 
 LEFT_HERE = ("optimiser.safetensors", "trainer.json")  # of a checkpoint; the rest is the model
 
