@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from opd.config import Hub, Stage
