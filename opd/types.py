@@ -151,7 +151,10 @@ class TopK:
 
 @dataclass(frozen=True)
 class EnvironmentRecord:
-    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout. Both are plain JSON."""
+    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout.
+
+    Both are plain JSON.
+    """
 
     order: int
     call: Any
@@ -162,8 +165,8 @@ class EnvironmentRecord:
 class Judgement:
     """A verdict on one sample. `score` None means it could not be judged: masked and counted, never a zero.
 
-    `by_answer`: the answer itself brought its scorer down; an evaluation counts it as wrong. `full`: the least score that
-    an evaluation counts as right.
+    `by_answer`: the answer itself brought its scorer down; an evaluation counts it as wrong. `full`: the least score
+    that an evaluation counts as right.
     """
 
     score: float | None

@@ -107,7 +107,7 @@ class MicroBatch:
         return self.tensor(np.concatenate([known[item.id] for item in self.pack.rollouts])[rows]).float()
 
     def current(self, rows: np.ndarray) -> Tensor:
-        """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
+        """As ratios need them, both sides under one transform: merged at temperature 1, else tempered."""
         projection, ids = self.rows(rows), self.tokens(rows)
         if self.temperature == 1.0:
             return token_logprobs(projection, ids, merge=self.merge)
@@ -127,7 +127,7 @@ class MicroBatch:
     # What is noted for the metrics
 
     def log_ratio(self, rows: np.ndarray, current: Tensor) -> Tensor:
-        """log rho, trainer over sampler, of the student's tokens; 0 where somebody else wrote them. Noted as mismatch."""
+        """log rho, trainer over sampler, of the student's tokens, noted as mismatch; 0 at tokens of others."""
         gap = self.proximal(rows, current) - self.sampler(rows)
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         self.statistics.mismatch[rows] = np.where(theirs, np.nan, gap.abs().cpu().numpy())
@@ -151,7 +151,8 @@ class MicroBatch:
 def autocast_head(projection: Projection) -> Projection:
     """Under autocast the head's operands are of its type too, whatever the weights and the last norm come in.
 
-    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the weights are.
+    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the
+    weights are.
     """
     device = projection.hidden.device.type
     if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
@@ -165,8 +166,12 @@ def token_ids(pack: Pack, device: torch.device) -> Tensor:
 
 
 def teacher_projections(
-    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, device: torch.device
-) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
+    pack: Pack,
+    signals: Mapping[str, Signal],
+    teachers: Mapping[str, TeacherHead],
+    open_N: np.ndarray,
+    device: torch.device,
+) -> Iterator[tuple[np.ndarray, Projection]]:
     """Micro-batches are ordered by teacher, so mostly there is one."""
     owner = np.repeat([signals[rollout.id].teacher for rollout in pack.rollouts], pack.response_lengths)
     for name in dict.fromkeys(owner.tolist()):

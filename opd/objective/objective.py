@@ -79,7 +79,7 @@ class Objective:
     def prepare(
         self, student: LanguageModel, batch: TrainingBatch, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
     ) -> PreparedBatch:
-        """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
+        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first."""
         asked = self._needs(step).student
         if asked:
             packs = cut(batch.rollouts)
@@ -95,9 +95,15 @@ class Objective:
     ) -> tuple[Tensor, TokenStatistics]:
         projection = autocast_head(student.predict(pack))
         micro = MicroBatch(
-            pack, projection, prepared.batch, self._teachers, self._merge,
-            self._rollout.temperature, self._rollout.teacher_mix, TokenStatistics.empty(projection.count),
-        )  # fmt: skip
+            pack,
+            projection,
+            prepared.batch,
+            self._teachers,
+            self._merge,
+            self._rollout.temperature,
+            self._rollout.teacher_mix,
+            TokenStatistics.empty(projection.count),
+        )
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
