@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.data.render import decode, render_completion, render_prompt
-from opd.data.source import prompt_source
-from opd.data.sources import open_source, open_sources
+from opd.config import load_recipe
+from opd.data.render import render_completion, render_prompt, response_text
+from opd.data.source import SOURCES, prompt_source
+from opd.data.sources import open_source, open_sources, prompts
 from opd.data.stream import PromptStream
-from opd.errors import DataError
+from opd.errors import DataError, RecipeError
 from opd.rewards import verify
 from opd.types import Prompt, Sample
 from tests.helpers import EOS, tiny_tokenizer
@@ -185,11 +186,11 @@ def test_completions_end_in_the_stop_token_and_decode_without_it() -> None:
     ids, cut = render_completion(prompt, tokenizer, 10, (EOS,))
     assert ids[-1] == EOS
     assert not cut
-    assert decode(ids, tokenizer, (EOS,)) == "42"
+    assert response_text(ids, tokenizer, (EOS,)) == "42"
     ids, cut = render_completion(prompt, tokenizer, 2, (EOS,))
     assert cut
     assert ids.size == 2
-    assert decode(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
+    assert response_text(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
     with pytest.raises(DataError, match="no completion"):
         render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10, (EOS,))
 
@@ -203,8 +204,8 @@ def test_what_cannot_be_judged_is_not_a_zero() -> None:
 def test_sources_name_the_files_they_read(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "1"}])
-    assert open_source(prompt_source(str(rows), eval_source=str(held))).files() == [rows, held]
-    assert open_source(prompt_source("task:addition")).files() == []
+    assert prompt_source(str(rows), eval_source=str(held)).files() == [rows, held]
+    assert prompt_source("task:addition").files() == []
 
 
 def test_one_task_with_different_options() -> None:
@@ -233,10 +234,10 @@ def test_ids_do_not_depend_on_where_a_file_lies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"limit": 5}, "limit is for files"),
-        ({"split": "test"}, "split is for files"),
-        ({"columns": {"prompt": "q"}}, "columns is for files"),
-        ({"eval_source": "x.jsonl"}, "eval_source is for files"),
+        ({"limit": 5}, "limit belongs to source file and dataset, not to"),
+        ({"split": "test"}, "split belongs to source file and dataset, not to"),
+        ({"columns": {"prompt": "q"}}, "columns belongs to source file and dataset, not to"),
+        ({"eval_source": "x.jsonl"}, "eval_source belongs to source file and dataset, not to"),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -244,7 +245,7 @@ def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str
         with pytest.raises(DataError, match=words):
             open_source(prompt_source(source, **change))
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
-    with pytest.raises(DataError, match=r"options .* are for task"):
+    with pytest.raises(DataError, match="options belongs to source task and reasoning_gym, not to file"):
         open_source(prompt_source(rows, options={"digits": 3}))
     with pytest.raises(DataError, match="a file has no split 'test'"):
         open_source(prompt_source(rows, split="test"))
@@ -255,3 +256,69 @@ def test_held_out_prompts_are_counted_by_domain(tmp_path: Path) -> None:
     source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows))))
     assert [prompt.domain for prompt in source.held_out(2)] == ["a", "a", "b", "b"]
     assert {prompt.domain for prompt in source.examples()} == {"a"}  # what is held out needs no teacher
+
+
+def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write(tmp_path / "odd:name.jsonl", [{"prompt": "a"}])
+    for address, kind in (
+        ("task:sort", "task"),
+        ("reasoning_gym:chain_sum", "reasoning_gym"),
+        ("rows.jsonl", "file"),
+        ("/somewhere/else", "file"),
+        ("owner/name", "file"),
+        ("odd:name.jsonl", "file"),
+        ("owner/other", "dataset"),
+        ("squad", "dataset"),
+    ):
+        found = prompt_source(address)
+        assert found.name == kind, address
+        assert "kind" not in found.model_dump()
+        assert SOURCES.read(found.model_dump()) == found
+    forced = prompt_source("sort", kind="task")
+    assert forced.model_dump()["kind"] == "task"
+    assert SOURCES.read(forced.model_dump()) == forced
+    assert open_source(forced).train(0).messages == open_source(prompt_source("task:sort")).train(0).messages
+    with pytest.raises(DataError, match="'tsk:sort': unknown source; did you mean 'task'"):
+        prompt_source("tsk:sort")
+    with pytest.raises(DataError, match="no such file"):
+        open_source(prompt_source("owner/other", kind="file"))
+    with pytest.raises(RecipeError, match=r"prompts\.1: task 'srt': no such task. Did you mean 'sort'"):
+        load_recipe({"student": "tiny/generalist", "teachers": "tiny/sorting", "prompts": ["task:sort", "task:srt"]})
+
+
+def test_prompts_for_a_loop_of_ones_own(tmp_path: Path) -> None:
+    rows = str(write(tmp_path / "rows.jsonl", [{"question": str(number), "answer": "1"} for number in range(20)]))
+    columns = {"prompt": "question"}
+    assert [prompt.text for prompt in prompts(rows, 3, start=16, columns=columns)] == ["16", "17"]
+    assert [prompt.text for prompt in prompts(rows, split="heldout", columns=columns)] == ["18", "19"]
+    assert len(prompts(rows, split="all", columns=columns)) == 20
+    first, second = prompts("task:addition", 2, start=1, domain="sums")
+    assert (first.id, second.domain) == ("task:addition/train/1", "sums")
+    assert [prompt.id for prompt in prompts("task:addition", 1, split="heldout")] == ["task:addition/heldout/0"]
+    with pytest.raises(DataError, match="no end"):
+        prompts("task:addition")
+    with pytest.raises(DataError, match="share"):
+        prompts(rows, share=0)
+
+
+def test_an_empty_system_prompt_still_goes_through_the_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,system\nhello,be brief\nhi,\n")
+    (tmp_path / "plain.csv").write_text("prompt\nhi\n")
+    asked = prompts(str(tmp_path / "rows.csv"))
+    assert [[message["role"] for message in prompt.messages or ()] for prompt in asked] == [
+        ["system", "user"],
+        ["user"],
+    ]
+    assert prompts(str(tmp_path / "plain.csv"))[0].text == "hi"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_under_a_key_of_one_object_are_told(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"question": "a"}, {"question": "b"}]}, indent=indent))
+    with pytest.raises(DataError, match="one object, with rows under 'data'; save that list alone"):
+        prompts(str(path))
+    path.write_text(json.dumps({"prompt": "a", "data": [{"x": 1}]}))
+    assert len(prompts(str(path))) == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from opd.data.rows import open_rows
 from opd.data.source import prompt_source
 from opd.data.sources import open_source, open_sources
 from opd.errors import DataError
@@ -72,11 +73,11 @@ def test_conversations_and_system_prompts(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = open_source(prompt_source(str(path))).prompts("all", None)
     assert [prompt.messages for prompt in found] == [
-        (system, user), (user,), (system, user), (system, user), None, (user,), None
+        (system, user), (user,), (system, user), (system, user), (user,), (user,), None
     ]  # fmt: skip
     assert [prompt.fields.get("completion") for prompt in found] == ["hello", *[None] * 6]
     assert "messages" not in found[0].fields
-    assert found[4].text == "hi"
+    assert found[6].text == "hi"
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -93,7 +94,9 @@ def test_folders(tmp_path: Path) -> None:
     found = source.prompts("all", None)
     assert [prompt.text for prompt in found] == ["0a", "0b", "1a", "1b"]
     assert [dict(prompt.fields) for prompt in found[:2]] == [{"score": 1.0}, {}]
-    assert [path.name for path in source.files()] == [f"train-0000{number}-of-00002.parquet" for number in range(2)]
+    assert [path.name for path in open_rows(str(hub), "train").files] == [
+        f"train-0000{number}-of-00002.parquet" for number in range(2)
+    ]
     assert [prompt.text for prompt in open_source(prompt_source(str(hub), split="test")).prompts("all", None)] == ["t"]
     with pytest.raises(DataError, match="no files of the split 'dev'; there are test, train"):
         open_source(prompt_source(str(hub), split="dev"))
@@ -111,8 +114,9 @@ def test_saved_datasets_by_split(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([2, 0])}).save_to_disk(str(tmp_path / "set"))
     source = open_source(prompt_source(str(tmp_path / "set"), split="test"))
     assert [prompt.text for prompt in source.prompts("all", None)] == ["c", "a"]
-    assert source.files()
-    assert all(path.is_file() and "test" in path.parts for path in source.files())
+    files = open_rows(str(tmp_path / "set"), "test").files
+    assert files
+    assert all(path.is_file() and "test" in path.parts for path in files)
     with pytest.raises(DataError, match="no split 'dev'; there are train, test"):
         open_source(prompt_source(str(tmp_path / "set"), split="dev"))
     (tmp_path / "set" / "test" / "state.json").write_text("[")

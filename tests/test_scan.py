@@ -154,10 +154,7 @@ def test_a_skipped_row_has_its_visit(tmp_path: Path) -> None:
 class Growing:
     """A source without end whose later prompts are longer: one of every four has 30 tokens more."""
 
-    name, size, fingerprint = "growing", None, None
-
-    def files(self) -> list[Path]:
-        return []
+    name, size = "growing", None
 
     def train(self, index: int) -> Prompt:
         long = index >= scanning.PROBE and index % 4 == 0
@@ -171,6 +168,12 @@ class Growing:
 
     def examples(self) -> list[Prompt]:
         return [self.train(0)]
+
+    def scan(self, scan: Any) -> scanning.ScannedSource:
+        return scanning.scan_endless(self, scan)
+
+    def keep_apart(self, others: Any) -> None:
+        pass
 
 
 def settings(models: dict[str, str], path: Path | None = None, **changes: Any) -> dict[str, Any]:

@@ -310,16 +310,12 @@ def _json(path: Path) -> Rows:
 
 def _require_rows(file: BinaryIO) -> None:
     """One object that holds the rows under a key is not one row a line."""
-    text = file.readline().strip()
+    line = file.readline()
+    rest = file.read() if line.strip() == b"{" else file.read(1)  # an object written over several lines
     try:
-        first = json_row(text)
+        first = json_row(line + rest)
     except BadRow:
-        if text != b"{":  # the first line of an object written over several
-            return
-        first = json_row(text + file.read())
-    else:
-        if file.read(1):
-            return
+        return  # one row a line, or told when it is read
     inner = [key for key, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if inner and not {"prompt", "messages"} & first.keys():
         raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row a line")

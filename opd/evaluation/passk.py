@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.data.render import decode
+from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
@@ -126,7 +126,7 @@ def _judge(
 ) -> list[list[Judgement]]:
     """Per prompt, one judgement per sample."""
     samples = [
-        [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
+        [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
     judged = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel

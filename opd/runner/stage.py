@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.data.render import decode, render_prompts
+from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Score, evaluate
@@ -27,7 +27,7 @@ from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.text import code, plain
+from opd.text import inline_code, plain
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampler, Sampling
@@ -36,12 +36,14 @@ SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
 class StageRun:
-    """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
+    """The live objects of a stage. `trainer.step` reads them; `runner.pipeline` drives them."""
 
     def __init__(self, spec: Stage, store: RolloutStore, resolve_model: Callable[[str], str], *,
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
+                 on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
+        self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
@@ -208,7 +210,7 @@ class StageRun:
         return {key: found["score"] for key, found in notes.items() if "score" in found}
 
     def text(self, rollout: Rollout) -> str:
-        return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+        return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
     # Evaluation
 
@@ -237,16 +239,17 @@ class StageRun:
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
     teachers = (
-        "\n".join(f"- {code(name)}: {code(teacher.model)}" for name, teacher in spec.teachers.items()) or "- none"
+        "\n".join(f"- {inline_code(name)}: {inline_code(teacher.model)}" for name, teacher in spec.teachers.items())
+        or "- none"
     )
-    terms = "\n".join(f"- {code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
+    terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
         f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {code(spec.name)}, step {step}\n\nTrained with opd from {code(spec.student.model)}.\n\n"
+        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
         f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
     )
 
