@@ -97,7 +97,7 @@ def _memory(
     )  # recurrent models have none, and state of about a width
     heads = int(getattr(config, "num_key_value_heads", None) or queries)
     head = int(getattr(config, "head_dim", None) or width // queries)
-    slots = stage.sampler.slots or 64
+    slots = stage.sampler.sequences()
     sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
     merged = (
         student * sampler
