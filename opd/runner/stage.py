@@ -28,7 +28,7 @@ from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.text import inline_code, plain
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling, TokenSampler
 
@@ -116,7 +116,15 @@ class StageRun:
         for line in self._slower():
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
-        self.optimiser = Optimiser(self.student.trainable(), spec.train)
+        self.trainer = Trainer(
+            self.student,
+            self.objective,
+            spec.train,
+            seed=spec.seed,
+            teacher_of=self.routes.get("teacher", {}),
+            check_stop=self.check_stop,
+        )
+        self.optimiser = self.trainer.optimiser
         self.version = 0
         rollout = spec.rollout
         self.sampling = Sampling(

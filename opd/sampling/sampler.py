@@ -45,6 +45,7 @@ class Sampler:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.version = model, 0
+        self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
         self._seed, self._settings = seed, SamplerSpec.model_validate(settings or {})
