@@ -87,7 +87,9 @@ class MicroBatch:
 
     def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection]]:
         """(rows, the teacher's projection of them), teacher after teacher; rows that are not open are left out."""
-        return teacher_projections(self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.device)
+        return teacher_projections(
+            self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
+        )
 
     # Log-probs of the sampled tokens, by policy
 
@@ -156,7 +158,13 @@ def autocast_head(projection: Projection) -> Projection:
     device = projection.hidden.device.type
     if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
         return projection
-    dtype = torch.get_autocast_dtype(device)
+    return in_half(projection, torch.get_autocast_dtype(device))
+
+
+def in_half(projection: Projection, dtype: torch.dtype) -> Projection:
+    """With operands of a half precision; where the student computes in fp32 or fp64, the projection as it is."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return projection
     return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
 
 
@@ -165,9 +173,10 @@ def token_ids(pack: Pack, device: torch.device) -> Tensor:
 
 
 def teacher_projections(
-    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, device: torch.device
+    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, student: Projection
 ) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
-    """Micro-batches are ordered by teacher, so mostly there is one."""
+    """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's."""
+    device = student.hidden.device
     owner = np.repeat([signals[rollout.id].teacher for rollout in pack.rollouts], pack.response_lengths)
     for name in dict.fromkeys(owner.tolist()):
         rows = np.flatnonzero((owner == name) & open_N)
@@ -177,4 +186,4 @@ def teacher_projections(
         chosen = open_N[owner == name]
         if not chosen.all():
             hidden = hidden[upload(np.flatnonzero(chosen), device)]
-        yield rows, autocast_head(teachers[name].project(hidden))
+        yield rows, in_half(teachers[name].project(hidden), student.hidden.dtype)

@@ -86,14 +86,14 @@ def train_step(
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
         return micro_batches(rollouts, train.micro_tokens, device, teacher_of)
 
-    with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+    with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
         prepared = objective.prepare(student, batch, step, cut)
     result = StepResult(prepared.metrics)
     for rollouts in updates(batch.rollouts, train, seed, step):
         weights = prepared.weights(rollouts)
         seen: list[tuple[Pack, TokenStatistics]] = []
         for micro in cut(rollouts):
-            with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+            with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
                 loss, statistics = objective(student, micro, prepared, weights)
             if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                 loss.backward()
@@ -146,5 +146,5 @@ def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm:
     optimiser.discard()
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "
-        "Lower train.lr, or set train.clip; with bfloat16 weights try float32."
+        "Lower train.lr, or set train.clip; or try train.precision: float32."
     )
