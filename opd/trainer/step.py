@@ -97,11 +97,13 @@ def train_step(
                 loss, statistics = objective(student, micro, prepared, weights)
             if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                 loss.backward()
-            if result.norms:  # the policy has moved: what differs from the sampler now is that
-                statistics.mismatch[:] = np.nan
             seen.append((micro, statistics))
             check_stop()
         norm = optimiser.clip()
+        for _, statistics in seen:  # the device is waited for once per update
+            statistics.settle()
+            if result.norms:  # the policy has moved: what differs from the sampler now is that
+                statistics.mismatch[:] = np.nan
         refuse_non_finite(step, seen, norm, optimiser)
         result.rate = optimiser.step(step)
         result.norms.append(norm)
