@@ -12,7 +12,7 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, json_text, line_of, lines_checked, write_whole
+from opd.files import disk_errors, json_text, lines_checked, write_whole
 from opd.runner.checkpoint import Saver, point_latest, read_state
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, pinned
@@ -20,6 +20,7 @@ from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.progress import Progress
+from opd.runner.reports import Reports
 from opd.runner.results import StageResult, results_table, watched
 from opd.runner.resume import (
     Standing,
@@ -32,7 +33,6 @@ from opd.runner.resume import (
 )
 from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun, checkpoint_directory
-from opd.runner.trackers import Tracker, open_trackers
 from opd.store import REPAIRED, RolloutStore
 from opd.trainer.memory import explain_memory
 from opd.trainer.step import run_step
@@ -57,7 +57,7 @@ class Pipeline:
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
-        self._trackers: list[Tracker] | None = None
+        self._reports = Reports(recipe, self._directory, self._progress)
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
         self._callbacks = Callbacks(hooks, self.live)
@@ -88,8 +88,7 @@ class Pipeline:
                 if status == "failed" and not isinstance(sys.exception(), KeyboardInterrupt):
                     self._saver.settle()
                 store.close()
-                for tracker in self._trackers or ():
-                    tracker.close()
+                self._reports.close()
                 self._summarise(status)
 
     def _advice(self) -> str:
@@ -165,9 +164,7 @@ class Pipeline:
                 self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
-        if self._trackers is None:  # only now: a start that fails is nobody's experiment
-            config = self._recipe.model_dump(mode="json")
-            self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, config)
+        self._reports.open()
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
@@ -217,7 +214,7 @@ class Pipeline:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
         step, every = result.steps, run.spec.checkpoint.every
         better = self._evaluate(run, result, step, saved.metrics)
-        self._report(run, step, saved.metrics)
+        self._reports.step(run, saved.metrics)
         saved.unreported = None
         enough = self._enough(run, result)
         if better or enough or (every and step % every == 0):
@@ -275,37 +272,6 @@ class Pipeline:
         if run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
             self._progress.say(f"WARNING: {run.spec.name}: {failure}")
 
-    # Reports
-
-    def _report(self, run: StageRun, step: int, metrics: Mapping[str, Any]) -> None:
-        self._write_line("metrics.jsonl", metrics)
-        self._progress.step(metrics)
-        numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
-        for tracker in self._trackers or ():
-            tracker.log(step, numbers)
-        if run.spec.log.samples and (step - 1) % run.spec.log.samples_every == 0:
-            self._write_samples(run, step)
-
-    def _write_samples(self, run: StageRun, step: int) -> None:
-        """A few of this step's completions, so that one can read what the numbers mean."""
-        shown: dict[str, int] = {}
-        for rollout_id in reversed(run.trajectories.newest):
-            entry = run.store.entries[rollout_id]
-            if shown.get(entry.domain, 0) < run.spec.log.samples:
-                shown[entry.domain] = shown.get(entry.domain, 0) + 1
-                (rollout,) = run.store.load([entry.id])
-                prompt = run.student.tokenizer.decode(rollout.prompt_ids.tolist())
-                line = {
-                    "step": step,
-                    "stage": run.spec.name,
-                    "domain": entry.domain,
-                    "source": entry.source,
-                    "prompt": prompt,
-                    "response": run.text(rollout),
-                    "stop": entry.stop,
-                }
-                self._write_line("samples.jsonl", line | entry.notes)
-
     # Stopping, errors, files
 
     def _on_phase(self, phase: str) -> None:
@@ -321,10 +287,6 @@ class Pipeline:
                 f"model {name!r}: no earlier stage is called {stage!r}; there are {', '.join(self._outputs) or 'none'}."
             )
         return str(self._outputs[stage])
-
-    def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
-        with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(line_of(values))
 
     def _summarise(self, status: str) -> None:
         summary = {
