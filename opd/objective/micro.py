@@ -48,10 +48,13 @@ class TokenStatistics:
         """Read from the device when `settle` is called, in the order of these calls."""
         self._unread.append(read)
 
-    def settle(self) -> None:
+    def settle(self, moved: bool = False) -> None:
+        """`moved`: the policy has been updated since the batch was drawn, so what differs from the sampler now is that."""
         for read in self._unread:
             read()
         self._unread.clear()
+        if moved:
+            self.mismatch[:] = np.nan
 
     @classmethod
     def empty(cls, count: int) -> TokenStatistics:

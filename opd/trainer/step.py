@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from opd.config import Train
@@ -101,9 +100,7 @@ def train_step(
             check_stop()
         norm = optimiser.clip()
         for _, statistics in seen:  # the device is waited for once per update
-            statistics.settle()
-            if result.norms:  # the policy has moved: what differs from the sampler now is that
-                statistics.mismatch[:] = np.nan
+            statistics.settle(moved=bool(result.norms))
         refuse_non_finite(step, seen, norm, optimiser)
         result.rate = optimiser.step(step)
         result.norms.append(norm)
