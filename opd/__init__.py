@@ -12,6 +12,7 @@ from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
     from opd.config import Recipe, load_recipe
+    from opd.data.sources import prompts
     from opd.divergences import Mixture, Projection, divergence, token_logprobs
     from opd.errors import (
         DataError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),
+    "opd.data.sources": ("prompts",),
     "opd.divergences": ("Mixture", "Projection", "divergence", "token_logprobs"),
     "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
                    "TrainingError", "UserError"),
@@ -71,6 +73,7 @@ __all__ = [
     "divergence",
     "load_model",
     "load_recipe",
+    "prompts",
     "register",
     "resume",
     "run",

@@ -78,6 +78,12 @@ def _objective(stage: Stage) -> Iterator[str]:
     yield from refusals(StageView.of(stage))
 
 
+def _prompts(stage: Stage) -> Iterator[str]:
+    view = StageView.of(stage)
+    for number, source in enumerate(stage.prompts):
+        yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+
+
 def _teachers(stage: Stage) -> Iterator[str]:
     asked = list(dict.fromkeys(["teacher", *(role for term in stage.objective for role in term.roles)]))
     for name, spec in stage.teachers.items():
@@ -120,4 +126,4 @@ def _device(stage: Stage) -> Iterator[str]:
         yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
 
 
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _teachers, _evaluation, _files, _device)
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _prompts, _teachers, _evaluation, _files, _device)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from opd import families
 from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
+from opd.data.source import SOURCES, PromptSource
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
@@ -52,53 +53,6 @@ class TeacherSpec(BaseModel):
     )
     dtype: Dtype = "float32"
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
-
-
-# What rendering a chat template is given by us, or would do with text that is still to be encoded.
-RESERVED_KWARGS = frozenset(
-    [
-        "conversation",
-        "messages",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)
-
-
-class PromptSource(BaseModel):
-    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
-
-    model_config = SETTINGS
-    source: Address
-    domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
-    share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
-    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
-    eval_source: Address | None = Field(
-        None, description="held-out prompts; default: the task's own held-out split, else the last rows"
-    )
-    limit: Positive | None = Field(None, description="use at most this many rows")
-    columns: dict[Word, Word] = Field(
-        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(RESERVED_KWARGS & value.keys())
-        if taken:
-            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
-        return value
 
 
 class Data(BaseModel):
@@ -296,7 +250,7 @@ class Stage(BaseModel):
     name: Word = "main"
     student: Student
     teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
-    prompts: list[PromptSource] = Field(min_length=1)
+    prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
@@ -372,8 +326,7 @@ class Stage(BaseModel):
     @field_validator("prompts", mode="before")
     @classmethod
     def _prompts(cls, value: Any) -> Any:
-        rows = value if isinstance(value, list) else [value]
-        return [{"source": row} if isinstance(row, str) else row for row in rows]
+        return value if isinstance(value, list) else [value]
 
     @field_validator("objective", mode="before")
     @classmethod
