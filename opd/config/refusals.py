@@ -124,8 +124,6 @@ def _files(stage: Stage) -> Iterator[str]:
 def _device(stage: Stage) -> Iterator[str]:
     if stage.device == "cpu" and stage.sampler.compile:
         yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
-    if stage.train.autocast and stage.student.dtype == "bfloat16":
-        yield "train.autocast computes in bfloat16, which student.dtype bfloat16 does already. Set dtype: float32, or drop autocast."
 
 
 CHECKS = (_rollouts, _authors, _coefficients, _objective, _prompts, _teachers, _evaluation, _files, _device)

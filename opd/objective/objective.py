@@ -132,6 +132,6 @@ class Objective:
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
             if weight_N.any():  # tokens a term leaves alone cost nothing
                 loss = term.term.loss(term, micro, weight_N)
-                micro.statistics.loss[term.name] = float(loss.detach())
+                micro.note_loss(term.name, loss)
                 total = total + loss
         return total, micro.statistics

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
+from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
@@ -56,7 +57,7 @@ class StageRun:
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
-        self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
+        self.student = load_model(resolve_model(student.model), dtype=WEIGHTS[spec.train.precision_on(device)], revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
         models: dict[str, LanguageModel] = {}
         for name, teacher in spec.teachers.items():
