@@ -20,6 +20,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from opd import families
+from opd.errors import RecipeError
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
@@ -57,6 +59,21 @@ def changed(settings: BaseModel) -> set[str]:
     """Keys that differ from their defaults; a resolved recipe spells out all of them."""
     fields = type(settings).model_fields.items()
     return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
+
+
+def by_hand(what: str, kind: Any, given: Any) -> Any:
+    """Settings that a Python program gives, read as a recipe's would be."""
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors(include_url=False):
+            place = ".".join([what, *map(str, detail["loc"])])
+            message = (
+                "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"].removeprefix("Value error, ")
+            )
+            lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")
+        raise RecipeError("\n".join(lines)) from None
 
 
 @dataclass(frozen=True)

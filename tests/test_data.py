@@ -119,6 +119,8 @@ def test_reasoning_gym() -> None:
         open_source(prompt_source("reasoning_gym:nothing"))
     with pytest.raises(DataError, match="refused"):
         open_source(prompt_source("reasoning_gym:basic_arithmetic", options={"nonsense": 1}))
+    with pytest.raises(DataError, match=r"options .* were refused"):  # seen only when a question is made
+        open_source(prompt_source("reasoning_gym:chain_sum", options={"min_terms": 2.5}))
 
 
 class Finite:

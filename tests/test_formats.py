@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from opd.data import folders
 from opd.data.rows import open_rows
 from opd.data.source import prompt_source
 from opd.data.sources import open_source, open_sources
@@ -106,6 +107,17 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files with rows"):
         open_source(prompt_source(str(tmp_path / "empty")))
+
+
+def test_a_disk_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_text('{"prompt": "x"}\n')
+    monkeypatch.setattr(folders, "MANY_FILES", 3)
+    with pytest.raises(DataError, match="more than 3 files in this folder"):
+        open_source(prompt_source(str(tmp_path)))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"cannot be read \(No such file"):  # gone in the middle, or not ours to read
+        folders._visible_files(tmp_path / "gone")
 
 
 def test_saved_datasets_by_split(tmp_path: Path) -> None:

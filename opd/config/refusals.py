@@ -122,9 +122,4 @@ def _files(stage: Stage) -> Iterator[str]:
         yield from tracker.refuse(StageView.of(stage))
 
 
-def _device(stage: Stage) -> Iterator[str]:
-    if stage.train.autocast and stage.student.dtype == "bfloat16":
-        yield "train.autocast computes in bfloat16, which student.dtype bfloat16 does already. Set dtype: float32, or drop autocast."
-
-
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _evaluation, _files, _device)
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _evaluation, _files)

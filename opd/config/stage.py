@@ -29,7 +29,6 @@ class Student(BaseModel):
     model_config = SETTINGS
     model: Address
     revision: Word | None = None
-    dtype: Dtype = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
 
@@ -57,6 +56,15 @@ class Data(BaseModel):
     )
 
 
+Precision = Literal["auto", "mixed", "float32", "autocast", "bfloat16"]
+WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
+    "mixed": "bfloat16",
+    "float32": "float32",
+    "autocast": "float32",
+    "bfloat16": "bfloat16",
+}
+
+
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
@@ -70,7 +78,14 @@ class Train(BaseModel):
     epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
-    autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
+    precision: Precision = Field(
+        "auto",
+        description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
+    )
+
+    def precision_on(self, device: str) -> Precision:
+        """What `auto` means on a device: `cuda`, `cuda:1`, `cpu`."""
+        return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
 class EarlyStop(BaseModel):
@@ -170,6 +185,33 @@ class Stage(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_precision(cls, raw: Any) -> Any:
+        """`student.dtype` and `train.autocast`, as recipes had them before `train.precision`, go on meaning what they meant."""
+        if not isinstance(raw, Mapping):
+            return raw
+        student, train = raw.get("student"), raw.get("train")
+        dtype = student.get("dtype") if isinstance(student, Mapping) else None
+        autocast = train.get("autocast") if isinstance(train, Mapping) else None
+        if dtype is None and autocast is None:
+            return raw
+        if dtype not in (None, "float32", "bfloat16") or autocast not in (None, True, False):
+            raise ValueError(
+                f"student.dtype {dtype!r} and train.autocast {autocast!r} are now train.precision: set that"
+            )
+        if autocast and dtype == "bfloat16":
+            raise ValueError(
+                "student.dtype bfloat16 with train.autocast: set train.precision to one of mixed and autocast"
+            )
+        if isinstance(train, Mapping) and train.get("precision", "auto") != "auto":
+            raise ValueError("train.precision replaces student.dtype and train.autocast: drop those")
+        rest = {key: value for key, value in (train or {}).items() if key != "autocast"}
+        found = {**raw, "train": {**rest, "precision": "autocast" if autocast else dtype or "float32"}}
+        if isinstance(student, Mapping):
+            found["student"] = {key: value for key, value in student.items() if key != "dtype"}
+        return found
 
     @model_validator(mode="after")
     def _plateau(self) -> Stage:

@@ -19,10 +19,13 @@ from opd.data.source import Opening, PromptSource, Source, Split, Wanted, anythi
 from opd.data.tasks import Task, get_task
 from opd.errors import DataError
 from opd.settings import StageView
+from opd.text import first_line, plain
 from opd.types import Prompt
 
 TASK, GYM = "task:", "reasoning_gym:"  # what their verifiers are called by
 GYM_HELD_OUT, GYM_TRAIN_SEED, GYM_HELD_OUT_SEED = 1000, 0, 1_000_003
+# What generators of many hands raise about options they cannot use.
+GYM_ERRORS = (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 class GeneratedPrompts(PromptSource):
@@ -127,9 +130,11 @@ class GymSource(Generator):
         try:
             self._train = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=GYM_TRAIN_SEED, **options)
             self._held = reasoning_gym.create_dataset(task, size=GYM_HELD_OUT, seed=GYM_HELD_OUT_SEED, **options)
-        except (TypeError, AssertionError, ValueError) as error:
-            raise DataError(f"prompts 'reasoning_gym:{task}': options {dict(options)} were refused: {error}") from None
-        self.held_questions = {self._held[index]["question"] for index in range(GYM_HELD_OUT)}
+            # Generators look at some options only when they use them.
+            self.held_questions = {self._held[index]["question"] for index in range(GYM_HELD_OUT)}
+        except GYM_ERRORS as error:
+            given = f"options {plain(str(dict(options)))} were refused"
+            raise DataError(f"prompts 'reasoning_gym:{task}': {given} ({first_line(error)}).") from None
         self._skip: list[int] = []  # raw index of each training prompt handed out so far
 
     def keep_apart(self, others: list[Source]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from opd.models.language_model import LanguageModel
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.sampling.samplers import SAMPLERS, SamplerKind
+from opd.settings import by_hand
 from opd.types import Prompt, Rollout, SampleRequest, Sampling, TokenSampler
 
 ROOM = 256  # tokens of the shortest sequence there is room for
@@ -44,11 +45,11 @@ class Sampler:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.version = model, 0
+        self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
-        kind = SAMPLERS.read(settings or {})
-        assert isinstance(kind, SamplerKind)
-        self._seed, self._kind = seed, kind
+        self._seed = seed
+        self._kind: SamplerKind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], settings or {})
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
         self._room = 0
