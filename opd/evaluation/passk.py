@@ -13,7 +13,7 @@ from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
-from opd.types import Judgement, Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
+from opd.types import Judgement, Prompt, Reward, Sample, SampleRequest, Sampling, TokenSampler
 
 ROUNDING = 1e-9  # of weighted sums
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
@@ -66,7 +66,7 @@ class Score:
 
 
 def evaluate(
-    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
+    sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
     reward: Reward = verify,
 ) -> dict[str, Score]:  # fmt: skip
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _answers(
-    sampler: Sampler,
+    sampler: TokenSampler,
     questions: Mapping[str, Sequence[Question]],
     sampling: Sampling,
     samples: int,

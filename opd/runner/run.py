@@ -90,7 +90,7 @@ def run(
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     overrides = tuple(overrides)
     given = None if prompts is None else GivenPrompts.of(prompts)
-    loaded = load_recipe(recipe, overrides, prompts=given and given.sources)
+    loaded = load_recipe(recipe, overrides, prompts=None if given is None else given.sources)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
+from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
@@ -21,16 +22,15 @@ from opd.models.tokenizers import require_same, share_vocabulary
 from opd.objective.objective import Objective
 from opd.runner.checks import check_stage
 from opd.runner.prompts import Looked, response_limit
-from opd.sampling.choose import open_sampler, require_slots
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.text import inline_code, plain
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampler, Sampling
+from opd.types import Rollout, Sample, Sampling, TokenSampler
 
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
@@ -56,7 +56,7 @@ class StageRun:
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
-        self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
+        self.student = load_model(resolve_model(student.model), dtype=WEIGHTS[spec.train.precision_on(device)], revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
         models: dict[str, LanguageModel] = {}
         for name, teacher in spec.teachers.items():
@@ -107,16 +107,24 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine: Sampler = open_sampler(
-            self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
+        self.engine: TokenSampler = spec.sampler.open(
+            self.student.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids
         )
         if spec.rollout.teacher_mix:
             mixed = set(self.routes.get("teacher", {}).values())
-            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
+            spec.sampler.require_mixing([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
         for line in self._slower():
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
-        self.optimiser = Optimiser(self.student.trainable(), spec.train)
+        self.trainer = Trainer(
+            self.student,
+            self.objective,
+            spec.train,
+            seed=spec.seed,
+            teacher_of=self.routes.get("teacher", {}),
+            check_stop=self.check_stop,
+        )
+        self.optimiser = self.trainer.optimiser
         self.version = 0
         rollout = spec.rollout
         self.sampling = Sampling(
@@ -127,8 +135,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Sampler] = {}
-        self._mixed_engines: dict[str, Sampler] = {}
+        self._teacher_engines: dict[str, TokenSampler] = {}
+        self._mixed_engines: dict[str, TokenSampler] = {}
         desk = Desk(
             tokenizer, rollout.max_new_tokens, self.stop_ids, self.routes.get("teacher", {}), self.engine, self.teacher_engine,
             self.mixed_engine, lambda visit: spec.prompts[visit.source].chat_template_kwargs,
@@ -152,12 +160,12 @@ class StageRun:
             found.add(f"{self.student.name} {self.engine.manner}")
         return sorted(found)
 
-    def teacher_engine(self, name: str) -> Sampler:
+    def teacher_engine(self, name: str) -> TokenSampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Sampler:
+    def mixed_engine(self, name: str) -> TokenSampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -165,10 +173,10 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return open_sampler(
-            model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
+        return self.spec.sampler.open(
+            model.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
     def publish(self, version: int | None = None) -> None:
@@ -214,7 +222,7 @@ class StageRun:
 
     # Evaluation
 
-    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: TokenSampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
