@@ -12,7 +12,6 @@ from opd.config.read import (
     validate,
     written,
 )
-from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
@@ -46,8 +45,6 @@ __all__ = [
     "Lora",
     "PromptSource",
     "Recipe",
-    "RewardSpec",
-    "Rewards",
     "Rollouts",
     "SamplerSpec",
     "Stage",

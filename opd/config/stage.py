@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd import families
 from opd.config.names import check_name
-from opd.config.rewards import Rewards, read_rewards
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
+from opd.rewards.settings import AnyRewards, Rewards
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
 
 
@@ -284,7 +284,7 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
     objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
-    rewards: Rewards = Rewards()
+    rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -335,11 +335,6 @@ class Stage(BaseModel):
     @classmethod
     def _objective(cls, value: Any) -> Any:
         return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: Any) -> Any:
-        return read_rewards(value)
 
     @field_validator("log", mode="before")
     @classmethod

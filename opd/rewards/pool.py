@@ -1,7 +1,7 @@
-"""Worker processes that can be killed: a scorer that hangs costs one sample, never the run. No threads, no signals.
+"""Worker processes that can be killed: a reward that hangs costs one sample, never the run. No threads, no signals.
 
 `kind` says what a pool's workers stand behind: the walls of a sandbox, or none. Workers start when first needed, stay, and
-end with this process; each answer is judged in a fork of its worker (`worker`).
+end with this process; answers that may do harm are rewarded in a fork of their worker (`worker`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from functools import cache
 
 from opd import sandbox
 from opd.rewards import launch
-from opd.rewards.travel import READY, Reply, failure, read_reply
+from opd.rewards.protocol import READY, Reply, failure, read_reply
 from opd.sandbox.memory import resident
-from opd.types import Judgement
+from opd.types import RewardResult
 
-START = 120.0  # seconds for a worker to start or to load a scorer
+START = 120.0  # seconds for a worker to start or to load a reward
 LONGEST_REPLY = 1 << 20
 TRIES = 2  # workers for one sample, if the first one dies with it
 SLACK = 10.0  # seconds beyond twice its limit after which a worker that keeps the time itself is given up
@@ -34,10 +34,10 @@ log = logging.getLogger("opd.rewards")
 
 @dataclass
 class Task:
-    """One sample to judge. `own_time`: the worker forks and keeps the limit itself."""
+    """One sample to reward. `own_time`: the worker forks and keeps the limit itself."""
 
     message: bytes
-    name: str
+    bounds: tuple[float, float]
     limit: float
     own_time: bool = True
     tries: int = 0
@@ -46,7 +46,7 @@ class Task:
 
 
 class Worker:
-    """One process, and what passes through its pipes. States: starting, idle, loading, judging."""
+    """One process, and what passes through its pipes. States: starting, idle, loading, rewarding."""
 
     def __init__(self, kind: str) -> None:
         self.status: int | None = None
@@ -108,7 +108,7 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Judge every task, each within its limit. Replies are left on the tasks."""
+        """Reward every sample, each within its limit. Replies are left on the tasks."""
         with self._lock, selectors.DefaultSelector() as selector:
             waiting = deque(tasks)
             while waiting or any(worker.task for worker in self.workers):
@@ -176,7 +176,7 @@ class Pool:
             worker.deadline = time.monotonic() + (2 * worker.task.limit + SLACK if own else worker.task.limit)
         last = rest if loaded == READY.strip() else worker.received
         if last.endswith(b"\n"):
-            worker.task.reply = read_reply(last, worker.task.name)
+            worker.task.reply = read_reply(last, worker.task.bounds)
             if worker.task.reply is None:
                 return False
             worker.task = None
@@ -194,7 +194,7 @@ class Pool:
         elif task.begun:
             task.reply = failure(f"its worker {how}")
         else:
-            task.reply = Reply(Judgement(None, error=f"its worker {how} before it began. {said}"))
+            task.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
 
     def _late(self, worker: Worker, waiting: deque[Task]) -> None:
         task, self.workers = worker.task, [other for other in self.workers if other is not worker]
@@ -204,7 +204,7 @@ class Pool:
         elif task.begun:
             task.reply = failure(f"took longer than {task.limit:g} seconds", timed_out=True)
         else:
-            task.reply = Reply(Judgement(None, error=f"its scorer did not load in {START:.0f} seconds"), timed_out=True)
+            task.reply = Reply(RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True)
 
     def _unstarted(self, waiting: deque[Task], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
@@ -213,7 +213,7 @@ class Pool:
             return
         log.warning("rewards: their workers cannot start. %s", said)
         while waiting:
-            waiting.popleft().reply = Reply(Judgement(None, error=f"its worker could not start. {said}"))
+            waiting.popleft().reply = Reply(RewardResult(None, error=f"its worker could not start. {said}"))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -221,11 +221,11 @@ class Pool:
         self.workers = []
 
 
-def pool(kind: str, function: str = "") -> Pool:
-    """The pool that rewards of this process share. A function that keeps its process shares it with no other."""
-    return _pool(kind, function)
+def pool(kind: str, keeper: str = "") -> Pool:
+    """The pool that rewards of this process share; a `keeper` of its process shares it with no other."""
+    return _pool(kind, keeper)
 
 
 @cache
-def _pool(kind: str, function: str) -> Pool:
+def _pool(kind: str, keeper: str) -> Pool:
     return Pool(kind)

@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from opd.config import RewardSpec
-from opd.types import Judgement, Prompt, Sample
+from opd import plugins
+from opd.rewards.reward import FAMILY, RewardKind
+from opd.types import Prompt, RewardResult, Sample
 
-RANGE = {"custom": (-1e6, 1e6)}  # of scores, by kind; all others: 0 to 1
 SHORT = 1 << 63  # longer integers travel in hexadecimal: decimal digits of one are limited
 READY = b"ready\n"  # a worker has started, or has loaded what the sample at hand needs
 
@@ -63,74 +63,97 @@ TAGS: dict[str, Callable[[Any], Any]] = {
 
 
 class Request(NamedTuple):
-    """A sample on its way to a scorer, and the seconds it may take."""
+    """A sample on its way to a worker, the reward as the recipe has it, and the seconds it may take."""
 
-    name: str
-    spec: RewardSpec
+    kind: RewardKind
+    sandbox: str  # `rewards.sandbox` of the recipe
     sample: Sample
     limit: float
 
+    def chosen(self) -> RewardKind:
+        """The reward that the sample gets. ValueError: there is none."""
+        found = self.kind.chosen(self.sample.prompt.fields)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found.within(self.sandbox)
+
 
 class Reply(NamedTuple):
-    """A judgement on its way back. `lasting`: the same answer would cost as much again, so the failure is remembered."""
+    """A result on its way back. `lasting`: the same answer would cost as much again, so the failure is remembered."""
 
-    judgement: Judgement
+    result: RewardResult
     lasting: bool = False
     timed_out: bool = False
 
 
 def failure(error: str, *, timed_out: bool = False) -> Reply:
-    """An answer that brought its scorer down."""
-    return Reply(Judgement(None, error=error, by_answer=True), lasting=True, timed_out=timed_out)
+    """An answer that brought its reward down."""
+    return Reply(RewardResult(None, error=error, by_answer=True), lasting=True, timed_out=timed_out)
 
 
 def write_request(request: Request) -> bytes:
     """Raises ValueError, TypeError or RecursionError for fields that cannot travel."""
-    name, spec, sample, limit = request
+    kind, sandbox, sample, limit = request
     prompt = sample.prompt
-    facts = {"id": prompt.id, "domain": prompt.domain, "text": prompt.text, "messages": pack(prompt.messages)}
-    body = {"name": name, "spec": spec.model_dump(mode="json"), "limit": limit, "prompt": facts, "fields": pack(prompt.fields)}  # fmt: skip
-    return json.dumps({**body, "text": sample.text}).encode() + b"\n"
+    body = {
+        "kind": kind.model_dump(mode="json"),
+        "plugin": plugins.origin(type(kind)),
+        "sandbox": sandbox,
+        "limit": limit,
+        "prompt": {"id": prompt.id, "domain": prompt.domain, "text": prompt.text, "messages": pack(prompt.messages)},
+        "fields": pack(prompt.fields),
+        "text": sample.text,
+    }
+    return json.dumps(body).encode() + b"\n"
 
 
 def read_request(line: bytes) -> Request:
     body = json.loads(line)
+    if body["plugin"] is not None:
+        plugins.load([body["plugin"]])
     prompt = Prompt(**{**body["prompt"], "messages": unpack(body["prompt"]["messages"])}, fields=unpack(body["fields"]))
-    spec = RewardSpec.model_validate(body["spec"])
-    return Request(body["name"], spec, Sample(prompt, body["text"]), body["limit"])
+    kind = FAMILY.read(body["kind"])
+    assert isinstance(kind, RewardKind)
+    return Request(kind, body["sandbox"], Sample(prompt, body["text"]), body["limit"])
 
 
-def content(request: Request) -> bytes:
-    """What a judgement depends on. Only functions of one's own can see which prompt it is, beyond its fields."""
-    name, spec, sample, _ = request
+def content(kind: RewardKind, sample: Sample) -> bytes:
+    """What a reward depends on. Only rewards of one's own can see which prompt it is, beyond its fields."""
     prompt = sample.prompt
-    facts = [prompt.id, prompt.domain, prompt.text, pack(prompt.messages)] if name == "custom" else []
-    whole = [name, spec.model_dump(mode="json"), facts, pack(prompt.fields), sample.text]
+    facts = [prompt.id, prompt.domain, prompt.text, pack(prompt.messages)] if kind.sees_prompt else []
+    whole = [kind.model_dump(mode="json"), facts, pack(prompt.fields), sample.text]
     return hashlib.blake2b(json.dumps(whole).encode(), digest_size=16).digest()
 
 
 def write_reply(reply: Reply) -> bytes:
-    found = reply.judgement
-    body = {"score": found.score, "per_turn": found.per_turn[:10_000], "feedback": found.feedback[:2000], "error": found.error[:500],
-            "by_answer": found.by_answer, "lasting": reply.lasting, "timed_out": reply.timed_out}  # fmt: skip
+    result = reply.result
+    body = {
+        "reward": result.reward,
+        "per_turn": result.per_turn[:10_000],
+        "feedback": result.feedback[:2000],
+        "error": result.error[:500],
+        "by_answer": result.by_answer,
+        "lasting": reply.lasting,
+        "timed_out": reply.timed_out,
+    }
     return json.dumps(body, default=str).encode() + b"\n"
 
 
-def read_reply(line: bytes, name: str) -> Reply | None:
-    """None: no judgement, whatever it is. A process that ran a hostile answer may say anything."""
-    low, high = RANGE.get(name, (0.0, 1.0))
+def read_reply(line: bytes, bounds: tuple[float, float]) -> Reply | None:
+    """None: no result, whatever it is. A process that ran a hostile answer may say anything."""
+    low, high = bounds
     try:
         body = json.loads(line)
-        score, turns = body["score"], tuple(body["per_turn"])
-        for value in (score, *turns):
+        reward, turns = body["reward"], tuple(body["per_turn"])
+        for value in (reward, *turns):
             if value is not None and not (type(value) in (int, float) and low <= value <= high):
                 return None
-        whole = Judgement(
-            None if score is None else float(score),
+        whole = RewardResult(
+            None if reward is None else float(reward),
             tuple(float(turn) for turn in turns),
             str(body["feedback"])[:2000],
             str(body["error"])[:500],
-            by_answer=score is None and body["by_answer"] is True,
+            by_answer=reward is None and body["by_answer"] is True,
         )
         return Reply(whole, body["lasting"] is True, body["timed_out"] is True)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
