@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,16 @@ MISTAKES = 10  # named in one message
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
-def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Iterable[str] = (),
+    *,
+    prompts: Sequence[Mapping[str, Any]] | None = None,
+) -> Recipe:
     """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
 
-    Paths in a file are relative to it; those in overrides and in a mapping to the working directory.
+    Paths in a file are relative to it; those in overrides and in a mapping to the working directory. `prompts` stand in place
+    of the recipe's own, as they are.
     """
     here, overrides = Path.cwd(), tuple(overrides)
     if isinstance(recipe, Recipe):
@@ -35,6 +41,8 @@ def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
             raise RecipeError(
                 f"overrides {shown(list(overrides))} are for recipes that are read: give a file, a name or a mapping."
             )
+        if prompts is not None:
+            raise RecipeError("prompts= is for recipes that are read: give a file, a name or a mapping, not a Recipe.")
         return recipe
     if isinstance(recipe, Mapping):
         name, base, raw = "run", here, plain(recipe)
@@ -43,6 +51,8 @@ def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
         name, base = name_of_file(path.stem), here / path.parent
         raw = plain(parse_yaml(read_text(path), str(path)))
     raw = anchored(raw, base)
+    if prompts is not None:
+        raw["prompts"] = [dict(source) for source in prompts]
     for override in overrides:
         apply_override(raw, override, here)
     return resolve(raw, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +29,16 @@ LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how 
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
 
-def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool = True) -> dict[str, Inputs]:
-    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too."""
-    files = {stage.name: list(_files(stage)) for stage in stages}
+def inputs_of(
+    stages: Sequence[Stage], say: Callable[[str], None], directory: Path | None = None, *, hub: bool = True
+) -> dict[str, Inputs]:
+    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too.
+
+    What lies in the run's own directory goes by its name there: the directory may move.
+    """
+    files = {
+        stage.name: [(path, _inside(name, directory), what) for path, name, what in _files(stage)] for stage in stages
+    }
     reader = _Reader({path for found in files.values() for path, *_ in found}, say)
     found: dict[str, Inputs] = {}
     for stage in stages:
@@ -81,6 +89,10 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
 
 
 # What there is to read
+
+
+def _inside(name: str, directory: Path | None) -> str:
+    return name if directory is None else name.removeprefix(f"{directory.absolute()}{os.sep}")
 
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:

@@ -123,7 +123,7 @@ class Pipeline:
         if self._inputs is None:
             self._progress.say("this run began before checksums of inputs were kept: changed ones would not be noticed")
             return
-        now = inputs_of(stages, self._progress.say, hub=False)
+        now = inputs_of(stages, self._progress.say, self._directory, hub=False)
         for stage in stages:
             check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory)
 

@@ -32,6 +32,8 @@ from opd.files import (
 )
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import versions as plugin_versions
+from opd.runner.given import FOLDER as INPUTS
+from opd.runner.given import GivenPrompts
 from opd.runner.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
 from opd.text import plain
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
 RUNS = Path("runs")
 EARLY = {
     NAME,
+    INPUTS,
     PLUGINS,
     "recipe.yaml",
     "resolved.yaml",
@@ -52,7 +55,7 @@ EARLY = {
     f".{SEALS}.partial",
 }
 WRITTEN = ("rollouts", "checkpoints", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME}), NAME)  # fmt: skip
+           "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 
 class Run:
@@ -135,6 +138,7 @@ class Run:
 def run(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     *,
+    prompts: Any = None,
     overrides: Iterable[str] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -146,6 +150,9 @@ def run(
     A run directory that is taken is left alone: the run goes into `NAME-2`, `NAME-3`, … With `resume` it goes into `out` and
     nowhere else, and one that has begun there goes on: what a job script calls again and again.
 
+    `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
+    The run keeps them in its directory, so `opd.resume` needs no more.
+
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
     """
     from rich.console import Console
@@ -154,15 +161,16 @@ def run(
     from opd.config.names import check_output
 
     overrides = tuple(overrides)
-    loaded = load_recipe(recipe, overrides)
+    given = None if prompts is None else GivenPrompts.of(prompts)
+    loaded = load_recipe(recipe, overrides, prompts=given and given.sources)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
         if (lock.directory / SEALS).exists():
-            _require_same(lock.directory, loaded)
+            _require_same(lock.directory, loaded, given)
             _go_on(lock, None, quiet, shown)
         else:
-            _start(lock, made, written(recipe, overrides), loaded, quiet, shown)
+            _start(lock, made, written(recipe, overrides), loaded, given, quiet, shown)
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():
@@ -171,18 +179,27 @@ def run(
     return Run(lock.directory)
 
 
-def _start(lock: RunLock, made: bool, given: str, recipe: Recipe, quiet: bool, console: Console) -> None:
+def _start(
+    lock: RunLock, made: bool, text: str, recipe: Recipe, given: GivenPrompts | None, quiet: bool, console: Console
+) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
     began = False
     try:
         from opd.runner.inputs import inputs_of
 
-        inputs = inputs_of(recipe.stages, lambda line: None if quiet else console.print(line, highlight=False))
+        placed = recipe
+        if given is not None:
+            placed = given.inside(recipe, lock.directory)
+            with disk_errors(lock.directory, lambda: "start again."):
+                given.write(lock.directory)
+        inputs = inputs_of(
+            placed.stages, lambda line: None if quiet else console.print(line, highlight=False), lock.directory
+        )
         with disk_errors(lock.directory, lambda: "start again."):
-            _write_recipe(lock.directory, given, recipe, inputs)
+            _write_recipe(lock.directory, text, recipe, inputs)
         from opd.runner.pipeline import Pipeline
 
-        pipeline = Pipeline(recipe, lock, inputs, console, quiet)
+        pipeline = Pipeline(placed, lock, inputs, console, quiet)
         try:
             pipeline.run()
         finally:
@@ -191,6 +208,8 @@ def _start(lock: RunLock, made: bool, given: str, recipe: Recipe, quiet: bool, c
         raise
     except Exception:
         if not began:
+            if given is not None:
+                given.withdraw(lock.directory)
             _withdraw(lock.directory, made)
         raise
 
@@ -256,7 +275,10 @@ def verified_recipe(directory: Path) -> Recipe:
     return loaded
 
 
-def _require_same(directory: Path, recipe: Recipe) -> None:
+def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
+    if given is not None:
+        given.require_same(directory)
+        recipe = given.inside(recipe, directory)
     if verified_recipe(directory).stages != recipe.stages:
         raise RunDirectoryError(
             f"{directory} was begun with another recipe than this one (see {directory / 'resolved.yaml'}). Go on with its own: "
