@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from opd.models import load_model
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
-    from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
+    from opd.rewards import Reward
+    from opd.types import Prompt, RewardResult, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
 PLACES = {
@@ -40,12 +41,12 @@ PLACES = {
     "opd.models": ("load_model",),
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
-    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
+    "opd.rewards": ("Reward",),
+    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample", "Teacher"),
 }  # fmt: skip
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [
     "DataError",
-    "Judgement",
     "LanguageModel",
     "Mixture",
     "ModelError",
@@ -56,6 +57,8 @@ __all__ = [
     "Prompt",
     "Recipe",
     "RecipeError",
+    "Reward",
+    "RewardResult",
     "Rollout",
     "Run",
     "RunDirectoryError",

@@ -61,9 +61,9 @@ def open_source(spec: PromptSource) -> Source:
 
 
 def open_sources(
-    specs: Sequence[PromptSource], *, bad_rows: BadRows = "stop", judged: bool = False, told: Told = silent
+    specs: Sequence[PromptSource], *, bad_rows: BadRows = "stop", rewarded: bool = False, told: Told = silent
 ) -> list[Source]:
-    """All of a recipe's sources. `judged`: its rewards need no answer, so rows without one can be evaluated on too.
+    """All of a recipe's sources. `rewarded`: its rewards need no answer, so rows without one can be evaluated on too.
 
     Every row is looked at. Ids of a source listed again, say with other options, say which time this is: `task:sort#2/…`.
     """
@@ -83,7 +83,7 @@ def open_sources(
         elif spec.source.startswith(GYM):
             sources.append(GymSource(spec.source.removeprefix(GYM), spec.options, spec.domain, suffix))
         else:
-            sources.append(RowSource(spec, label + suffix, bad_rows=bad_rows, judged=judged, told=told))
+            sources.append(RowSource(spec, label + suffix, bad_rows=bad_rows, rewarded=rewarded, told=told))
     _hold_out_together([source for source in sources if isinstance(source, GymSource)])
     return sources
 
@@ -163,7 +163,7 @@ class Survey:
 class RowSource:
     """Rows of a file or dataset. Without an eval_source, the last tenth is kept back where answers can be checked."""
 
-    def __init__(self, spec: PromptSource, label: str, *, bad_rows: BadRows, judged: bool, told: Told) -> None:
+    def __init__(self, spec: PromptSource, label: str, *, bad_rows: BadRows, rewarded: bool, told: Told) -> None:
         self.spec, self.name, self._label, self._domain = spec, spec.source, label, default_domain(spec)
         self._rows = open_rows(spec.source, spec.split)
         count = min(len(self._rows), spec.limit or len(self._rows))
@@ -175,7 +175,7 @@ class RowSource:
                 0,
             )
             self._held_survey = _checked(self._held, len(self._held), spec, spec.eval_source, bad_rows, told)
-        elif (self.survey.checkable or judged) and count > 1:
+        elif (self.survey.checkable or rewarded) and count > 1:
             self._held_from = count - max(1, int(count * HELD_OUT_ROWS))
             count = self._held_from
         self.size: int | None = count

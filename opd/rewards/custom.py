@@ -58,6 +58,18 @@ class Custom(Reward):
                 "Write file.py:function, with the path of the file relative to the recipe."
             )
 
+    def file(self) -> Path | None:
+        """`file.py:function`, or the module's file where Python would find it."""
+        module = self.function.rpartition(":")[0]
+        if module.endswith(".py"):
+            path = Path(module).expanduser()
+            return path if path.is_file() else None
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            return None  # the check of rewards says so
+        return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
     def load(self) -> None:
         find_function(self.function)
 

@@ -204,7 +204,9 @@ class Pool:
         elif task.begun:
             task.reply = failure(f"took longer than {task.limit:g} seconds", timed_out=True)
         else:
-            task.reply = Reply(RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True)
+            task.reply = Reply(
+                RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True
+            )
 
     def _unstarted(self, waiting: deque[Task], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -80,6 +81,10 @@ class RewardKind(Choice):
         """The sandbox that its workers stand in."""
         return sandbox_here(sandbox) if self.evaluates else "none"
 
+    def file(self) -> Path | None:
+        """The user's own file that it reads, if any: a run notices when it changes."""
+        return None
+
     def load(self) -> None:
         """Everything it imports, so that it is not the sample's time. What an answer may reach is guarded first."""
         if self.package:
@@ -111,7 +116,12 @@ class RewardFamily(Family):
         return super().read(value)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"anyOf": [*super().__get_pydantic_json_schema__(schema, handler)["anyOf"], {"type": "string", "pattern": ":"}]}
+        return {
+            "anyOf": [
+                *super().__get_pydantic_json_schema__(schema, handler)["anyOf"],
+                {"type": "string", "pattern": ":"},
+            ]
+        }
 
 
 FAMILY = RewardFamily("reward", default="verifier")

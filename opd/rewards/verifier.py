@@ -12,7 +12,13 @@ from opd.rewards.guards import guard_reasoning_gym
 from opd.rewards.reward import RewardKind, right
 from opd.types import Prompt, RewardResult, Sample
 
-IN_ROWS = ("exact", "numeric", "maths", "code", "json")  # what a row may name: nothing that runs a function of its choice
+IN_ROWS = (
+    "exact",
+    "numeric",
+    "maths",
+    "code",
+    "json",
+)  # what a row may name: nothing that runs a function of its choice
 
 
 class Verifier(RewardKind):

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+
 from opd.rewards.protocol import READY, Reply, Request, failure, read_reply, read_request, write_reply
 from opd.rewards.reward import RewardKind, give
 from opd.types import RewardResult, Sample
