@@ -27,7 +27,7 @@ _files: dict[str, str] = {}  # module -> the file it was last asked for as: a ru
 _announced = False
 
 
-def load(plugins: Sequence[str]) -> None:
+def load_plugins(plugins: Sequence[str]) -> None:
     """Import what a recipe names: `.py` files by their absolute path, modules of packages by their name."""
     load_announced()
     files = [Path(name) for name in plugins if name.endswith(".py")]

@@ -23,7 +23,7 @@ from opd.runner.progress import Progress
 from opd.runner.results import StageResult, results_table
 from opd.runner.stage import model_card
 from opd.runner.trackers import TensorBoard, WandbLike
-from opd.text import PlainFormatter, cell, code, plain, printable
+from opd.text import PlainFormatter, cell, inline_code, plain, printable
 from tests.test_progress import METRICS
 
 HOSTILE = ["[/x]", "[red]", "[link=file:///]x", ":smile:", "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\u202eabc", "a\u200bb",
@@ -50,7 +50,7 @@ def styled(text: str) -> str:
 def test_nothing_raw_is_left(text: str) -> None:
     assert not raw(plain(text), "")
     assert not raw(printable(text), "\n\t")
-    assert not raw(code(text), "")
+    assert not raw(inline_code(text), "")
     assert len(plain(text, 50)) <= 50
     assert cell(text).spans == []  # no markup was read
     record = logging.LogRecord("opd", logging.WARNING, "", 0, "%s", (text,), None)
@@ -70,7 +70,7 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 
 @given(texts)
 def test_code_cannot_be_left(text: str) -> None:
-    shown = code(text)
+    shown = inline_code(text)
     fence = re.match("`+", shown)
     assert fence
     assert fence[0] not in [run for run in re.findall("`+", shown)[1:-1]]
@@ -118,7 +118,7 @@ def test_model_card_and_tags_are_plain() -> None:
         "library_name": "transformers",
         "tags": ["on-policy-distillation", "opd"],
     }
-    assert [line for line in card.splitlines() if line.startswith("#")] == [f"# {code(name)}, step 1"]
+    assert [line for line in card.splitlines() if line.startswith("#")] == [f"# {inline_code(name)}, step 1"]
 
     logged: dict[str, float] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.data.render import decode
+from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
@@ -131,7 +131,7 @@ def _rewarded(
 ) -> list[list[RewardResult]]:
     """Per prompt, one result per sample."""
     samples = [
-        [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
+        [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
     found = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel

@@ -23,7 +23,7 @@ AGAIN = "Download or copy the model again."
 
 
 @contextmanager
-def reading(name: str, what: str, directory: Path | None) -> Iterator[None]:
+def reading_model(name: str, what: str, directory: Path | None) -> Iterator[None]:
     """Whatever a library raises over a damaged file becomes one sentence that names the file."""
     try:
         yield

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError
 from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
-from opd.models.directory import check_sizes, first_line, read_json, reading, stored_tensors
+from opd.models.directory import check_sizes, first_line, read_json, reading_model, stored_tensors
 from opd.models.tokenizers import check_tokenizer
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _converted(file: Path) -> Path:
     from opd.models.gguf import converted
 
     quiet_bars()
-    with reading(str(file), "the GGUF file", None):
+    with reading_model(str(file), "the GGUF file", None):
         return converted(file)
 
 
@@ -123,7 +123,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     location = locate(name, revision)
-    with reading(name, "its tokenizer", location.directory):
+    with reading_model(name, "its tokenizer", location.directory):
         tokenizer = AutoTokenizer.from_pretrained(location.path, **location.arguments)
         check_tokenizer(tokenizer, name)
     return tokenizer
@@ -136,7 +136,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
     location = locate(name, revision)
     directory = location.directory
     what = "its config" if directory is not None else "no local directory, and as a hub id it"
-    with reading(name, what, directory):
+    with reading_model(name, what, directory):
         if directory is None:
             raw, _ = PreTrainedConfig.get_config_dict(location.path, **location.arguments)
             check_sizes(name, raw)
@@ -187,7 +187,7 @@ def load_model(
         # oneDNN's set-up per call on ARM makes small fp32 products up to eight times slower than plain BLAS.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
-    with reading(name, "the model", location.directory):
+    with reading_model(name, "the model", location.directory):
         count = sum(parameter.numel() for parameter in _empty(config).parameters())
         _refuse_more_than_stored(name, config, location.directory, count, times=2)  # less is told by name
         module = load_complete(
@@ -235,7 +235,7 @@ def parameter_count(name: str, revision: str | None = None) -> int:
 def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, without loading any."""
     config = load_config(name, revision)
-    with reading(name, "its config", locate(name, revision).directory):
+    with reading_model(name, "its config", locate(name, revision).directory):
         return {key: tuple(parameter.shape) for key, parameter in _empty(config).named_parameters()}
 
 
@@ -245,7 +245,7 @@ def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> 
 
     require_peft()
     config = load_config(name, revision)
-    with reading(name, "its config", locate(name, revision).directory):
+    with reading_model(name, "its config", locate(name, revision).directory):
         module = _empty(config)
         return adapter_size(module, module.get_output_embeddings(), lora)
 

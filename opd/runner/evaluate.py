@@ -21,7 +21,7 @@ from opd.models import load_model
 from opd.rewards import Rewards, check_rewards
 from opd.rewards.settings import spelt_out
 from opd.runner.checks import pick_device
-from opd.runner.prompts import Choice
+from opd.runner.prompts import HeldOutFilter
 from opd.sampling.choose import open_sampler
 from opd.text import cell, plain
 from opd.types import Sampling
@@ -71,8 +71,8 @@ def evaluate_model(
     asked = Asked()
     for spec, source in zip(specs, opened, strict=True):
         remedy = "Shorten it, or lower --max-new-tokens."
-        choice = Choice(spec, rewarder.covers, model.tokenizer, model.context - max_new_tokens, why, remedy)
-        asked.add(source, split or ("heldout" if source.size is None else "all"), count, choice)
+        usable = HeldOutFilter(spec, rewarder.covers, model.tokenizer, model.context - max_new_tokens, why, remedy)
+        asked.add(source, split or ("heldout" if source.size is None else "all"), count, usable)
     if not asked.questions:
         raise DataError(
             f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be rewarded. "
@@ -103,12 +103,12 @@ class Asked:
     what: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, source: Source, split: Split, count: int | None, choice: Choice) -> None:
-        for prompt in source.prompts(split, count or (GENERATED if source.size is None else None), choice):
-            self.questions.setdefault(prompt.domain, []).append(Question(prompt, choice.ids[prompt.id]))
+    def add(self, source: Source, split: Split, count: int | None, usable: HeldOutFilter) -> None:
+        for prompt in source.prompts(split, count or (GENERATED if source.size is None else None), usable):
+            self.questions.setdefault(prompt.domain, []).append(Question(prompt, usable.ids[prompt.id]))
             self.splits.setdefault(prompt.domain, {})[split] = None
-        self.what.append(f"{len(choice.ids):,} prompts of {plain(source.name)} (split {split})")
-        self.notes += choice.notes(source.name)
+        self.what.append(f"{len(usable.ids):,} prompts of {plain(source.name)} (split {split})")
+        self.notes += usable.notes(source.name)
 
     @property
     def longest(self) -> int:

@@ -26,7 +26,7 @@ from opd.runner.resume import (
     Standing,
     cut_lines,
     drop_before,
-    locate,
+    find_standings,
     require_rollouts,
     restore,
     sync_lines,
@@ -102,7 +102,7 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is gone"
             )
-        standings = locate(self._directory, self._recipe, self._progress.say)
+        standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
         ended = summary.is_file() and '"status": "done"' in summary.read_text(encoding="utf-8", errors="replace")
         if ended and all(standing.output for standing in standings):

@@ -157,7 +157,7 @@ def run(
     """
     from rich.console import Console
 
-    from opd.config import load_recipe, written
+    from opd.config import load_recipe, recipe_text
     from opd.config.names import check_output
 
     overrides = tuple(overrides)
@@ -170,7 +170,7 @@ def run(
             _require_same(lock.directory, loaded, given)
             _go_on(lock, None, quiet, shown)
         else:
-            _start(lock, made, written(recipe, overrides), loaded, given, quiet, shown)
+            _start(lock, made, recipe_text(recipe, overrides), loaded, given, quiet, shown)
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():

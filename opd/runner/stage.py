@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.data.render import decode, render_prompts
+from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Measures, evaluate
@@ -27,7 +27,7 @@ from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.text import code, plain
+from opd.text import inline_code, plain
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampler, Sampling
@@ -206,7 +206,7 @@ class StageRun:
         return {key: found["reward"] for key, found in notes.items() if "reward" in found}
 
     def text(self, rollout: Rollout) -> str:
-        return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+        return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
     # Evaluation
 
@@ -235,16 +235,17 @@ class StageRun:
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
     teachers = (
-        "\n".join(f"- {code(name)}: {code(teacher.model)}" for name, teacher in spec.teachers.items()) or "- none"
+        "\n".join(f"- {inline_code(name)}: {inline_code(teacher.model)}" for name, teacher in spec.teachers.items())
+        or "- none"
     )
-    terms = "\n".join(f"- {code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
+    terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
         f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {code(spec.name)}, step {step}\n\nTrained with opd from {code(spec.student.model)}.\n\n"
+        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
         f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
     )
 
