@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from opd.errors import RecipeError
 from opd.rewards.reward import RewardKind
-from opd.rewards.rewarder import Rewarder, printable
+from opd.rewards.rewarder import Rewarder
 from opd.rewards.settings import Rewards
+from opd.text import plain
 from opd.types import Prompt, Sample
 
 TRIED = 4  # prompts of each domain that every reward is tried on
@@ -39,8 +40,8 @@ def check_rewards(
         if all(result.reward is None for result in found):
             kind, sample = some[0]
             raise RecipeError(
-                f"rewards: {kind.label} gives no reward in domain {printable(domain)!r}, tried on {len(some)} prompts. "
-                f"The first, {printable(sample.prompt.id)}: {printable(found[0].error)}. Mend the reward or the prompts' fields."
+                f"rewards: {kind.label} gives no reward in domain {plain(domain)!r}, tried on {len(some)} prompts. "
+                f"The first, {plain(sample.prompt.id)}: {plain(found[0].error)}. Mend the reward or the prompts' fields."
             )
     rewarder.drain()
     rewarder.say = say  # only now: what is wrong here is told once, by the error

@@ -180,7 +180,7 @@ class _Run:
         """`processes` beside the program's own."""
         command = [sandbox.python(), "-I", "-B", *arguments]
         limits = replace(self.limits, processes=self.limits.processes + processes)
-        return sandbox.run(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
+        return sandbox.run_program(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
 
 
 def _story(outcome: sandbox.Outcome) -> str:

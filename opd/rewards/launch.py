@@ -29,7 +29,7 @@ BOOT = (
 )
 
 
-def plain() -> subprocess.Popen[bytes]:
+def unconfined() -> subprocess.Popen[bytes]:
     """A worker with all rights of this user."""
     path = [os.path.abspath(entry) for entry in sys.path]
     source = str(Path(__file__).resolve().parents[2])

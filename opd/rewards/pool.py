@@ -33,7 +33,7 @@ log = logging.getLogger("opd.rewards")
 
 
 @dataclass
-class Task:
+class Job:
     """One sample to reward. `own_time`: the worker forks and keeps the limit itself."""
 
     message: bytes
@@ -51,7 +51,7 @@ class Worker:
     def __init__(self, kind: str) -> None:
         self.status: int | None = None
         if kind == "none":
-            self.process = launch.plain()
+            self.process = launch.unconfined()
         else:
             self.process, self.status = launch.confined(kind)
         assert self.process.stdin is not None
@@ -59,16 +59,16 @@ class Worker:
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.task: Task | None = None
+        self.job: Job | None = None
         self.ready = False
         self.pending = memoryview(b"")
         self.received = b""
         self.deadline = time.monotonic() + START
 
-    def give(self, task: Task) -> None:
-        self.task, task.begun = task, False
+    def give(self, job: Job) -> None:
+        self.job, job.begun = job, False
         self.deadline = time.monotonic() + START
-        self.pending = memoryview(task.message)
+        self.pending = memoryview(job.message)
         self.received = b""
 
     def write(self) -> None:
@@ -107,16 +107,16 @@ class Pool:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Reward every sample, each within its limit. Replies are left on the tasks."""
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Reward every sample, each within its limit. Replies are left on the jobs."""
         with self._lock, selectors.DefaultSelector() as selector:
-            waiting = deque(tasks)
-            while waiting or any(worker.task for worker in self.workers):
+            waiting = deque(jobs)
+            while waiting or any(worker.job for worker in self.workers):
                 self._assign(waiting)
                 self._listen(selector, waiting)
 
-    def _assign(self, waiting: deque[Task]) -> None:
-        idle = [worker for worker in self.workers if worker.ready and worker.task is None]
+    def _assign(self, waiting: deque[Job]) -> None:
+        idle = [worker for worker in self.workers if worker.ready and worker.job is None]
         starting = sum(not worker.ready for worker in self.workers)
         for worker in idle[: len(waiting)]:
             worker.give(waiting.popleft())
@@ -128,8 +128,8 @@ class Pool:
                     self._unstarted(waiting, str(error))
                 return
 
-    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Task]) -> None:
-        busy = [worker for worker in self.workers if worker.task or not worker.ready]
+    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Job]) -> None:
+        busy = [worker for worker in self.workers if worker.job or not worker.ready]
         for worker in busy:
             selector.register(worker.output, selectors.EVENT_READ, (worker, False))
             if worker.pending:
@@ -150,8 +150,8 @@ class Pool:
         for worker in [worker for worker in busy if worker in self.workers]:
             if worker.deadline <= now:
                 self._late(worker, waiting)
-            elif self.kind != "none" and worker.task and resident(worker.process.pid) > launch.MEMORY:
-                worker.task.tries = TRIES
+            elif self.kind != "none" and worker.job and resident(worker.process.pid) > launch.MEMORY:
+                worker.job.tries = TRIES
                 self._lost(worker, waiting, "ran out of memory")
 
     def _read(self, worker: Worker) -> bool:
@@ -167,48 +167,48 @@ class Pool:
             worker.ready = worker.received.startswith(READY)
             self.failures = 0 if worker.ready else self.failures
             return worker.ready or READY.startswith(worker.received)
-        if worker.task is None:
+        if worker.job is None:
             return False
         loaded, _, rest = worker.received.partition(b"\n")
-        if loaded == READY.strip() and not worker.task.begun:
-            worker.task.begun = True
-            own = worker.task.own_time
-            worker.deadline = time.monotonic() + (2 * worker.task.limit + SLACK if own else worker.task.limit)
+        if loaded == READY.strip() and not worker.job.begun:
+            worker.job.begun = True
+            own = worker.job.own_time
+            worker.deadline = time.monotonic() + (2 * worker.job.limit + SLACK if own else worker.job.limit)
         last = rest if loaded == READY.strip() else worker.received
         if last.endswith(b"\n"):
-            worker.task.reply = read_reply(last, worker.task.bounds)
-            if worker.task.reply is None:
+            worker.job.reply = read_reply(last, worker.job.bounds)
+            if worker.job.reply is None:
                 return False
-            worker.task = None
+            worker.job = None
         return True
 
-    def _lost(self, worker: Worker, waiting: deque[Task], how: str = "died") -> None:
+    def _lost(self, worker: Worker, waiting: deque[Job], how: str = "died") -> None:
         """A worker died. Another one gets its sample; if that dies too, it is the answer's doing."""
-        task, self.workers = worker.task, [other for other in self.workers if other is not worker]
+        job, self.workers = worker.job, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if task is None:
+        if job is None:
             self._unstarted(waiting, said)
-        elif task.tries < TRIES - 1:
-            task.tries += 1
-            waiting.appendleft(task)
-        elif task.begun:
-            task.reply = failure(f"its worker {how}")
+        elif job.tries < TRIES - 1:
+            job.tries += 1
+            waiting.appendleft(job)
+        elif job.begun:
+            job.reply = failure(f"its worker {how}")
         else:
-            task.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
+            job.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
 
-    def _late(self, worker: Worker, waiting: deque[Task]) -> None:
-        task, self.workers = worker.task, [other for other in self.workers if other is not worker]
+    def _late(self, worker: Worker, waiting: deque[Job]) -> None:
+        job, self.workers = worker.job, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if task is None:
+        if job is None:
             self._unstarted(waiting, said or f"nothing heard for {START:.0f} seconds")
-        elif task.begun:
-            task.reply = failure(f"took longer than {task.limit:g} seconds", timed_out=True)
+        elif job.begun:
+            job.reply = failure(f"took longer than {job.limit:g} seconds", timed_out=True)
         else:
-            task.reply = Reply(
+            job.reply = Reply(
                 RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True
             )
 
-    def _unstarted(self, waiting: deque[Task], said: str) -> None:
+    def _unstarted(self, waiting: deque[Job], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
         self.failures += 1
         if self.failures < TRIES:

@@ -15,48 +15,48 @@ SHORT = 1 << 63  # longer integers travel in hexadecimal: decimal digits of one 
 READY = b"ready\n"  # a worker has started, or has loaded what the sample at hand needs
 
 
-def pack(value: Any) -> Any:
+def tagged(value: Any) -> Any:
     """Tuples, sets, bytes and dicts with other keys than text survive, tagged; a number of numpy's becomes Python's."""
     if value is None or type(value) in (bool, int, float, str):
         return value if type(value) is not int or -SHORT <= value < SHORT else {"$int": hex(value)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {str(key): pack(entry) for key, entry in value.items()}
-        return {"$dict": [[pack(key), pack(entry)] for key, entry in value.items()]}
+            return {str(key): tagged(entry) for key, entry in value.items()}
+        return {"$dict": [[tagged(key), tagged(entry)] for key, entry in value.items()]}
     if isinstance(value, list):
-        return [pack(entry) for entry in value]
+        return [tagged(entry) for entry in value]
     if isinstance(value, tuple):
-        return {"$tuple": [pack(entry) for entry in value]}
-    return _pack_rare(value)
+        return {"$tuple": [tagged(entry) for entry in value]}
+    return _tagged_rare(value)
 
 
-def _pack_rare(value: Any) -> Any:
+def _tagged_rare(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
-        return {"$set": [pack(entry) for entry in sorted(value, key=repr)]}
+        return {"$set": [tagged(entry) for entry in sorted(value, key=repr)]}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     for kind in (str, bool, int, float):  # np.str_, np.float64, enums
         if isinstance(value, kind):
-            return pack(kind(value))
-    return pack(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy; dates and the like
+            return tagged(kind(value))
+    return tagged(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy; dates and the like
 
 
-def unpack(value: Any) -> Any:
+def untagged(value: Any) -> Any:
     if isinstance(value, list):
-        return [unpack(entry) for entry in value]
+        return [untagged(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         (tag, inner), *_ = value.items()
         if tag in TAGS:
             return TAGS[tag](inner)
-    return {key: unpack(entry) for key, entry in value.items()}
+    return {key: untagged(entry) for key, entry in value.items()}
 
 
 TAGS: dict[str, Callable[[Any], Any]] = {
-    "$dict": lambda inner: {unpack(key): unpack(entry) for key, entry in inner},
-    "$tuple": lambda inner: tuple(unpack(entry) for entry in inner),
-    "$set": lambda inner: {unpack(entry) for entry in inner},
+    "$dict": lambda inner: {untagged(key): untagged(entry) for key, entry in inner},
+    "$tuple": lambda inner: tuple(untagged(entry) for entry in inner),
+    "$set": lambda inner: {untagged(entry) for entry in inner},
     "$bytes": bytes.fromhex,
     "$int": lambda inner: int(inner, 16),
 }
@@ -100,8 +100,8 @@ def write_request(request: Request) -> bytes:
         "plugin": plugins.origin(type(kind)),
         "sandbox": sandbox,
         "limit": limit,
-        "prompt": {"id": prompt.id, "domain": prompt.domain, "text": prompt.text, "messages": pack(prompt.messages)},
-        "fields": pack(prompt.fields),
+        "prompt": {"id": prompt.id, "domain": prompt.domain, "text": prompt.text, "messages": tagged(prompt.messages)},
+        "fields": tagged(prompt.fields),
         "text": sample.text,
     }
     return json.dumps(body).encode() + b"\n"
@@ -111,7 +111,9 @@ def read_request(line: bytes) -> Request:
     body = json.loads(line)
     if body["plugin"] is not None:
         plugins.load([body["plugin"]])
-    prompt = Prompt(**{**body["prompt"], "messages": unpack(body["prompt"]["messages"])}, fields=unpack(body["fields"]))
+    prompt = Prompt(
+        **{**body["prompt"], "messages": untagged(body["prompt"]["messages"])}, fields=untagged(body["fields"])
+    )
     kind = FAMILY.read(body["kind"])
     assert isinstance(kind, RewardKind)
     return Request(kind, body["sandbox"], Sample(prompt, body["text"]), body["limit"])
@@ -120,8 +122,8 @@ def read_request(line: bytes) -> Request:
 def content(kind: RewardKind, sample: Sample) -> bytes:
     """What a reward depends on. Only rewards of one's own can see which prompt it is, beyond its fields."""
     prompt = sample.prompt
-    facts = [prompt.id, prompt.domain, prompt.text, pack(prompt.messages)] if kind.sees_prompt else []
-    whole = [kind.model_dump(mode="json"), facts, pack(prompt.fields), sample.text]
+    facts = [prompt.id, prompt.domain, prompt.text, tagged(prompt.messages)] if kind.sees_prompt else []
+    whole = [kind.model_dump(mode="json"), facts, tagged(prompt.fields), sample.text]
     return hashlib.blake2b(json.dumps(whole).encode(), digest_size=16).digest()
 
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import cache
 
 from opd.errors import RecipeError
-from opd.rewards.pool import Task, pool
+from opd.rewards.pool import Job, pool
 from opd.rewards.protocol import Request, content, write_request
 from opd.rewards.reward import RewardKind, give
 from opd.rewards.settings import DEFAULT, Rewards
 from opd.rewards.verifier import Verifier
+from opd.text import plain
 from opd.types import Prompt, RewardResult, Sample
 
 CACHED = 65_536  # results remembered
@@ -81,34 +82,34 @@ class Rewarder:
     def each(self, parts: Sequence[tuple[RewardKind, Sample]]) -> list[RewardResult]:
         """Each reward on its sample, unweighted."""
         found: list[RewardResult | None] = []
-        asked: dict[bytes, Task] = {}
+        asked: dict[bytes, Job] = {}
         places: dict[int, bytes] = {}
-        queues: dict[tuple[str, str], list[Task]] = {}
+        queues: dict[tuple[str, str], list[Job]] = {}
         for kind, sample in parts:
             ready = self._at_hand(kind, sample)
             if isinstance(ready, RewardResult):
                 found.append(ready)
                 continue
-            chosen, key, task = ready
+            chosen, key, job = ready
             if key in self._cache or key in asked:
                 self._counts["cached"] += 1
             else:
-                asked[key] = task
-                queues.setdefault(self._place(chosen), []).append(task)
+                asked[key] = job
+                queues.setdefault(self._place(chosen), []).append(job)
             places[len(found)] = key
             found.append(self._cache.get(key))
-        for place, tasks in queues.items():
-            pool(*place).run(tasks)
+        for place, jobs in queues.items():
+            pool(*place).run(jobs)
         for number, key in places.items():
             if key in asked and (reply := asked[key].reply) is not None:
                 found[number] = reply.result
         self._remember(asked)
         whole = [result or RewardResult(None, error="no worker replied") for result in found]
-        self._counts["timed_out"] += sum(task.reply is not None and task.reply.timed_out for task in asked.values())
+        self._counts["timed_out"] += sum(job.reply is not None and job.reply.timed_out for job in asked.values())
         self._report(parts, whole)
         return whole
 
-    def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Task]:
+    def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Job]:
         """The result, where it takes no process of its own; else the reward chosen, its key in the cache, and what to send."""
         chosen = kind.chosen(sample.prompt.fields)
         if isinstance(chosen, str):
@@ -118,8 +119,8 @@ class Rewarder:
             if chosen.in_process:
                 return give(chosen, sample)
             request = Request(kind, self._sandbox, sample, chosen.limit(sample))
-            task = Task(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
-            return chosen, content(chosen, sample), task
+            job = Job(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
+            return chosen, content(chosen, sample), job
         except (ValueError, TypeError, RecursionError, OverflowError) as error:  # of fields: the text is only text
             return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
@@ -128,11 +129,11 @@ class Rewarder:
         keeps = kind.sees_prompt and not kind.forks
         return kind.walls(self._sandbox), kind.label if keeps else ""
 
-    def _remember(self, asked: Mapping[bytes, Task]) -> None:
+    def _remember(self, asked: Mapping[bytes, Job]) -> None:
         """Rewards, and answers that brought theirs down. Other failures may have been the machine's."""
-        for key, task in asked.items():
-            if task.reply is not None and (task.reply.result.reward is not None or task.reply.lasting):
-                self._cache[key] = task.reply.result
+        for key, job in asked.items():
+            if job.reply is not None and (job.reply.result.reward is not None or job.reply.lasting):
+                self._cache[key] = job.reply.result
         while len(self._cache) > CACHED:
             self._cache.popitem(last=False)
 
@@ -141,12 +142,12 @@ class Rewarder:
             if result.reward is not None:
                 continue
             self._counts["failed"] += 1
-            name, self.last_failure = kind.label, printable(result.error)
+            name, self.last_failure = kind.label, plain(result.error)
             if self.say is None or self._said[name] == SAID:
                 continue
             self._said[name] += 1
             line = f"reward {name}: none for an answer to {sample.prompt.id}: {result.error}"
-            self.say(printable(line) + (" (further failures are counted only)" if self._said[name] == SAID else ""))
+            self.say(plain(line) + (" (further failures are counted only)" if self._said[name] == SAID else ""))
 
 
 def _sum(parts: Sequence[tuple[float, RewardResult]]) -> RewardResult:
@@ -161,11 +162,6 @@ def _sum(parts: Sequence[tuple[float, RewardResult]]) -> RewardResult:
     reward = math.fsum(weight * (result.reward or 0.0) for weight, result in parts)
     feedback = "; ".join(result.feedback for _, result in parts if result.feedback)
     return replace(RewardResult(reward, feedback=feedback), full=full)
-
-
-def printable(text: str) -> str:
-    """One line without control characters: reasons quote what models wrote."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def verify(samples: Sequence[Sample]) -> list[RewardResult]:

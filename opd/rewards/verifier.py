@@ -37,10 +37,10 @@ class Verifier(RewardKind):
             return "the prompt names no verifier"
         general = {"weight": self.weight, "time_limit": self.time_limit}
         if name.startswith(TASK):
-            return Task(**general)
+            return TaskVerifier(**general)
         if name.startswith(GYM):
             has_entry = isinstance(fields.get("entry"), Mapping)
-            return Gym(**general) if has_entry else "the prompt has no `entry` for its scorer"
+            return GymVerifier(**general) if has_entry else "the prompt has no `entry` for its scorer"
         if name in IN_ROWS:
             found = families.find("reward", name)(**general)
             assert isinstance(found, RewardKind)
@@ -48,7 +48,7 @@ class Verifier(RewardKind):
         return f"unknown verifier {name!r}"
 
 
-class Task(RewardKind):
+class TaskVerifier(RewardKind):
     """A built-in task knows its answers."""
 
     name = "task"
@@ -59,7 +59,7 @@ class Task(RewardKind):
         return right(get_task(name).verify(sample.prompt, sample.text))
 
 
-class Gym(RewardKind):
+class GymVerifier(RewardKind):
     """reasoning-gym's own scorer. Several of them evaluate the answer: see `guards` and `worker`."""
 
     name = "reasoning_gym"

@@ -73,7 +73,7 @@ class Cell:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def run(
+def run_program(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> Outcome:
     """Run a program in its sandbox, to its end or its limits. `files` are written into its working folder."""
@@ -87,7 +87,7 @@ def start(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, cell: Cell | None = None,
     directory: str | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:  # fmt: skip
-    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run` waits for it."""
+    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run_program` waits for it."""
     cell = cell or Cell()
     links, binds = _system(cell)
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **cell.environment}  # fmt: skip
