@@ -48,6 +48,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
+    "tracker.tensorboard": {}, "tracker.wandb": {}, "tracker.trackio": {},
     "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},
 }  # fmt: skip
 

@@ -65,10 +65,10 @@ def test_what_the_machine_did_is_left_out_and_counted() -> None:
 def test_only_full_marks_count_and_the_raw_score_stands_apart() -> None:
     found = score(RewardResult(1.0), RewardResult(0.99), RewardResult(0.05), RewardResult(0.0))
     assert found.value == 0.25
-    assert found.score == pytest.approx(0.51)
+    assert found.reward == pytest.approx(0.51)
     weighted = [RewardResult(0.25, full=0.25), RewardResult(0.1 + 0.2 + 0.7), RewardResult(1.2, full=1.0)]
     assert score(*weighted).value == 1.0
-    assert found.to_json()["score"] == found.score
+    assert found.to_json()["score"] == found.reward
 
 
 def test_partial_credit_is_shown_beside_pass_at_1() -> None:
@@ -91,7 +91,7 @@ def test_partial_credit_is_shown_beside_pass_at_1() -> None:
 
 def test_without_an_answer_rewarded_there_is_no_value() -> None:
     nothing = score(BROKEN, BROKEN)
-    assert (nothing.value, nothing.stderr, nothing.score, nothing.n) == (None, None, None, 0)
+    assert (nothing.value, nothing.stderr, nothing.reward, nothing.n) == (None, None, None, 0)
     assert watched({"d": nothing}, "pass@1") is None
     result = StageResult("main", before={"d": nothing}, after={"d": nothing})
     assert not result.note_evaluation(1, {"d": nothing}, watched({"d": nothing}, "pass@1"))
@@ -118,18 +118,18 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
         return evaluate_model("tiny/arithmetic", [source], **ask | changes)
 
     whole = measure(str(path))
-    assert (whole.scores["sums"].n, whole.splits) == (19, {"sums": "all"})
+    assert (whole.domains["sums"].n, whole.splits) == (19, {"sums": "all"})
     assert whole.what == f"19 prompts of {path} (split all)"
     assert whole.notes == (f"evaluation: 1 prompts of {path} have nothing to be rewarded by",)
     assert whole.to_json()["sums"]["split"] == "all"
-    assert measure(str(path), split="heldout").scores["sums"].n == 1
-    assert measure(str(path), split="train").scores["sums"].n == 18
-    assert measure(str(path), count=3).scores["sums"].n == 3
-    assert measure(str(path), rewards="{kind: format, pattern: '[0-9]+'}").scores["sums"].n == 20
+    assert measure(str(path), split="heldout").domains["sums"].n == 1
+    assert measure(str(path), split="train").domains["sums"].n == 18
+    assert measure(str(path), count=3).domains["sums"].n == 3
+    assert measure(str(path), rewards="{kind: format, pattern: '[0-9]+'}").domains["sums"].n == 20
     (tmp_path / "rewards.yaml").write_text("sums: [numeric]\n")
-    assert measure(str(path), rewards=str(tmp_path / "rewards.yaml"), count=2).scores["sums"].n == 2
+    assert measure(str(path), rewards=str(tmp_path / "rewards.yaml"), count=2).domains["sums"].n == 2
     task = measure("task:addition", count=5)
-    assert (task.scores["arithmetic"].n, task.splits) == (5, {"arithmetic": "heldout"})
+    assert (task.domains["arithmetic"].n, task.splits) == (5, {"arithmetic": "heldout"})
     for changes, words in (
         ({"source": "task:addition", "split": "all"}, "no end"),
         ({"source": str(path), "rewards": "numerical"}, "--rewards"),

@@ -21,7 +21,7 @@ from opd.errors import RecipeError, RunDirectoryError
 from opd.files import read_sealed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood", "writer.echo")
+OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood", "writer.echo", "tracker.table")
 SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
 
@@ -54,6 +54,7 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
+    assert (run.directory / "table.txt").read_text() == f"1;{line['loss']}\n"
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())

@@ -495,7 +495,7 @@ def test_long_integers_and_odd_fields() -> None:
     for _ in range(5000):
         nested = [nested]
     assert "fields cannot be used" in only({"kind": "format", "pattern": "a"}, "a", answer=nested).error
-    assert only("exact", "a", answer=[[long]]).score is None
+    assert only("exact", "a", answer=[[long]]).reward is None
     assert untagged(json.loads(json.dumps(tagged({"x": long})))) == {"x": long}
 
 

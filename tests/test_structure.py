@@ -17,7 +17,7 @@ from opd.objective.schedule import Schedule
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "text"},
+    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "text", "hub"},
     {"divergences"},
     {"objective"},
     {"sandbox"},

@@ -84,7 +84,7 @@ SHORT_FORMS: dict[
     "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
     "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
     "objective": lambda whole, words: _one_or_list(whole["items"]),
-    "log": lambda whole, words: _or(TEXT, _list(TEXT), whole),
+    "log": lambda whole, words: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opd.divergences import Projection
 from opd.errors import ModelError
 from opd.models import lora
-from opd.models.attention import Packed
+from opd.models.attention import Packed, take
 from opd.models.complete import load_complete
 from opd.models.probe import choose_route, rotary_limit
 from opd.models.recompute import checkpoint_layers, plain_layers
@@ -73,7 +73,7 @@ class LanguageModel:
 
     def predict(self, batch: Pack) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
-        return self.project(self.hidden(batch.ids_T, batch.layout)[batch.predicting_N])
+        return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.types import Rollout
 
@@ -39,9 +40,9 @@ class Pack:
         ]
         return cls(
             tuple(rollouts),
-            torch.from_numpy(ids.astype(np.int64)).to(device),
+            upload(ids.astype(np.int64), device),
             Packed.of([rollout.length for rollout in rollouts], device),
-            torch.from_numpy(np.concatenate(predicting)).to(device),
+            upload(np.concatenate(predicting), device),
         )
 
 

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from opd.errors import ModelError
 from opd.models import attention
 from opd.models.attention import Packed, Unknown
-from opd.models.directory import first_line
 from opd.models.routes import PackedRoute, Route, StockRoute
+from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel

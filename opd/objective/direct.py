@@ -58,7 +58,7 @@ class Direct(CorrectedTerm):
         for rows, teacher in micro.teacher_projections(self.role, weight_N != 0):
             if not rows.size:
                 continue
-            student, tokens = micro.projection.rows(micro.tensor(rows)), micro.tokens(rows)
+            student, tokens = micro.rows(rows), micro.tokens(rows)
             result = divergence(
                 self.divergence.formula(), student, teacher, weight=micro.tensor(weight_N[rows]),
                 temperature=self.temperature, merge=micro.merge, tokens=tokens, **self.support.truncation,

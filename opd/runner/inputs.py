@@ -20,7 +20,8 @@ from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.adapters import smol_models
-from opd.models.load import SMOL_FILE, locate, tiny_models
+from opd.models.directory import reading_model
+from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
 
 MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
 NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
@@ -46,8 +47,9 @@ def inputs_of(
             name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
         }
         for model, revision, what in _models(stage):
-            if hub and (commit := _hub_commit(model, revision)) is not None:
-                here[f"{HUB}{model}"] = {"for": what, "commit": commit}
+            if hub and (location := locate(model, revision)).on_hub:
+                require_hub(model, location)
+                here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
         for source in stage.prompts:
             if (fingerprint := _fingerprint(source)) is not None:
                 here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
@@ -74,7 +76,10 @@ def pinned(stage: Stage, recorded: Inputs) -> Stage:
     """The stage with every hub model at the commit that the run began with."""
 
     def at(model: Any) -> Any:
-        found = recorded.get(f"{HUB}{model.model}")
+        if model.model.startswith(STAGE_PREFIX):
+            return model
+        location = locate(model.model, model.revision)
+        found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
         return model.model_copy(update={"revision": found["commit"]}) if found else model
 
     teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
@@ -172,18 +177,17 @@ def _base(directory: Path) -> str | None:
     )  # as it is loaded: beside the adapter first
 
 
-def _hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit a hub model stands at, from the hub or the local cache. None: not a hub model, or it cannot be reached."""
-    if name == "smol" or name.endswith(".gguf") or locate(name, revision).path != name:
-        return None
-    if Path(name).is_dir():
-        return None
+def _hub_name(location: Location) -> str:
+    """How a hub model is recorded: one name may be there at two revisions."""
+    return f"{HUB}{location.path}" + (f"@{location.revision}" if location.revision else "")
+
+
+def _hub_commit(model: str, location: Location) -> str:
+    """The commit a hub model stands at, from the hub or the local cache."""
     from huggingface_hub import hf_hub_download
 
-    try:
-        config = hf_hub_download(name, "config.json", revision=revision)
-    except (OSError, ValueError):
-        return None  # loading it says what is wrong
+    with reading_model(model, "as a hub id it", None):
+        config = hf_hub_download(location.path, "config.json", revision=location.revision)
     parts = Path(config).parts
     return parts[parts.index("snapshots") + 1]
 

@@ -36,12 +36,14 @@ SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
 class StageRun:
-    """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
+    """The live objects of a stage. `trainer.step` reads them; `runner.pipeline` drives them."""
 
     def __init__(self, spec: Stage, store: RolloutStore, resolve_model: Callable[[str], str], *,
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
+                 on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
+        self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:

@@ -43,7 +43,7 @@ class LocalTeacher:
         return [found[rollout.id] for rollout in rollouts]
 
     def _score(self, batch: Pack, need: SignalNeed) -> list[tuple[Rollout, Any]]:
-        hidden_ND = self.model.hidden(batch.ids_T, batch.layout)[batch.predicting_N]
+        hidden_ND = self.model.predict(batch).hidden
         if need.kind == "hidden":
             return list(zip(batch.rollouts, hidden_ND.split(batch.response_lengths), strict=True))
         ids_N = torch.from_numpy(np.concatenate([rollout.response_ids for rollout in batch.rollouts]).astype(np.int64))

@@ -38,6 +38,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     rollouts, rewards, sampled = sample_and_reward(run, clock)
     run.require_rewarded(step, rewards)
+    run.on_rollouts(rollouts, rewards)
 
     with clock("score"):
         signals = score(run, rollouts, step)
