@@ -51,6 +51,7 @@ CHOICES: dict[str, str] = {
     "reward.code": "opd.rewards.code:Code",
     "reward.json": "opd.rewards.texts:Json",
     "reward.custom": "opd.rewards.custom:Custom",
+    "reward.python callable": "opd.rewards.callables:PythonCallable",
     "tracker.tensorboard": "opd.runner.trackers:TensorBoard",
     "tracker.wandb": "opd.runner.trackers:Wandb",
     "tracker.trackio": "opd.runner.trackers:Trackio",

@@ -67,6 +67,11 @@ def origin(kind: type) -> str | None:
     return _files.get(module) or (None if module.split(".")[0] == "opd" else module)
 
 
+def moved(path: Path) -> None:
+    """The run has its own copy of a file that is loaded: from now on other processes import that."""
+    _files[f"{NAMES}.{path.stem}"] = str(path)
+
+
 def _load_file(path: Path) -> None:
     """A file is run again only if it has changed: its classes stay the same objects from one recipe to the next."""
     try:

@@ -1,6 +1,6 @@
 """Worker processes that can be killed: a reward that hangs costs one sample, never the run. No threads, no signals.
 
-`kind` says what a pool's workers stand behind: the walls of a sandbox, or none. Workers start when first needed, stay, and
+`kind` says what a pool's workers stand behind: the walls of a sandbox, or none; `fork`: they are forks of this process. Workers start when first needed, stay, and
 end with this process; answers that may do harm are rewarded in a fork of their worker (`worker`).
 """
 
@@ -11,15 +11,17 @@ import contextlib
 import logging
 import os
 import selectors
+import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from opd import sandbox
 from opd.rewards import launch
+from opd.rewards.callables import RewardFunction
 from opd.rewards.protocol import READY, Reply, failure, read_reply
 from opd.sandbox.memory import resident
 from opd.types import RewardResult
@@ -48,10 +50,13 @@ class Job:
 class Worker:
     """One process, and what passes through its pipes. States: starting, idle, loading, rewarding."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, functions: Mapping[str, RewardFunction]) -> None:
         self.status: int | None = None
+        self.process: subprocess.Popen[bytes] | launch.Fork
         if kind == "none":
             self.process = launch.unconfined()
+        elif kind == "fork":
+            self.process = launch.Fork(functions)
         else:
             self.process, self.status = launch.confined(kind)
         assert self.process.stdin is not None
@@ -99,8 +104,11 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, kind: str, size: int | None = None) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: str, size: int | None = None, *, functions: Mapping[str, RewardFunction] | None = None
+    ) -> None:
+        self.kind, self.functions = kind, functions or {}
+        self.confined = kind not in ("none", "fork")
         self.size = size or max(1, min(8, os.cpu_count() or 1))
         self.workers: list[Worker] = []
         self.failures = 0  # starts that failed, in a row
@@ -120,9 +128,10 @@ class Pool:
         starting = sum(not worker.ready for worker in self.workers)
         for worker in idle[: len(waiting)]:
             worker.give(waiting.popleft())
-        for _ in range(min(len(waiting) - starting, self.size - len(self.workers))):
+        missing = self.size - len(self.workers)  # forks all begin at once, before this process grows
+        for _ in range(missing if self.kind == "fork" else min(len(waiting) - starting, missing)):
             try:
-                self.workers.append(Worker(self.kind))
+                self.workers.append(Worker(self.kind, self.functions))
             except OSError as error:  # no memory or no descriptors left for another process
                 if not self.workers:
                     self._unstarted(waiting, str(error))
@@ -135,7 +144,7 @@ class Pool:
             if worker.pending:
                 selector.register(worker.input, selectors.EVENT_WRITE, (worker, True))
         left = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
-        events = selector.select(max(0.0, left if self.kind == "none" else min(left, TICK)))
+        events = selector.select(max(0.0, min(left, TICK) if self.confined else left))
         for key in list(selector.get_map().values()):
             selector.unregister(key.fd)
         for key, _ in events:
@@ -150,7 +159,7 @@ class Pool:
         for worker in [worker for worker in busy if worker in self.workers]:
             if worker.deadline <= now:
                 self._late(worker, waiting)
-            elif self.kind != "none" and worker.job and resident(worker.process.pid) > launch.MEMORY:
+            elif self.confined and worker.job and resident(worker.process.pid) > launch.MEMORY:
                 worker.job.tries = TRIES
                 self._lost(worker, waiting, "ran out of memory")
 

@@ -110,7 +110,7 @@ def write_request(request: Request) -> bytes:
 def read_request(line: bytes) -> Request:
     body = json.loads(line)
     if body["plugin"] is not None:
-        plugins.load([body["plugin"]])
+        plugins.load_plugins([body["plugin"]])
     prompt = Prompt(
         **{**body["prompt"], "messages": untagged(body["prompt"]["messages"])}, fields=untagged(body["fields"])
     )

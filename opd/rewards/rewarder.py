@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from opd.errors import RecipeError
-from opd.rewards.pool import Job, pool
+from opd.rewards.callables import PythonCallable, callables
+from opd.rewards.pool import Job, Pool, pool
 from opd.rewards.protocol import Request, content, write_request
 from opd.rewards.reward import RewardKind, give
 from opd.rewards.settings import DEFAULT, Rewards
@@ -46,6 +48,8 @@ class Rewarder:
         self.say, self._sandbox, self._rewards = say, rewards.sandbox, rewards.domains
         for kind in (kind for kinds in rewards.domains.values() for kind in kinds):
             kind.require(self._sandbox)
+        self._forks = Pool("fork", functions={kind.function: kind.given for kind in callables(rewards)})
+        self._end = weakref.finalize(self, self._forks.close)
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._said: Counter[str] = Counter()
@@ -74,6 +78,10 @@ class Rewarder:
         self._counts["given"] += sum(result.reward is not None for result in results)
         return results
 
+    def close(self) -> None:
+        """End the workers that are nobody else's."""
+        self._end()
+
     def drain(self) -> dict[str, int]:
         counts = {name: self._counts[name] for name in ("given", "failed", "timed_out", "cached")}
         self._counts.clear()
@@ -84,7 +92,7 @@ class Rewarder:
         found: list[RewardResult | None] = []
         asked: dict[bytes, Job] = {}
         places: dict[int, bytes] = {}
-        queues: dict[tuple[str, str], list[Job]] = {}
+        queues: dict[Pool, list[Job]] = {}
         for kind, sample in parts:
             ready = self._at_hand(kind, sample)
             if isinstance(ready, RewardResult):
@@ -95,11 +103,11 @@ class Rewarder:
                 self._counts["cached"] += 1
             else:
                 asked[key] = job
-                queues.setdefault(self._place(chosen), []).append(job)
+                queues.setdefault(self._pool(chosen), []).append(job)
             places[len(found)] = key
             found.append(self._cache.get(key))
-        for place, jobs in queues.items():
-            pool(*place).run(jobs)
+        for workers, jobs in queues.items():
+            workers.run(jobs)
         for number, key in places.items():
             if key in asked and (reply := asked[key].reply) is not None:
                 found[number] = reply.result
@@ -124,10 +132,12 @@ class Rewarder:
         except (ValueError, TypeError, RecursionError, OverflowError) as error:  # of fields: the text is only text
             return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
-    def _place(self, kind: RewardKind) -> tuple[str, str]:
+    def _pool(self, kind: RewardKind) -> Pool:
         """Where it runs. One that keeps its process shares it with no other."""
+        if isinstance(kind, PythonCallable):
+            return self._forks
         keeps = kind.sees_prompt and not kind.forks
-        return kind.walls(self._sandbox), kind.label if keeps else ""
+        return pool(kind.walls(self._sandbox), kind.label if keeps else "")
 
     def _remember(self, asked: Mapping[bytes, Job]) -> None:
         """Rewards, and answers that brought theirs down. Other failures may have been the machine's."""

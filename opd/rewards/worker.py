@@ -19,7 +19,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 
+from opd.rewards.callables import RewardFunction, known
 from opd.rewards.protocol import READY, Reply, Request, failure, read_reply, read_request, write_reply
 from opd.rewards.reward import RewardKind, give
 from opd.types import RewardResult, Sample
@@ -28,6 +30,7 @@ MEMORY = 4 << 30
 LONGEST_REPLY = 1 << 16
 TRIES = 2  # forks for one answer, if the first one is killed
 SET_PDEATHSIG, SET_DUMPABLE = 1, 4
+LAST_STANDARD = 2  # descriptor that programs expect to be open
 
 
 def main(parent: int) -> None:
@@ -35,18 +38,55 @@ def main(parent: int) -> None:
     _tie_to_parent()
     if parent and os.getppid() != parent:
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or hard > MEMORY:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _limit_memory(MEMORY)
     answers = os.dup(1)  # what rewards print must not mix with what is answered
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
-    lines = os.fdopen(os.dup(0), "rb")
+    asked = os.dup(0)
     os.dup2(nowhere, 0)
     os.write(answers, READY)
     os.dup2(nowhere, 2)
-    for line in lines:
-        os.write(answers, write_reply(_answer(line, confined=not parent, answers=answers, asked=lines.fileno())))
+    _serve(asked, answers, confined=not parent)
+
+
+def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction], owner: int) -> None:
+    """The same in a fork of the process that the functions were made in. Nothing that is open there stays so, but the pipes."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    _limit_memory(_address_space() + MEMORY)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor not in (asked, answers, nowhere):
+            os.dup2(nowhere, descriptor, inheritable=descriptor <= LAST_STANDARD)
+    _tie_to_parent()
+    if os.getppid() != owner:
+        return
+    known.update(functions)
+    os.write(answers, READY)
+    _serve(asked, answers, confined=False)
+
+
+def _serve(asked: int, answers: int, *, confined: bool) -> None:
+    with os.fdopen(asked, "rb") as lines:
+        for line in lines:
+            os.write(answers, write_reply(_answer(line, confined=confined, answers=answers, asked=asked)))
+
+
+def _limit_memory(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > size:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return 1 << 40
 
 
 def _answer(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from opd.sandbox import seccomp
 from opd.sandbox.memory import TICK, resident
@@ -238,7 +238,14 @@ class _Watch:
         return Outcome(out, wailed, code, self.timed_out, self.flooded, self.swollen, error)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+class Killable(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def kill(process: Killable) -> None:
     """The process and all it started. The sandbox's pid namespace goes with its first process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
