@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
     from opd.rewards import Reward
+    from opd.sampling.sampler import Sampler
     from opd.types import Prompt, RewardResult, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ PLACES = {
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
     "opd.rewards": ("Reward",),
+    "opd.sampling.sampler": ("Sampler",),
     "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample", "Teacher"),
 }  # fmt: skip
 LAZY = {name: place for place, names in PLACES.items() for name in names}
@@ -63,6 +65,7 @@ __all__ = [
     "Run",
     "RunDirectoryError",
     "Sample",
+    "Sampler",
     "Stopped",
     "Teacher",
     "TrainingError",

@@ -13,7 +13,7 @@ from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
-from opd.types import Prompt, Rewarding, RewardResult, Sample, Sampler, SampleRequest, Sampling
+from opd.types import Prompt, Rewarding, RewardResult, Sample, SampleRequest, Sampling, TokenSampler
 
 ROUNDING = 1e-9  # of weighted sums
 FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in the files of older runs
@@ -71,7 +71,7 @@ class Measures:
 
 
 def evaluate(
-    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
+    sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
     reward: Rewarding = verify,
 ) -> dict[str, Measures]:  # fmt: skip
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def _answers(
-    sampler: Sampler,
+    sampler: TokenSampler,
     questions: Mapping[str, Sequence[Question]],
     sampling: Sampling,
     samples: int,

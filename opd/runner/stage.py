@@ -30,7 +30,7 @@ from opd.teachers.local import LocalTeacher
 from opd.text import inline_code, plain
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampler, Sampling
+from opd.types import Rollout, Sample, Sampling, TokenSampler
 
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
@@ -107,7 +107,7 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine: Sampler = open_sampler(
+        self.engine: TokenSampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
         if spec.rollout.teacher_mix:
@@ -127,8 +127,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Sampler] = {}
-        self._mixed_engines: dict[str, Sampler] = {}
+        self._teacher_engines: dict[str, TokenSampler] = {}
+        self._mixed_engines: dict[str, TokenSampler] = {}
         desk = Desk(
             tokenizer, rollout.max_new_tokens, self.stop_ids, self.routes.get("teacher", {}), self.engine, self.teacher_engine,
             self.mixed_engine, lambda visit: spec.prompts[visit.source].chat_template_kwargs,
@@ -152,12 +152,12 @@ class StageRun:
             found.add(f"{self.student.name} {self.engine.manner}")
         return sorted(found)
 
-    def teacher_engine(self, name: str) -> Sampler:
+    def teacher_engine(self, name: str) -> TokenSampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Sampler:
+    def mixed_engine(self, name: str) -> TokenSampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -165,7 +165,7 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
         return open_sampler(
             model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
@@ -212,7 +212,7 @@ class StageRun:
 
     # Evaluation
 
-    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Measures]:
+    def evaluate(self, engine: TokenSampler, domains: Sequence[str] | None = None) -> dict[str, Measures]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:

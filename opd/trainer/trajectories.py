@@ -20,7 +20,7 @@ from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
-from opd.types import Author, Finished, Prompt, Rollout, SampledToken, Sampler, SampleRequest, Sampling
+from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
@@ -169,7 +169,7 @@ class Trajectories:
         self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
-    def _sample(self, sampler: Sampler, requests: Sequence[SampleRequest], author: Author) -> None:
+    def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
         waiting = 0
         for event in sampler.sample(requests):
             if isinstance(event, SampledToken):
