@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.data.sources import Source, Told, silent
+from opd.data.source import Source, Told, silent
 from opd.errors import RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of

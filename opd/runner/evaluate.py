@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import PromptSource, SamplerSpec
+from opd.config import SamplerSpec
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
-from opd.data.sources import Source, Split, open_sources
+from opd.data.source import Source, Split, prompt_source
+from opd.data.sources import open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Measures, Question, evaluate
 from opd.models import load_model
@@ -58,7 +59,7 @@ def evaluate_model(
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     if temperature is not None and not k:
         raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
-    specs, chosen = [_source(source) for source in sources], parse_rewards(rewards)
+    specs, chosen = [prompt_source(source) for source in sources], parse_rewards(rewards)
     opened = open_sources(specs, rewarded=bool(chosen.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
     rewarder = check_rewards(chosen, examples)
@@ -136,13 +137,6 @@ def parse_rewards(text: str | None) -> Rewards:
         return Rewards.model_validate(spelt_out(raw["rewards"]))
     except ValidationError as error:
         raise RecipeError(f"--rewards: {_first(error)}") from None
-
-
-def _source(name: str) -> PromptSource:
-    try:
-        return PromptSource(source=name)
-    except ValidationError as error:
-        raise RecipeError(f"--prompts: {_first(error)}") from None
 
 
 def _first(error: ValidationError) -> str:
