@@ -24,7 +24,7 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, TrainingError
 from opd.rewards import Rewarder, answers, check_rewards, verify
 from opd.rewards.custom import Custom
-from opd.rewards.pool import Job, Pool, pool
+from opd.rewards.pool import Errand, Pool, pool
 from opd.rewards.protocol import Request, read_request, tagged, untagged, write_request
 from opd.rewards.texts import Exact
 from opd.runner.plan import make_plan
@@ -286,9 +286,9 @@ def test_rewards_are_cached_by_content(own_module: str) -> None:
     assert rewards.drain() == {"given": 3, "failed": 0, "timed_out": 0, "cached": 3}
 
 
-def job(kind: Custom, length: int) -> Job:
+def errand(kind: Custom, length: int) -> Errand:
     request = Request(kind, "auto", sample("x" * length, longest=1), 10.0)
-    return Job(write_request(request), kind.bounds, 10.0)
+    return Errand(write_request(request), kind.bounds, 10.0)
 
 
 def test_workers_stay_and_keep_their_order(own_module: str) -> None:
@@ -296,15 +296,15 @@ def test_workers_stay_and_keep_their_order(own_module: str) -> None:
     try:
         kind = Custom(function=f"{own_module}:length")
         for _ in range(3):
-            jobs = [job(kind, n) for n in range(20)]
-            small.run(jobs)
-            assert [done.reply and done.reply.result.reward for done in jobs] == [float(n) for n in range(20)]
+            errands = [errand(kind, n) for n in range(20)]
+            small.run(errands)
+            assert [done.reply and done.reply.result.reward for done in errands] == [float(n) for n in range(20)]
         pids = {worker.process.pid for worker in small.workers}
         assert len(pids) == 2
         os.kill(next(iter(pids)), signal.SIGKILL)  # an idle worker dies: nobody's sample
-        jobs = [job(kind, n) for n in range(20)]
-        small.run(jobs)
-        assert [done.reply and done.reply.result.reward for done in jobs] == [float(n) for n in range(20)]
+        errands = [errand(kind, n) for n in range(20)]
+        small.run(errands)
+        assert [done.reply and done.reply.result.reward for done in errands] == [float(n) for n in range(20)]
     finally:
         small.close()
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)

@@ -17,6 +17,7 @@ from opd.rewards.settings import DEFAULT, Rewards
 from opd.types import RewardResult, Sample
 
 RewardFunction = Callable[[Sample], RewardResult | float | None]
+GivenRewards = RewardFunction | Mapping[str, RewardFunction]  # for every domain, or by domain
 known: dict[str, RewardFunction] = {}  # in a forked worker: what it was forked for
 
 
@@ -65,7 +66,7 @@ def callables(rewards: Rewards) -> Iterator[PythonCallable]:
             yield kind
 
 
-def with_callables(rewards: Rewards, given: RewardFunction | Mapping[str, RewardFunction]) -> Rewards:
+def with_callables(rewards: Rewards, given: GivenRewards) -> Rewards:
     """One callable rewards every domain; by domain they stand before what the recipe has for it."""
     by_domain = given if isinstance(given, Mapping) else {DEFAULT: given}
     if not by_domain or not all(isinstance(domain, str) and callable(one) for domain, one in by_domain.items()):

@@ -35,7 +35,7 @@ log = logging.getLogger("opd.rewards")
 
 
 @dataclass
-class Job:
+class Errand:
     """One sample to reward. `own_time`: the worker forks and keeps the limit itself."""
 
     message: bytes
@@ -64,16 +64,16 @@ class Worker:
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.job: Job | None = None
+        self.errand: Errand | None = None
         self.ready = False
         self.pending = memoryview(b"")
         self.received = b""
         self.deadline = time.monotonic() + START
 
-    def give(self, job: Job) -> None:
-        self.job, job.begun = job, False
+    def give(self, errand: Errand) -> None:
+        self.errand, errand.begun = errand, False
         self.deadline = time.monotonic() + START
-        self.pending = memoryview(job.message)
+        self.pending = memoryview(errand.message)
         self.received = b""
 
     def write(self) -> None:
@@ -115,16 +115,16 @@ class Pool:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Reward every sample, each within its limit. Replies are left on the jobs."""
+    def run(self, errands: Sequence[Errand]) -> None:
+        """Reward every sample, each within its limit. Replies are left on the errands."""
         with self._lock, selectors.DefaultSelector() as selector:
-            waiting = deque(jobs)
-            while waiting or any(worker.job for worker in self.workers):
+            waiting = deque(errands)
+            while waiting or any(worker.errand for worker in self.workers):
                 self._assign(waiting)
                 self._listen(selector, waiting)
 
-    def _assign(self, waiting: deque[Job]) -> None:
-        idle = [worker for worker in self.workers if worker.ready and worker.job is None]
+    def _assign(self, waiting: deque[Errand]) -> None:
+        idle = [worker for worker in self.workers if worker.ready and worker.errand is None]
         starting = sum(not worker.ready for worker in self.workers)
         for worker in idle[: len(waiting)]:
             worker.give(waiting.popleft())
@@ -137,8 +137,8 @@ class Pool:
                     self._unstarted(waiting, str(error))
                 return
 
-    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Job]) -> None:
-        busy = [worker for worker in self.workers if worker.job or not worker.ready]
+    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Errand]) -> None:
+        busy = [worker for worker in self.workers if worker.errand or not worker.ready]
         for worker in busy:
             selector.register(worker.output, selectors.EVENT_READ, (worker, False))
             if worker.pending:
@@ -159,8 +159,8 @@ class Pool:
         for worker in [worker for worker in busy if worker in self.workers]:
             if worker.deadline <= now:
                 self._late(worker, waiting)
-            elif self.confined and worker.job and resident(worker.process.pid) > launch.MEMORY:
-                worker.job.tries = TRIES
+            elif self.confined and worker.errand and resident(worker.process.pid) > launch.MEMORY:
+                worker.errand.tries = TRIES
                 self._lost(worker, waiting, "ran out of memory")
 
     def _read(self, worker: Worker) -> bool:
@@ -176,48 +176,48 @@ class Pool:
             worker.ready = worker.received.startswith(READY)
             self.failures = 0 if worker.ready else self.failures
             return worker.ready or READY.startswith(worker.received)
-        if worker.job is None:
+        if worker.errand is None:
             return False
         loaded, _, rest = worker.received.partition(b"\n")
-        if loaded == READY.strip() and not worker.job.begun:
-            worker.job.begun = True
-            own = worker.job.own_time
-            worker.deadline = time.monotonic() + (2 * worker.job.limit + SLACK if own else worker.job.limit)
+        if loaded == READY.strip() and not worker.errand.begun:
+            worker.errand.begun = True
+            own = worker.errand.own_time
+            worker.deadline = time.monotonic() + (2 * worker.errand.limit + SLACK if own else worker.errand.limit)
         last = rest if loaded == READY.strip() else worker.received
         if last.endswith(b"\n"):
-            worker.job.reply = read_reply(last, worker.job.bounds)
-            if worker.job.reply is None:
+            worker.errand.reply = read_reply(last, worker.errand.bounds)
+            if worker.errand.reply is None:
                 return False
-            worker.job = None
+            worker.errand = None
         return True
 
-    def _lost(self, worker: Worker, waiting: deque[Job], how: str = "died") -> None:
+    def _lost(self, worker: Worker, waiting: deque[Errand], how: str = "died") -> None:
         """A worker died. Another one gets its sample; if that dies too, it is the answer's doing."""
-        job, self.workers = worker.job, [other for other in self.workers if other is not worker]
+        errand, self.workers = worker.errand, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if job is None:
+        if errand is None:
             self._unstarted(waiting, said)
-        elif job.tries < TRIES - 1:
-            job.tries += 1
-            waiting.appendleft(job)
-        elif job.begun:
-            job.reply = failure(f"its worker {how}")
+        elif errand.tries < TRIES - 1:
+            errand.tries += 1
+            waiting.appendleft(errand)
+        elif errand.begun:
+            errand.reply = failure(f"its worker {how}")
         else:
-            job.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
+            errand.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
 
-    def _late(self, worker: Worker, waiting: deque[Job]) -> None:
-        job, self.workers = worker.job, [other for other in self.workers if other is not worker]
+    def _late(self, worker: Worker, waiting: deque[Errand]) -> None:
+        errand, self.workers = worker.errand, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if job is None:
+        if errand is None:
             self._unstarted(waiting, said or f"nothing heard for {START:.0f} seconds")
-        elif job.begun:
-            job.reply = failure(f"took longer than {job.limit:g} seconds", timed_out=True)
+        elif errand.begun:
+            errand.reply = failure(f"took longer than {errand.limit:g} seconds", timed_out=True)
         else:
-            job.reply = Reply(
+            errand.reply = Reply(
                 RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True
             )
 
-    def _unstarted(self, waiting: deque[Job], said: str) -> None:
+    def _unstarted(self, waiting: deque[Errand], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
         self.failures += 1
         if self.failures < TRIES:

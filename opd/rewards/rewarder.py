@@ -11,7 +11,7 @@ from functools import cache
 
 from opd.errors import RecipeError
 from opd.rewards.callables import PythonCallable, callables
-from opd.rewards.pool import Job, Pool, pool
+from opd.rewards.pool import Errand, Pool, pool
 from opd.rewards.protocol import Request, content, write_request
 from opd.rewards.reward import RewardKind, give
 from opd.rewards.settings import DEFAULT, Rewards
@@ -90,34 +90,36 @@ class Rewarder:
     def each(self, parts: Sequence[tuple[RewardKind, Sample]]) -> list[RewardResult]:
         """Each reward on its sample, unweighted."""
         found: list[RewardResult | None] = []
-        asked: dict[bytes, Job] = {}
+        asked: dict[bytes, Errand] = {}
         places: dict[int, bytes] = {}
-        queues: dict[Pool, list[Job]] = {}
+        queues: dict[Pool, list[Errand]] = {}
         for kind, sample in parts:
             ready = self._at_hand(kind, sample)
             if isinstance(ready, RewardResult):
                 found.append(ready)
                 continue
-            chosen, key, job = ready
+            chosen, key, errand = ready
             if key in self._cache or key in asked:
                 self._counts["cached"] += 1
             else:
-                asked[key] = job
-                queues.setdefault(self._pool(chosen), []).append(job)
+                asked[key] = errand
+                queues.setdefault(self._pool(chosen), []).append(errand)
             places[len(found)] = key
             found.append(self._cache.get(key))
-        for workers, jobs in queues.items():
-            workers.run(jobs)
+        for workers, errands in queues.items():
+            workers.run(errands)
         for number, key in places.items():
             if key in asked and (reply := asked[key].reply) is not None:
                 found[number] = reply.result
         self._remember(asked)
         whole = [result or RewardResult(None, error="no worker replied") for result in found]
-        self._counts["timed_out"] += sum(job.reply is not None and job.reply.timed_out for job in asked.values())
+        self._counts["timed_out"] += sum(
+            errand.reply is not None and errand.reply.timed_out for errand in asked.values()
+        )
         self._report(parts, whole)
         return whole
 
-    def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Job]:
+    def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Errand]:
         """The result, where it takes no process of its own; else the reward chosen, its key in the cache, and what to send."""
         chosen = kind.chosen(sample.prompt.fields)
         if isinstance(chosen, str):
@@ -127,8 +129,8 @@ class Rewarder:
             if chosen.in_process:
                 return give(chosen, sample)
             request = Request(kind, self._sandbox, sample, chosen.limit(sample))
-            job = Job(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
-            return chosen, content(chosen, sample), job
+            errand = Errand(write_request(request), chosen.bounds, request.limit, own_time=chosen.forks)
+            return chosen, content(chosen, sample), errand
         except (ValueError, TypeError, RecursionError, OverflowError) as error:  # of fields: the text is only text
             return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
@@ -139,11 +141,11 @@ class Rewarder:
         keeps = kind.sees_prompt and not kind.forks
         return pool(kind.walls(self._sandbox), kind.label if keeps else "")
 
-    def _remember(self, asked: Mapping[bytes, Job]) -> None:
+    def _remember(self, asked: Mapping[bytes, Errand]) -> None:
         """Rewards, and answers that brought theirs down. Other failures may have been the machine's."""
-        for key, job in asked.items():
-            if job.reply is not None and (job.reply.result.reward is not None or job.reply.lasting):
-                self._cache[key] = job.reply.result
+        for key, errand in asked.items():
+            if errand.reply is not None and (errand.reply.result.reward is not None or errand.reply.lasting):
+                self._cache[key] = errand.reply.result
         while len(self._cache) > CACHED:
             self._cache.popitem(last=False)
 

@@ -18,9 +18,7 @@ from opd.files import write_whole
 
 if TYPE_CHECKING:
     from opd.config import Recipe
-    from opd.rewards.callables import RewardFunction
-
-    GivenRewards = RewardFunction | Mapping[str, RewardFunction]
+    from opd.rewards.callables import GivenRewards
 
 FOLDER = "inputs"  # of a run directory
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
 
     from opd.config import Recipe
-    from opd.runner.given import GivenRewards
+    from opd.rewards.callables import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
 
