@@ -56,6 +56,7 @@ CHOICES: dict[str, str] = {
     "reward.json": "opd.rewards.texts:Json",
     "reward.custom": "opd.rewards.custom:Custom",
     "reward.python callable": "opd.rewards.callables:PythonCallable",
+    "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",
     "source.task": "opd.data.generators:TaskPrompts",
     "source.reasoning_gym": "opd.data.generators:GymPrompts",
     "source.file": "opd.data.row_source:FilePrompts",

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import SamplerSpec
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
 from opd.data.source import Source, Split, prompt_source
@@ -23,7 +22,7 @@ from opd.rewards import Rewards, check_rewards
 from opd.rewards.settings import spelt_out
 from opd.runner.checks import pick_device
 from opd.runner.prompts import HeldOutFilter
-from opd.sampling.choose import open_sampler
+from opd.sampling.samplers import BuiltInSampler
 from opd.text import cell, plain
 from opd.types import Sampling
 
@@ -80,7 +79,7 @@ def evaluate_model(
             "Choose another --split, or set --rewards."
         )
     found = evaluate(
-        open_sampler(model.inference_copy(), SamplerSpec(), asked.longest + max_new_tokens, merge_stop=model.stop_ids),
+        BuiltInSampler().open(model.inference_copy(), asked.longest + max_new_tokens, merge_stop=model.stop_ids),
         asked.questions,
         Sampling(max_new_tokens, stop_ids=model.stop_ids),
         model.tokenizer,
