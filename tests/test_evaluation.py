@@ -68,7 +68,7 @@ def test_only_full_marks_count_and_the_raw_score_stands_apart() -> None:
     assert found.reward == pytest.approx(0.51)
     weighted = [RewardResult(0.25, full=0.25), RewardResult(0.1 + 0.2 + 0.7), RewardResult(1.2, full=1.0)]
     assert score(*weighted).value == 1.0
-    assert found.to_json()["score"] == found.reward
+    assert found.to_json()["reward"] == found.reward
 
 
 def test_partial_credit_is_shown_beside_pass_at_1() -> None:
