@@ -47,6 +47,7 @@ CHOICES: dict[str, str] = {
     "writer.mixed": "opd.sampling.writers:MixedWriter",
     "writer.teacher": "opd.sampling.writers:TeacherWriter",
     "writer.data": "opd.sampling.writers:DataWriter",
+    "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",
     "source.task": "opd.data.generators:TaskPrompts",
     "source.reasoning_gym": "opd.data.generators:GymPrompts",
     "source.file": "opd.data.row_source:FilePrompts",

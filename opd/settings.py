@@ -20,6 +20,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -27,11 +28,13 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from opd import families
+from opd.errors import RecipeError
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
-    from opd.config import Rollouts, Stage, Train
+    from opd.config import Stage, Train
     from opd.objective.term import Term
+    from opd.sampling.rollouts import Rollouts
 
 MANY = 1_000_000_000  # no count in a recipe is larger
 
@@ -58,6 +61,21 @@ def changed(settings: BaseModel) -> set[str]:
     return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
 
 
+def by_hand(what: str, kind: Any, given: Any) -> Any:
+    """Settings that a Python program gives, read as a recipe's would be."""
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors(include_url=False):
+            place = ".".join([what, *map(str, detail["loc"])])
+            message = (
+                "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"].removeprefix("Value error, ")
+            )
+            lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")
+        raise RecipeError("\n".join(lines)) from None
+
+
 @dataclass(frozen=True)
 class Needs:
     """What has to be known of a batch before a choice can do its work."""
@@ -82,11 +100,12 @@ class StageView:
     terms: Sequence[Term]
     roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
     term: Term | None = None
+    device: str = "auto"
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
         roles = frozenset(teacher.role for teacher in stage.teachers.values())
-        return cls(stage.rollout, stage.train, stage.objective, roles)
+        return cls(stage.rollout, stage.train, stage.objective, roles, device=stage.device)
 
 
 class Choice(BaseModel):

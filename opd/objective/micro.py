@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class TeacherHead(Protocol):
     """Turns a teacher's hidden states into its distribution."""
 
+    name: str
+
     def project(self, hidden: Tensor) -> Projection: ...
 
 

@@ -22,14 +22,13 @@ from opd.models.tokenizers import require_same, share_vocabulary
 from opd.objective.objective import Objective
 from opd.runner.checks import check_stage
 from opd.runner.prompts import Looked, response_limit
-from opd.sampling.choose import open_sampler, require_slots
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
 from opd.text import inline_code, plain
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling, TokenSampler
 
@@ -108,16 +107,24 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine: TokenSampler = open_sampler(
-            self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
+        self.engine: TokenSampler = spec.sampler.open(
+            self.student.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids
         )
         if spec.rollout.teacher_mix:
             mixed = set(self.routes.get("teacher", {}).values())
-            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
+            spec.sampler.require_mixing([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
         for line in self._slower():
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
-        self.optimiser = Optimiser(self.student.trainable(), spec.train)
+        self.trainer = Trainer(
+            self.student,
+            self.objective,
+            spec.train,
+            seed=spec.seed,
+            teacher_of=self.routes.get("teacher", {}),
+            check_stop=self.check_stop,
+        )
+        self.optimiser = self.trainer.optimiser
         self.version = 0
         rollout = spec.rollout
         self.sampling = Sampling(
@@ -168,8 +175,8 @@ class StageRun:
 
     def _engine(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return open_sampler(
-            model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
+        return self.spec.sampler.open(
+            model.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
     def publish(self, version: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """The built-in sampler: continuous batching over a fixed number of slots.
 
-    engine = Engine(student.inference_copy(), SamplerSpec(), max_length=512, merge_stop=stop_ids)
+    engine = Engine(student.inference_copy(), BuiltInSampler(), max_length=512, merge_stop=stop_ids)
     for event in engine.sample(requests):        # a generator: requests are pulled as slots become free
         ...                                      # SampledToken, SampledToken, …, Finished, of many requests interleaved
 
@@ -22,18 +22,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from opd.config import SamplerSpec
 from opd.divergences.lanes import LANES
 from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
 from opd.sampling.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
 
 
-def choose_settings(model: LanguageModel, spec: SamplerSpec, partner: Partner | None = None) -> Settings:
+def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner | None = None) -> Settings:
     """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
@@ -106,7 +106,7 @@ class Engine:
     """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
-        self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],
+        self, model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
         partner: Partner | None = None,
     ) -> None:  # fmt: skip
         check_context(model, max_length)

@@ -44,10 +44,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     with clock("update"):
         batch = TrainingBatch(rollouts, signals, rewards)
-        result = train_step(
-            run.student, batch, run.objective, run.optimiser, step=step, train=run.spec.train, seed=run.spec.seed,
-            teacher_of=run.routes.get("teacher", {}), check_stop=run.check_stop,
-        )  # fmt: skip
+        result = run.trainer.step(batch, step)
         run.publish()
 
     rewarding = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
