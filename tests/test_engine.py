@@ -360,7 +360,7 @@ def test_new_weights_end_the_sharing() -> None:
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     prompt = make_requests((22,), Sampling(4))[0]
     requests = [replace(prompt, id=str(sample), key=request_key(0, "p", 0, sample)) for sample in range(9)]
-    engine = make_engine(model, SamplerSpec(slots=2, prefill_rows=3, prefill_chunk=5))
+    engine = make_engine(model, BuiltInSampler(slots=2, prefill_rows=3, prefill_chunk=5))
     events: dict[str, list[Any]] = {}
     for number, event in enumerate(engine.sample(requests)):
         if isinstance(event, SampledToken):
