@@ -221,12 +221,12 @@ def test_stages_hand_their_models_on(models: dict[str, str], tmp_path: Path) -> 
 def test_best_checkpoint_early_stopping_and_retention(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opd.evaluation import Score
+    from opd.evaluation import Measures
     from opd.runner.stage import StageRun
 
     values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
     monkeypatch.setattr(
-        StageRun, "evaluate", lambda self, engine: {"a": Score(n=4, greedy=next(values), greedy_stderr=0.0)}
+        StageRun, "evaluate", lambda self, engine: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)}
     )
     spec = {"prompts": 4, "every": 1, "teachers": False, "early_stop": {"patience": 3}}
     run = opd.run(
