@@ -25,12 +25,14 @@ from typing import Any
 import torch
 import transformers
 
-from opd.config import PromptSource, SamplerSpec, Store
+from opd.config import Store
 from opd.data.render import render_prompt
+from opd.data.source import prompt_source
 from opd.data.sources import open_source
 from opd.models import load_model
 from opd.sampling.draws import request_key
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
 from opd.types import SampledToken, SampleRequest, Sampling
 
@@ -39,7 +41,7 @@ LIMIT = 0.03
 
 
 def make_requests(tokenizer: Any, count: int, new: int) -> list[SampleRequest]:
-    source, sampling = open_source(PromptSource(source="task:sort")), Sampling(new)
+    source, sampling = open_source(prompt_source("task:sort")), Sampling(new)
     prompts = [source.train(index) for index in range(count)]
     return [
         SampleRequest(prompt.id, render_prompt(prompt, tokenizer), request_key(0, prompt.id, 0, 0), sampling)
@@ -93,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = load_model(args.model)
     requests = make_requests(model.tokenizer, args.requests, args.new_tokens)
     longest = max(request.prompt_ids.size for request in requests)
-    engine = Engine(model, SamplerSpec(), longest + args.new_tokens, merge_stop=model.stop_ids)
+    engine = Engine(model, BuiltInSampler(), longest + args.new_tokens, merge_stop=model.stop_ids)
     without_store(engine, requests[:2])
     pairs = []
     for pair in range(args.pairs):

@@ -12,15 +12,20 @@ from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
     from opd.config import Recipe, load_recipe
+    from opd.data.sources import prompts
     from opd.divergences import Mixture, Projection, divergence, token_logprobs
     from opd.errors import (
         DataError,
+        DiskError,
         ModelError,
         OpdError,
         Preempted,
         RecipeError,
         RunDirectoryError,
+        RunLocked,
         Stopped,
+        StoreError,
+        TokenizerMismatch,
         TrainingError,
         UserError,
     )
@@ -28,29 +33,50 @@ if TYPE_CHECKING:
     from opd.models import load_model
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
+    from opd.objective.objective import Objective
+    from opd.rewards import Reward
     from opd.sampling.sampler import Sampler
-    from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
+    from opd.trainer.trainer import Trainer
+    from opd.types import Prompt, RewardResult, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),
+    "opd.data.sources": ("prompts",),
     "opd.divergences": ("Mixture", "Projection", "divergence", "token_logprobs"),
-    "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
-                   "TrainingError", "UserError"),
+    "opd.errors": (
+        "DataError",
+        "DiskError",
+        "ModelError",
+        "OpdError",
+        "Preempted",
+        "RecipeError",
+        "RunDirectoryError",
+        "RunLocked",
+        "Stopped",
+        "StoreError",
+        "TokenizerMismatch",
+        "TrainingError",
+        "UserError",
+    ),
     "opd.families": ("register",),
     "opd.models": ("load_model",),
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
+    "opd.objective.objective": ("Objective",),
+    "opd.rewards": ("Reward",),
     "opd.sampling.sampler": ("Sampler",),
-    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
-}  # fmt: skip
+    "opd.trainer.trainer": ("Trainer",),
+    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample", "Teacher"),
+}
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [
     "DataError",
-    "Judgement",
+    "DiskError",
     "LanguageModel",
     "Mixture",
     "ModelError",
+    "Objective",
     "OpdError",
     "Pack",
     "Preempted",
@@ -58,19 +84,26 @@ __all__ = [
     "Prompt",
     "Recipe",
     "RecipeError",
+    "Reward",
+    "RewardResult",
     "Rollout",
     "Run",
     "RunDirectoryError",
+    "RunLocked",
     "Sample",
     "Sampler",
     "Stopped",
+    "StoreError",
     "Teacher",
+    "TokenizerMismatch",
+    "Trainer",
     "TrainingError",
     "UserError",
     "__version__",
     "divergence",
     "load_model",
     "load_recipe",
+    "prompts",
     "register",
     "resume",
     "run",

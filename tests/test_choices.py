@@ -14,16 +14,22 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opd import families
 from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
+from opd.data.source import SOURCES
 from opd.divergences import Projection
 from opd.divergences.kinds import CustomDivergence
 from opd.errors import RecipeError
 from opd.objective.gates import Arrays, Gate, GateView
 from opd.objective.micro import autocast_head
+from opd.sampling.samplers import SAMPLERS
 from opd.settings import Choice, Family
 from tests.helpers import refusals, term, tiny_model
 from tests.test_semantics import gradients, sampled_by, some_rollouts
 
-KEYS = {"form": "form"}  # families whose choice is not named by `kind`
+FAMILIES = {
+    "form": Family("form", key="form"),
+    "source": SOURCES,
+    "sampler": SAMPLERS,
+}  # whose choice is not named by `kind` alone
 
 # Settings of every choice, away from its defaults
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -48,6 +54,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
     "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
+    "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
+    "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
+    "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},
+    "source.file": {"source": "rows.jsonl", "columns": {"prompt": "question"}, "limit": 9, "eval_source": "held.csv"},
+    "source.dataset": {"source": "owner/name", "split": "test", "limit": 5},
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
@@ -56,19 +67,20 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def spelled_out(family: str, name: str, settings: dict[str, Any]) -> Choice:
-    return Family(family, key=KEYS.get(family, "kind")).read({KEYS.get(family, "kind"): name, **settings})
+def spelled_out(family: Family, name: str, settings: dict[str, Any]) -> Choice:
+    return family.read({family.key: name, **settings})
 
 
 @pytest.mark.parametrize("entry", families.CHOICES)
 def test_every_choice_reads_what_it_wrote(entry: str) -> None:
-    family, name = entry.split(".")
+    family_name, name = entry.split(".")
+    family = FAMILIES.get(family_name, Family(family_name))
     chosen = spelled_out(family, name, EXAMPLES[entry])
-    assert (chosen.family, chosen.name) == (family, name)
+    assert (chosen.family, chosen.name) == (family_name, name)
 
     class Holder(BaseModel):  # a field typed by the base class
-        one: Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]
-        many: list[Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]] = Field(default_factory=list)
+        one: Annotated[Choice, family]
+        many: list[Annotated[Choice, family]] = Field(default_factory=list)
 
     holder = Holder(one=chosen, many=[chosen])
     for mode in ("json", "python"):

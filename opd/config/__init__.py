@@ -13,7 +13,6 @@ from opd.config.read import (
     shipped_recipes,
     validate,
 )
-from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
@@ -23,10 +22,8 @@ from opd.config.stage import (
     Hub,
     Log,
     Lora,
-    PromptSource,
     Recipe,
     Rollouts,
-    SamplerSpec,
     Stage,
     Store,
     Student,
@@ -44,12 +41,8 @@ __all__ = [
     "Hub",
     "Log",
     "Lora",
-    "PromptSource",
     "Recipe",
-    "RewardSpec",
-    "Rewards",
     "Rollouts",
-    "SamplerSpec",
     "Stage",
     "Store",
     "Student",

@@ -8,26 +8,19 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd import families
 from opd.config.names import check_name
-from opd.config.rewards import Rewards, read_rewards
+from opd.data.source import SOURCES, PromptSource
+from opd.models.settings import Lora
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
-from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
+from opd.rewards.settings import AnyRewards, Rewards
+from opd.sampling.rollouts import Rollouts
+from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
+from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
 
 
 def usual_objective() -> list[Term]:
     return [Direct()]
-
-
-class Lora(BaseModel):
-    """Low-rank adapters through peft."""
-
-    model_config = SETTINGS
-    rank: Positive = Field(16, le=65_536)
-    alpha: float = Field(32, gt=0, le=1e6)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: Word | list[Word] = Field("all-linear", description="peft target modules; never the output head")
 
 
 class Student(BaseModel):
@@ -36,7 +29,6 @@ class Student(BaseModel):
     model_config = SETTINGS
     model: Address
     revision: Word | None = None
-    dtype: Dtype = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
 
@@ -55,53 +47,6 @@ class TeacherSpec(BaseModel):
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
 
-# What rendering a chat template is given by us, or would do with text that is still to be encoded.
-RESERVED_KWARGS = frozenset(
-    [
-        "conversation",
-        "messages",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)
-
-
-class PromptSource(BaseModel):
-    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
-
-    model_config = SETTINGS
-    source: Address
-    domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
-    share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
-    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
-    eval_source: Address | None = Field(
-        None, description="held-out prompts; default: the task's own held-out split, else the last rows"
-    )
-    limit: Positive | None = Field(None, description="use at most this many rows")
-    columns: dict[Word, Word] = Field(
-        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(RESERVED_KWARGS & value.keys())
-        if taken:
-            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
-        return value
-
-
 class Data(BaseModel):
     """What happens to rows that cannot be used: malformed, too long, or without the completion that is asked for."""
 
@@ -111,76 +56,13 @@ class Data(BaseModel):
     )
 
 
-class Rollouts(BaseModel):
-    """Who writes the tokens of a step, how many, and how they are drawn."""
-
-    model_config = SETTINGS
-    prompts: Positive = Field(64, le=1_000_000)
-    samples: Positive = Field(1, le=65_536, description="rollouts per prompt (the group)")
-    max_new_tokens: Positive = 128
-    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: Count = Field(0, le=10_000, description="0: no limit")
-    stop: list[Word] = Field(
-        default_factory=list, max_length=64, description="stop strings, beside the models' stop ids"
-    )
-    data_share: Fraction = Field(
-        0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
-    )
-    teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
-    teacher_mix: float = Field(
-        0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
-    )
-    writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
-        default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
-    )
-    contrast: Count = Field(
-        0,
-        description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
-    )
-    max_prompt_tokens: Positive | None = Field(
-        None, description="longer prompts are bad rows; default: what the context leaves"
-    )
-    mixed_versions: Literal["allow", "refuse"] = Field(
-        "allow", description="a rollout that was interrupted and would go on with newer weights"
-    )
-
-    @model_validator(mode="after")
-    def _shares(self) -> Rollouts:
-        if 0 < self.temperature < 0.01:
-            raise ValueError(f"temperature {self.temperature}: 0 is greedy, else at least 0.01")
-        if self.data_share + self.teacher_share > 1:
-            raise ValueError("data_share + teacher_share is above 1")
-        if self.data_share + self.teacher_share + sum(writer.share for writer in self.writers) > 1 + 1e-9:
-            raise ValueError("data_share, teacher_share and the shares of writers add up to more than 1")
-        idle = [writer.name for writer in self.writers if not writer.share]
-        if idle:
-            raise ValueError(f"writer {idle[0]} has no share of the prompts: set `share`")
-        if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
-            raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
-        if self.contrast and self.samples == 1:
-            raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
-        return self
-
-    @property
-    def everyone(self) -> list[Any]:
-        """All writers, in the order in which a draw goes to them; the student has what the others leave."""
-        data = [families.find("writer", "data")(share=self.data_share)] if self.data_share else []
-        teacher = [families.find("writer", "teacher")(share=self.teacher_share)] if self.teacher_share else []
-        rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
-        student = families.find("writer", "mixed" if self.teacher_mix else "student")
-        return [*data, *teacher, *self.writers, student(share=min(rest if rest > 1e-9 else 0.0, 1.0))]
-
-
-class SamplerSpec(BaseModel):
-    """The built-in engine. `null` means: chosen from the model and the device, and printed in the plan."""
-
-    model_config = SETTINGS
-    slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
-    prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
-    prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
-    dtype: Dtype | None = Field(None, description="default: the student's")
-    compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
+Precision = Literal["auto", "mixed", "float32", "autocast", "bfloat16"]
+WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
+    "mixed": "bfloat16",
+    "float32": "float32",
+    "autocast": "float32",
+    "bfloat16": "bfloat16",
+}
 
 
 class Train(BaseModel):
@@ -196,7 +78,14 @@ class Train(BaseModel):
     epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
-    autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
+    precision: Precision = Field(
+        "auto",
+        description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
+    )
+
+    def precision_on(self, device: str) -> Precision:
+        """What `auto` means on a device: `cuda`, `cuda:1`, `cpu`."""
+        return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
 class EarlyStop(BaseModel):
@@ -281,12 +170,12 @@ class Stage(BaseModel):
     name: Word = "main"
     student: Student
     teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
-    prompts: list[PromptSource] = Field(min_length=1)
+    prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()
-    sampler: SamplerSpec = SamplerSpec()
+    sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
     objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
-    rewards: Rewards = Rewards()
+    rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -296,6 +185,33 @@ class Stage(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_precision(cls, raw: Any) -> Any:
+        """`student.dtype` and `train.autocast`, as recipes had them before `train.precision`, go on meaning what they meant."""
+        if not isinstance(raw, Mapping):
+            return raw
+        student, train = raw.get("student"), raw.get("train")
+        dtype = student.get("dtype") if isinstance(student, Mapping) else None
+        autocast = train.get("autocast") if isinstance(train, Mapping) else None
+        if dtype is None and autocast is None:
+            return raw
+        if dtype not in (None, "float32", "bfloat16") or autocast not in (None, True, False):
+            raise ValueError(
+                f"student.dtype {dtype!r} and train.autocast {autocast!r} are now train.precision: set that"
+            )
+        if autocast and dtype == "bfloat16":
+            raise ValueError(
+                "student.dtype bfloat16 with train.autocast: set train.precision to one of mixed and autocast"
+            )
+        if isinstance(train, Mapping) and train.get("precision", "auto") != "auto":
+            raise ValueError("train.precision replaces student.dtype and train.autocast: drop those")
+        rest = {key: value for key, value in (train or {}).items() if key != "autocast"}
+        found = {**raw, "train": {**rest, "precision": "autocast" if autocast else dtype or "float32"}}
+        if isinstance(student, Mapping):
+            found["student"] = {key: value for key, value in student.items() if key != "dtype"}
+        return found
 
     @model_validator(mode="after")
     def _plateau(self) -> Stage:
@@ -330,18 +246,12 @@ class Stage(BaseModel):
     @field_validator("prompts", mode="before")
     @classmethod
     def _prompts(cls, value: Any) -> Any:
-        rows = value if isinstance(value, list) else [value]
-        return [{"source": row} if isinstance(row, str) else row for row in rows]
+        return value if isinstance(value, list) else [value]
 
     @field_validator("objective", mode="before")
     @classmethod
     def _objective(cls, value: Any) -> Any:
         return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: Any) -> Any:
-        return read_rewards(value)
 
     @field_validator("log", mode="before")
     @classmethod

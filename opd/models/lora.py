@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from opd.errors import ModelError
 
 if TYPE_CHECKING:
-    from opd.config import Lora
+    from opd.models.settings import Lora
 
 ADAPTER = "default"
 EVERYTHING = "all-linear"
@@ -200,7 +200,7 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, layer in adapted_layers(module):
             base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-            merged[name] = base + layer.get_delta_weight(ADAPTER).to(base.dtype)
+            merged[name] = (base + layer.get_delta_weight(ADAPTER)).to(base.dtype)
     return merged
 
 

@@ -52,7 +52,7 @@ class K2(CorrectedTerm):
             rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
         teacher = micro.tensor(micro.teacher_logprobs(self.role, rows)).float()
         policy = micro.policy(rows)
-        micro.estimate(rows, (policy.detach() - teacher).cpu().numpy())
+        micro.estimate(rows, policy.detach() - teacher)
         losses, log_ratio = k2(policy, teacher), micro.log_ratio(rows, policy)
         if self.correction is not None:
             weight, bites = self.correction.apply(log_ratio, micro.segment(rows))

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import STAGE_PREFIX, PromptSource, Stage
-from opd.data.generators import GYM, TASK
-from opd.data.rows import local_files, open_rows
+from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.adapters import smol_models
@@ -51,7 +49,7 @@ def inputs_of(
                 require_hub(model, location)
                 here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
         for source in stage.prompts:
-            if (fingerprint := _fingerprint(source)) is not None:
+            if (fingerprint := source.fingerprint()) is not None:
                 here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
     return found
 
@@ -63,7 +61,11 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         for name, facts in recorded.items()
         if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
     ]
-    changed += [f"{name} ({facts['for']}) was not there then" for name, facts in now.items() if name not in recorded]
+    changed += [
+        f"{name} ({facts['for']}) was not there then"
+        for name, facts in now.items()
+        if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
+    ]
     if changed:
         raise RunDirectoryError(
             f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
@@ -103,15 +105,13 @@ def _inside(name: str, directory: Path | None) -> str:
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
     """(file, its name in the record, what it is for)."""
     for source in stage.prompts:
-        for path in _prompt_files(source):
+        for path in source.files():
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
-    for function in [
-        reward.function for rewards in stage.rewards.domains.values() for reward in rewards if reward.function
-    ]:
-        if (module := _module_file(function)) is not None:
-            yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
+    for reward in (reward for rewards in stage.rewards.domains.values() for reward in rewards):
+        if (module := reward.file()) is not None:
+            yield module, str(module.absolute()), f"reward {reward.label.rpartition(':')[2]}"
 
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
@@ -119,18 +119,6 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     found = [(stage.student.model, stage.student.revision, "student")]
     found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
-
-
-def _prompt_files(source: PromptSource) -> list[Path]:
-    names = [name for name in (source.source, source.eval_source) if name and not name.startswith((TASK, GYM))]
-    return [path for name in names for path in local_files(name)]
-
-
-def _fingerprint(source: PromptSource) -> str | None:
-    """Of a dataset that is neither generated nor a file here."""
-    if source.source.startswith((TASK, GYM)) or Path(source.source).is_absolute() or _prompt_files(source):
-        return None
-    return open_rows(source.source, source.split).fingerprint
 
 
 def _model_files(name: str) -> Iterator[tuple[Path, str]]:
@@ -177,19 +165,6 @@ def _base(directory: Path) -> str | None:
     return (
         str(directory / found) if (directory / found).is_dir() else found
     )  # as it is loaded: beside the adapter first
-
-
-def _module_file(function: str) -> Path | None:
-    """`file.py:function`, or the module's file where Python would find it."""
-    module = function.rpartition(":")[0]
-    if module.endswith(".py"):
-        path = Path(module).expanduser()
-        return path if path.is_file() else None
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None  # the check of rewards says so
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _hub_name(location: Location) -> str:

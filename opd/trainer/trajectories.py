@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from opd.config import PromptSource, Rollouts
 from opd.data.render import render_prompt
+from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
+from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
@@ -84,7 +85,7 @@ class Trajectories:
 
     @property
     def taken_up(self) -> bool:
-        """Whether the latest batch has rollouts of an earlier process, which may have been judged and scored already."""
+        """Whether the latest batch has rollouts of an earlier process, which may have been rewarded and scored already."""
         return bool(self.used or self.continued)
 
     def rollout_id(self, visit: Visit, sample: int) -> str:
