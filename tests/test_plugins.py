@@ -21,7 +21,15 @@ from opd.errors import RecipeError, RunDirectoryError
 from opd.files import read_sealed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-OWN = ("gate.late", "divergence.pearson", "advantage.brevity", "form.unlikelihood", "writer.echo")
+OWN = (
+    "gate.late",
+    "divergence.pearson",
+    "advantage.brevity",
+    "form.unlikelihood",
+    "writer.echo",
+    "teacher.blend",
+    "view.told",
+)
 SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
 
@@ -54,11 +62,17 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
+    assert 0 <= line["unshown/arithmetic"] < 1
+    assert line["reverse_kl"] > 0
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
+    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {"kind": "told", "skip": 0, "share": 0.5}
+    (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
+    (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
+    assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
     assert "plugins/mine.py" in read_sealed(run.directory / "run.json")["files"]
     loaded = load_recipe(run.directory / "resolved.yaml")
     assert loaded.stages == load_recipe(str(recipe), SMALL).stages
@@ -74,13 +88,16 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     shown = CliRunner().invoke(app, ["schema", str(recipe)])
     assert shown.exit_code == 0, shown.output
-    assert {"Late", "Brevity", "Unlikelihood"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Blend", "Told"} <= set(json.loads(shown.output)["$defs"])
     assert {"Late", "Brevity", "Unlikelihood"} <= set(recipe_schema()["$defs"])
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
         ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
         ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("teachers.arithmetic.models=[tiny/arithmetic]", r"teachers\.arithmetic\.models"),
+        ("teachers.arithmetic.view.shar=1", "did you mean 'share'"),
+        ("rollout.teacher_share=0.1", "teacher_share needs a model.*of kind blend, has none"),
         ("rollout.writers.0.share=0", "no share"),
         ("rollout.data_share=0.8", "more than 1"),
         ("objective.1.divergence=pearson", "advantage of the sampled token"),

@@ -29,7 +29,6 @@ from opd.config.stage import (
     Stage,
     Store,
     Student,
-    TeacherSpec,
     Train,
 )
 from opd.config.text import parse_yaml
@@ -53,7 +52,6 @@ __all__ = [
     "Stage",
     "Store",
     "Student",
-    "TeacherSpec",
     "Term",
     "Train",
     "find_recipe",

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from opd.config import STAGE_PREFIX, PromptSource, Stage
 from opd.data.generators import GYM, TASK
@@ -64,13 +63,12 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
 
 def pinned(stage: Stage, recorded: Inputs) -> Stage:
     """The stage with every hub model at the commit that the run began with."""
-
-    def at(model: Any) -> Any:
-        found = recorded.get(f"{HUB}{model.model}")
-        return model.model_copy(update={"revision": found["commit"]}) if found else model
-
-    teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
-    return stage.model_copy(update={"student": at(stage.student), "teachers": teachers})
+    commits = {name.removeprefix(HUB): facts["commit"] for name, facts in recorded.items() if name.startswith(HUB)}
+    student = stage.student
+    if student.model in commits:
+        student = student.model_copy(update={"revision": commits[student.model]})
+    teachers = {name: kind.pinned(commits) for name, kind in stage.teachers.items()}
+    return stage.model_copy(update={"student": student, "teachers": teachers})
 
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
@@ -100,7 +98,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
     found = [(stage.student.model, stage.student.revision, "student")]
-    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    found += [
+        (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
+    ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
 
