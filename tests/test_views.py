@@ -220,7 +220,7 @@ def test_a_view_is_kept_with_its_signals_and_what_it_cannot_show_is_counted(tmp_
     assert run.metrics[0]["unshown/a"] == 0.75
     kept = run.rollouts.signals(list(run.rollouts.entries), "teacher", "logprobs_at")
     assert len(kept) == 1
-    assert {(signal.view, signal.spans[0][2]) for signal in kept.values()} == {("template", len("three add 1+2="))}
+    assert {(signal.view, signal.spans[0][2]) for signal in kept.values()} == {("template", len("three add 1+2"))}
 
 
 def test_names_of_one_checkpoint_share_its_weights() -> None:

@@ -36,9 +36,9 @@ class TrainingBatch:
     first_pass: FirstPass = field(default_factory=FirstPass)
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
-        """(T,) bool: tokens of a rollout about which every one of these signals says something."""
+        """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""
         mask = np.ones(rollout.response_ids.size, dtype=bool)
-        for need in needs:
+        for need in (need for need in needs if need in self.signals):
             mask &= self.signals[need][rollout.id].mask
         return mask
 
