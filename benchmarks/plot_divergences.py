@@ -15,7 +15,7 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from opd.divergences.formulas import Form
+from opd.divergences.formulas import Formula
 
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"
@@ -30,14 +30,14 @@ FITS: list[tuple[str, str, dict[str, float]]] = [
 
 def fit(kind: str, params: dict[str, float], grid: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """The Gaussian (on the grid) of least divergence: best of several starts, since mode-seeking losses have local minima."""
-    form, best = Form.of(kind, params), (float("inf"), grid)
+    formula, best = Formula.of(kind, params), (float("inf"), grid)
     for start in (-2.5, 0.0, 2.0):
         mean = torch.tensor(start, dtype=torch.float64, requires_grad=True)
         spread = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
         adam = torch.optim.Adam([mean, spread], lr=0.05)
         for _ in range(500):
             student = (-((grid - mean) ** 2) / (2 * (2 * spread).exp())).log_softmax(-1)
-            value = form(student[None], teacher[None]).sum()
+            value = formula(student[None], teacher[None]).sum()
             adam.zero_grad()
             value.backward()
             adam.step()

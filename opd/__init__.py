@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from opd.models import load_model
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
+    from opd.sampling.sampler import Sampler
     from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ PLACES = {
     "opd.models": ("load_model",),
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
+    "opd.sampling.sampler": ("Sampler",),
     "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
 }  # fmt: skip
 LAZY = {name: place for place, names in PLACES.items() for name in names}
@@ -60,6 +62,7 @@ __all__ = [
     "Run",
     "RunDirectoryError",
     "Sample",
+    "Sampler",
     "Stopped",
     "Teacher",
     "TrainingError",

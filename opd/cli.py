@@ -263,9 +263,9 @@ def build_models(
 @store.command("check")
 def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
-    from opd.store.repair import check
+    from opd.store.repair import check_log
 
-    report = check(run)
+    report = check_log(run)
     print("\n".join(map(plain, report.lines())))
     if report.damages:
         raise typer.Exit(1)

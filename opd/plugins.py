@@ -26,7 +26,7 @@ _loaded: dict[str, str] = {}  # module -> sha256 of the file it was made from
 _announced = False
 
 
-def load(plugins: Sequence[str]) -> None:
+def load_plugins(plugins: Sequence[str]) -> None:
     """Import what a recipe names: `.py` files by their absolute path, modules of packages by their name."""
     load_announced()
     files = [Path(name) for name in plugins if name.endswith(".py")]

@@ -3,7 +3,7 @@
     plain("[/x]\\x1b[2J\\n")       one line for a terminal, a log, a table's cell or a tracker's tag
     printable("first\\nsecond")   the same with line breaks kept: messages and files
     cell("[/x]")                 a cell of a table or panel: rich reads no markup in it
-    code("a `b`")                inline code of a Markdown page
+    inline_code("a `b`")         inline code of a Markdown page
 
 Escape sequences, other control characters, bidirectional overrides, invisible characters and lone surrogates are shown by
 their number, as Python writes them; what is long is cut.
@@ -44,7 +44,7 @@ def cell(text: object, style: str = "") -> Text:
     return Text(plain(text, CELL), style=style)
 
 
-def code(text: object) -> str:
+def inline_code(text: object) -> str:
     """Inline code: the fence is longer than any run of backticks inside, so nothing gets out of it."""
     shown = plain(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
@@ -66,3 +66,9 @@ def _shown(letter: str) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """What is wrong, in short: a line that ends with a colon goes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]

@@ -204,7 +204,9 @@ class WeightsRef:
     tensors: Mapping[str, Any]
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
+    """What draws tokens: the built-in engine, or one request at a time. `opd.Sampler` makes rollouts of them."""
+
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]: ...
 
     def load(self, weights: WeightsRef) -> None: ...

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from opd import families
 from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
 from opd.divergences import Projection
-from opd.divergences.kinds import OwnDivergence
+from opd.divergences.kinds import CustomDivergence
 from opd.errors import RecipeError
 from opd.objective.gates import Arrays, Gate, GateView
 from opd.objective.micro import autocast_head
@@ -51,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
+    "tracker.tensorboard": {}, "tracker.wandb": {}, "tracker.trackio": {},
     "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},
 }  # fmt: skip
 
@@ -219,9 +220,9 @@ def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> Non
 
 
 @pytest.fixture
-def pearson() -> Iterator[type[OwnDivergence]]:
+def pearson() -> Iterator[type[CustomDivergence]]:
     @families.register
-    class Pearson(OwnDivergence):
+    class Pearson(CustomDivergence):
         """scale * sum (S - T)^2 / T."""
 
         name: ClassVar[str] = "pearson"
@@ -235,7 +236,9 @@ def pearson() -> Iterator[type[OwnDivergence]]:
 
 
 @pytest.mark.parametrize("support", [{}, {"support": "topk", "k": 5, "closure": "renormalised"}], ids=str)
-def test_a_divergence_of_ones_own_needs_a_formula_only(pearson: type[OwnDivergence], support: dict[str, Any]) -> None:
+def test_a_divergence_of_ones_own_needs_a_formula_only(
+    pearson: type[CustomDivergence], support: dict[str, Any]
+) -> None:
     objective = term(divergence="pearson", scale=0.5, **support)
     assert objective.divergence == pearson(scale=0.5)  # type: ignore[call-arg]
     student, teacher = tiny_model("llama"), tiny_model("llama", 1)

@@ -32,7 +32,7 @@ def test_short_forms_are_filled_in() -> None:
     assert stage.teachers["arithmetic"].model == "tiny/arithmetic"
     assert stage.prompts[0].source == "task:addition"
     assert stage.objective[0].divergence.name == "reverse_kl"
-    assert stage.log.to == ["tensorboard"]
+    assert [tracker.name for tracker in stage.log.to] == ["tensorboard"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from opd.config import PromptSource
-from opd.data.render import decode, render_completion, render_prompt
+from opd.data.render import render_completion, render_prompt, response_text
 from opd.data.sources import open_source, open_sources
 from opd.data.stream import PromptStream
 from opd.errors import DataError
@@ -185,11 +185,11 @@ def test_completions_end_in_the_stop_token_and_decode_without_it() -> None:
     ids, cut = render_completion(prompt, tokenizer, 10, (EOS,))
     assert ids[-1] == EOS
     assert not cut
-    assert decode(ids, tokenizer, (EOS,)) == "42"
+    assert response_text(ids, tokenizer, (EOS,)) == "42"
     ids, cut = render_completion(prompt, tokenizer, 2, (EOS,))
     assert cut
     assert ids.size == 2
-    assert decode(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
+    assert response_text(np.array([], dtype=np.int32), tokenizer, (EOS,)) == ""
     with pytest.raises(DataError, match="no completion"):
         render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10, (EOS,))
 

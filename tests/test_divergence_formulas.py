@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opd.divergences import divergence_advantage
-from opd.divergences.formulas import KINDS, Form
+from opd.divergences.formulas import KINDS, Formula
 from opd.objective.surrogates import importance_sampling
 from tests.divergence_cases import CASES, SMOOTH, textbook
 
@@ -27,7 +27,7 @@ def pair(seed: int, n: int = 4, size: int = 7, spread: float = 1.5) -> tuple[Ten
 @given(seed=SEEDS, spread=st.sampled_from([0.1, 1.5, 8.0]))
 def test_value_is_the_textbook_sum_and_nonnegative(kind: str, params: dict, seed: int, spread: float) -> None:
     student, teacher = pair(seed, spread=spread)
-    value = Form.of(kind, params)(student.log_softmax(-1), teacher.log_softmax(-1)).detach().numpy()
+    value = Formula.of(kind, params)(student.log_softmax(-1), teacher.log_softmax(-1)).detach().numpy()
     expected = textbook(kind, params, student.softmax(-1).detach().numpy(), teacher.softmax(-1).numpy())
     np.testing.assert_allclose(value, expected, rtol=1e-8, atol=1e-10)
     assert (value >= -1e-12).all()
@@ -37,21 +37,21 @@ def test_value_is_the_textbook_sum_and_nonnegative(kind: str, params: dict, seed
 @given(seed=SEEDS)
 def test_gradient_against_finite_differences(kind: str, params: dict, seed: int) -> None:
     student, teacher = pair(seed, n=2, size=5)
-    form = Form.of(kind, params)
-    assert torch.autograd.gradcheck(lambda z: form(z.log_softmax(-1), teacher.log_softmax(-1)).sum(), student)
+    formula = Formula.of(kind, params)
+    assert torch.autograd.gradcheck(lambda z: formula(z.log_softmax(-1), teacher.log_softmax(-1)).sum(), student)
 
 
 @pytest.mark.parametrize(("kind", "params"), CASES)
 @given(seed=SEEDS, spread=st.sampled_from([0.1, 1.5, 8.0]))
 def test_terms_are_the_value_and_its_gradient(kind: str, params: dict, seed: int, spread: float) -> None:
     student, teacher = pair(seed, spread=spread)
-    form = Form.of(kind, params)
+    formula = Formula.of(kind, params)
     log_s, log_t = student.log_softmax(-1), teacher.log_softmax(-1)
-    expected = torch.autograd.grad(form(log_s, log_t).sum(), student)[0]
-    phi, slope = form.terms(log_s.detach(), log_t, log_s.detach().exp(), log_t.exp())
-    value, factor = form.outer(phi.sum(-1))
+    expected = torch.autograd.grad(formula(log_s, log_t).sum(), student)[0]
+    phi, slope = formula.terms(log_s.detach(), log_t, log_s.detach().exp(), log_t.exp())
+    value, factor = formula.outer(phi.sum(-1))
     found = factor[:, None] * (slope - log_s.detach().exp() * slope.sum(-1, keepdim=True))
-    torch.testing.assert_close(value, form(log_s, log_t).detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(value, formula(log_s, log_t).detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
 
 
@@ -59,11 +59,11 @@ def test_terms_are_the_value_and_its_gradient(kind: str, params: dict, seed: int
 @given(seed=SEEDS)
 def test_zero_at_equality(kind: str, params: dict, seed: int) -> None:
     student, _ = pair(seed)
-    form, log_s = Form.of(kind, params), student.log_softmax(-1)
-    value = form(log_s, log_s.detach())
+    formula, log_s = Formula.of(kind, params), student.log_softmax(-1)
+    value = formula(log_s, log_s.detach())
     assert value.abs().max() < 1e-12
-    phi, _ = form.terms(log_s.detach(), log_s.detach(), log_s.detach().exp(), log_s.detach().exp())
-    assert form.outer(phi.sum(-1))[0].abs().max() < 1e-12
+    phi, _ = formula.terms(log_s.detach(), log_s.detach(), log_s.detach().exp(), log_s.detach().exp())
+    assert formula.outer(phi.sum(-1))[0].abs().max() < 1e-12
     if kind in SMOOTH:
         assert torch.autograd.grad(value.sum(), student)[0].abs().max() < 1e-12
 
@@ -74,7 +74,7 @@ def test_expected_policy_gradient_is_the_direct_gradient(kind: str, params: dict
     """Exact enumeration: sum over tokens of S(y) times the gradient of the loss at y."""
     student, teacher = pair(seed, n=3, size=6)
     log_s, log_t = student.log_softmax(-1), teacher.log_softmax(-1)
-    value = Form.of(kind, params)(log_s, log_t)
+    value = Formula.of(kind, params)(log_s, log_t)
     advantage = divergence_advantage(kind, log_s, log_t, value=value[:, None], **params)
     assert not advantage.requires_grad
     behaviour = log_s.detach()
@@ -106,11 +106,11 @@ def test_acceptance_advantage_needs_the_value() -> None:
 
 def test_parameters_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown divergence"):
-        Form.of("kl", {})
+        Formula.of("kl", {})
     with pytest.raises(ValueError, match="takes no parameter"):
-        Form.of("reverse_kl", {"beta": 0.5})
+        Formula.of("reverse_kl", {"beta": 0.5})
     with pytest.raises(ValueError, match="takes only beta"):
-        Form.of("jsd", {"alpha": 0.5})
+        Formula.of("jsd", {"alpha": 0.5})
     with pytest.raises(ValueError, match="outside"):
-        Form.of("skew_kl", {"alpha": 1.5})
-    assert {Form.of(kind, {}).kind for kind in KINDS} == set(KINDS)
+        Formula.of("skew_kl", {"alpha": 1.5})
+    assert {Formula.of(kind, {}).kind for kind in KINDS} == set(KINDS)

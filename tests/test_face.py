@@ -8,9 +8,13 @@ import subprocess
 import sys
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 import opd
+from opd.config import Lora
+from tests.helpers import tiny_model
 
 
 def test_importing_loads_nothing_heavy() -> None:
@@ -31,3 +35,48 @@ def test_every_name_is_what_its_module_holds() -> None:
     assert set(dir(opd)) == set(opd.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = opd.nothing
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_sampler_draws_from_the_model_as_it_is_now(lora: bool) -> None:
+    model = tiny_model()
+    if lora:
+        model.add_lora(Lora(rank=2))
+    sampler = opd.Sampler(model, max_new_tokens=8)
+    rows = []
+    for round_ in range(2):
+        rollouts = sampler.sample(["1+2", "3+4", "1+2"], samples=2)
+        ids = torch.from_numpy(np.concatenate([rollout.response_ids for rollout in rollouts]).astype(np.int64))
+        with torch.no_grad():
+            logprobs = opd.token_logprobs(model.predict(opd.Pack.of(rollouts)), ids, merge=(model.stop_ids,))
+        sampled = np.concatenate([rollout.logprob for rollout in rollouts])
+        assert np.allclose(sampled, logprobs.numpy(), atol=1e-4)
+        assert {int(version) for rollout in rollouts for version in rollout.version} == {round_ + 1}
+        rows.append(rollouts)
+        with torch.no_grad():
+            for parameter in model.trainable().values():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    assert [rollout.visit for rollout in rows[0]] == [0, 0, 0, 0, 1, 1]  # asked twice in one call
+    assert [rollout.visit for rollout in rows[1]] == [2, 2, 1, 1, 3, 3]
+    assert len({rollout.id for some in rows for rollout in some}) == 12
+    assert len({rollout.group for rollout in rows[0]}) == 3
+
+
+def test_a_sampler_repeats_itself_and_makes_room() -> None:
+    model = tiny_model()
+    prompts = ["1+2", "9" * 200]
+    first, second = (opd.Sampler(model, max_new_tokens=40, seed=7) for _ in range(2))
+    short, long = (
+        first.sample(prompts[:1]),
+        first.sample(prompts[1:]),
+    )  # the second is too long for the room of the first
+    both = second.sample(prompts)
+    for one, other in zip([*short, *long], both, strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+    assert (
+        opd.Sampler(model, max_new_tokens=40, seed=8).sample(prompts)[1].response_ids.tolist()
+        != long[0].response_ids.tolist()
+    )
+    assert first.sample([]) == []
+    with pytest.raises(opd.DataError, match="context"):
+        first.sample(["9" * 300])

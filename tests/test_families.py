@@ -19,7 +19,7 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
-from opd.types import Rollout, Sampler, SampleRequest, Sampling
+from opd.types import Rollout, SampleRequest, Sampling, TokenSampler
 from tests.families import FAMILIES, Family, load_family, page_rows, row
 from tests.helpers import EOS
 
@@ -171,7 +171,7 @@ def requests(temperature: float, prefix: np.ndarray | None = None) -> list[Sampl
     return [SampleRequest(f"r{key}", ids, key, sampling, prefix) for key, ids in enumerate(prompts)]
 
 
-def assert_sampled_as_generated(sampler: Sampler, stock: Any, size: int, cached: bool) -> None:
+def assert_sampled_as_generated(sampler: TokenSampler, stock: Any, size: int, cached: bool) -> None:
     for rollout in collect(sampler, requests(0.0)):
         ids = torch.from_numpy(rollout.prompt_ids.astype(np.int64))[None]
         padding = list(range(size, stock.config.vocab_size))

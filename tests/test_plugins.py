@@ -29,6 +29,7 @@ OWN = (
     "writer.echo",
     "teacher.blend",
     "view.told",
+    "tracker.table",
 )
 SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
@@ -64,6 +65,7 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     assert 0 < line["gate/0:direct/late"] < 1
     assert 0 <= line["unshown/arithmetic"] < 1
     assert line["reverse_kl"] > 0
+    assert (run.directory / "table.txt").read_text() == f"1;{line['loss']}\n"
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.objective.advantages import extrapolated, outcome_advantages, returns, whitened
+from opd.objective.advantage_formulas import extrapolated, outcome_advantages, returns, whitened
 from opd.objective.corrections import correction_weight, prefix_weight, veto_weight
 from opd.objective.sampled import k2
 from opd.objective.surrogates import cispo, gspo, importance_sampling, ppo

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 import yaml
 
-from opd.config import load_recipe, recipe_schema, shipped_recipes, written
+from opd.config import load_recipe, recipe_schema, recipe_text, shipped_recipes
 from opd.config.names import check_output
-from opd.config.text import parse_yaml
+from opd.config.plain_data import parse_yaml
 from opd.errors import RecipeError, RunDirectoryError
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition", "objective": {"form": "cross_entropy"}, "rollout": {"data_share": 1.0}}  # fmt: skip
@@ -276,13 +276,13 @@ def test_odd_overrides_are_refused_in_a_line(override: str) -> None:
 def test_what_was_written_includes_overrides(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(TEXT + "# mine")
-    text = written(path, ["train.steps=2", "name=a\nb: 1"])
+    text = recipe_text(path, ["train.steps=2", "name=a\nb: 1"])
     assert text.startswith(TEXT + "# mine\n")
     assert "#   train.steps=2\n" in text
     assert yaml.safe_load(text) == yaml.safe_load(TEXT)
-    assert yaml.safe_load(written({**MINIMAL, "prompts": (Path("x.jsonl"),)}))["prompts"] == ["x.jsonl"]
+    assert yaml.safe_load(recipe_text({**MINIMAL, "prompts": (Path("x.jsonl"),)}))["prompts"] == ["x.jsonl"]
     recipe = load_recipe(path)
-    assert written(recipe) == recipe.to_yaml()
+    assert recipe_text(recipe) == recipe.to_yaml()
     with pytest.raises(RecipeError, match="overrides"):
         load_recipe(recipe, ["train.steps=2"])
 

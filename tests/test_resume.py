@@ -23,7 +23,7 @@ from opd.runner.lock import RunLock
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
-from opd.trainer.trajectories import Replay
+from opd.trainer.trajectories import DurableTokens
 from opd.types import SampledToken
 from tests.crash import FORKS, RECIPE, durable, ended, kept, killed, same_run, start, written
 from tests.helpers import save_tiny
@@ -319,12 +319,12 @@ def test_a_replay_that_differs_is_an_error(reference: opd.Run) -> None:
                              float(item.logprob_stop[at]), int(item.version[at]))  # fmt: skip
         return token._replace(**changes)
 
-    replay = Replay(item)
+    replay = DurableTokens(item)
     assert all(replay.holds(drawn(at)) for at in range(item.response_ids.size))
     assert not replay.holds(drawn(0))
     for changes in ({"token": 3}, {"logprob": float(np.nextafter(item.logprob[0], np.float32(-9)))}, {"version": 9}):
         with pytest.raises(TrainingError, match="token 0: drawn again"):
-            Replay(item).holds(drawn(0, **changes))
+            DurableTokens(item).holds(drawn(0, **changes))
 
 
 # One owner

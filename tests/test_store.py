@@ -222,5 +222,5 @@ def test_a_reader_never_touches_the_files(tmp_path: Path) -> None:
 
 
 def test_the_store_needs_no_torch() -> None:
-    code = "import sys; import opd.store, opd.run; sys.exit('torch' in sys.modules)"
+    code = "import sys; import opd.store, opd.runner.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from opd.errors import StoreError
 from opd.store import Position, RolloutStore, iterate, rollouts
 from opd.store.files import AppendFile, Files
-from opd.store.repair import check, find_log, repair
+from opd.store.repair import check_log, find_log, repair
 from tests.lossy import Life, Snapshot, snapshot
 from tests.stores import begin, token, write_rollout
 
@@ -88,7 +88,7 @@ def test_every_flipped_byte_of_a_closed_log_is_refused(log: tuple[Path, Snapshot
                 RolloutStore(directory)
             assert (directory / path.name).read_bytes() == damaged
             assert outcome(directory, read_only=True) in (known, "refused")
-            assert check(directory).damages, place
+            assert check_log(directory).damages, place
 
 
 def test_every_truncation_of_a_closed_log_is_refused(log: tuple[Path, Snapshot], tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_every_truncation_of_a_closed_log_is_refused(log: tuple[Path, Snapshot],
             os.truncate(directory / path.name, size)
             with pytest.raises(StoreError, match=PLACE):
                 RolloutStore(directory)
-            assert check(directory).damages
+            assert check_log(directory).damages
 
 
 @given(st.integers(0, 10**9), st.integers(1, 255))
@@ -146,7 +146,7 @@ def test_damage_is_told_from_a_torn_tail(tmp_path: Path) -> None:
         path.write_bytes(data[: starts[-1]] + tail)
         reader = RolloutStore(tmp_path / "log", read_only=True)
         assert snapshot(reader) == known
-        report = check(tmp_path / "log")
+        report = check_log(tmp_path / "log")
         assert not report.damages
         assert (report.torn is None) == (not tail)
         assert snapshot(RolloutStore(tmp_path / "log")) == known
@@ -166,7 +166,7 @@ def test_segments_missing_swapped_foreign_and_empty(log: tuple[Path, Snapshot], 
             for read_only in (False, True):
                 with pytest.raises(StoreError, match=words):
                     RolloutStore(tmp_path / "x", read_only=read_only)
-            assert check(tmp_path / "x").damages
+            assert check_log(tmp_path / "x").damages
 
     for name in names[:-1]:
         (copy(source, tmp_path / "x") / name).unlink()
@@ -305,7 +305,7 @@ def test_a_full_disk_loses_nothing_durable(tmp_path: Path, commit_ms: int) -> No
             store.close()
         store.close()
         assert not (directory / "index.bin").exists()
-        assert not check(directory).damages
+        assert not check_log(directory).damages
         if not commit_ms:
             assert snapshot(RolloutStore(directory)) == life.acknowledged
         else:
@@ -360,13 +360,13 @@ def test_repair_keeps_all_that_is_whole(log: tuple[Path, Snapshot], tmp_path: Pa
         damaged = bytearray(path.read_bytes())
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        if not check(run).damages:  # the last frame, and no index that saw it
+        if not check_log(run).damages:  # the last frame, and no index that saw it
             continue
         lines = repair(run)
         kept = snapshot(RolloutStore(directory))
         assert len(kept) >= len(known) - 1
         assert all(found == known[name] for name, found in kept.items())
-        assert not check(run).damages
+        assert not check_log(run).damages
         assert (run / "rollouts.damaged" / path.name).read_bytes() == damaged
         missing = known.keys() - kept.keys()
         assert all(any(name in line for line in lines) for name in missing) or number % 2
@@ -478,9 +478,9 @@ def test_a_repair_may_be_killed_at_any_step(
             except Killed:
                 ended = False
         place = find_log(run)
-        whole = bool(check(run).damages) is (place == directory and not (directory / "repaired.json").exists())
+        whole = bool(check_log(run).damages) is (place == directory and not (directory / "repaired.json").exists())
         assert whole, last
-        if not check(run).damages:
+        if not check_log(run).damages:
             seen = snapshot(RolloutStore(directory, read_only=True))  # before anything is touched
             assert snapshot(RolloutStore(directory)) == seen
         assert repair(run)

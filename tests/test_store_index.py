@@ -1,4 +1,4 @@
-"""Queries, export and planning from the index; reading a dead run beside a living one."""
+"""Queries and export from the index; reading a dead run beside a living one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from opd import Run
 from opd.errors import UserError
-from opd.store import RolloutStore, plan_epoch
-from opd.store.index import Index
+from opd.store import RolloutStore
 from tests.stores import begin, token, write_rollout
 
 
@@ -65,42 +62,6 @@ def test_parquet(tmp_path: Path) -> None:
             "stop",
             rollout.response_ids.size,
         )
-
-
-def an_index(lengths: list[int], units: list[int]) -> Index:
-    index = Index()
-    for number, (length, unit) in enumerate(zip(lengths, units, strict=True)):
-        names = {"id": str(number), "prompt_id": "p", "visit": 0, "sample": 0, "domain": "d", "source": "student", "group": str(unit),
-                 "pair": ""}  # fmt: skip
-        row = index.begin(names, 1)
-        index.rows.set(row, length=length, stop=0 if number % 7 == 6 else 1)
-    return index
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=60), st.integers(1, 60), st.integers(0, 9))
-def test_an_epoch_has_everything_once(rows: list[tuple[int, int]], budget: int, seed: int) -> None:
-    index = an_index([length for length, _ in rows], [unit for _, unit in rows])
-    plan = plan_epoch(index, budget, seed)
-    assert sorted(plan.rows.tolist()) == np.flatnonzero(index["stop"]).tolist()
-    batches = [plan[number].tolist() for number in range(len(plan))]
-    assert all(batches)
-    assert [row for batch in batches for row in batch] == plan.rows.tolist()
-    where = {row: number for number, batch in enumerate(batches) for row in batch}
-    for batch, tokens in zip(batches, plan.tokens, strict=True):
-        units = {rows[row][1] for row in batch}
-        assert tokens == sum(rows[row][0] + 1 for row in batch)
-        assert tokens <= budget or len(units) == 1
-        for unit in units:
-            assert len({where[row] for row in where if rows[row][1] == unit}) == 1
-
-
-def test_an_epoch_is_a_function_of_its_seed() -> None:
-    index = an_index(list(range(300)), list(range(300)))
-    first, again, other = (plan_epoch(index, 1000, seed).rows.tolist() for seed in (1, 1, 2))
-    assert first == again != other
-    assert plan_epoch(index, 1000, 1, rows=np.array([3, 4])).tokens.sum() == 9
-    with pytest.raises(UserError, match="token_budget 0"):
-        plan_epoch(index, 0, 1)
 
 
 LIVING = """

@@ -17,7 +17,7 @@ from opd.objective.schedule import Schedule
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "text"},
+    {"errors", "types", "settings", "families", "plugins", "overrides", "files", "text", "hub"},
     {"divergences"},
     {"objective"},
     {"config"},
@@ -84,6 +84,29 @@ def test_files_and_functions_fit_in_the_head() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 75, f"{path.name}:{node.name}"
+
+
+def definitions() -> dict[str, list[str]]:
+    """Public classes and functions of modules -> where they are defined. Commands are called after what they call."""
+    found: dict[str, list[str]] = {}
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            public = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+            if public and name != "cli.py" and node.name != "main":
+                found.setdefault(node.name, []).append(name)
+    return found
+
+
+TWO_MEANINGS = {"resolve", "run", "Task", "pack", "printable", "plain"}  # left in rewards/ and sandbox/
+
+
+def test_a_name_has_one_meaning() -> None:
+    assert not {name: where for name, where in definitions().items() if len(where) > 1 and name not in TWO_MEANINGS}
+
+
+def test_the_step_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "trainer" / "step.py").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_nothing_unpickles() -> None:

@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import re
+import sys
 import unicodedata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -22,8 +24,8 @@ from opd.runner.evaluate import scores_table
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult, results_table
 from opd.runner.stage import model_card
-from opd.runner.trackers import TensorBoard, WandbLike
-from opd.text import PlainFormatter, cell, code, plain, printable
+from opd.runner.trackers import Experiment, TensorBoard, Wandb, open_trackers
+from opd.text import PlainFormatter, cell, inline_code, plain, printable
 from tests.test_progress import METRICS
 
 HOSTILE = ["[/x]", "[red]", "[link=file:///]x", ":smile:", "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\u202eabc", "a\u200bb",
@@ -50,7 +52,7 @@ def styled(text: str) -> str:
 def test_nothing_raw_is_left(text: str) -> None:
     assert not raw(plain(text), "")
     assert not raw(printable(text), "\n\t")
-    assert not raw(code(text), "")
+    assert not raw(inline_code(text), "")
     assert len(plain(text, 50)) <= 50
     assert cell(text).spans == []  # no markup was read
     record = logging.LogRecord("opd", logging.WARNING, "", 0, "%s", (text,), None)
@@ -70,7 +72,7 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 
 @given(texts)
 def test_code_cannot_be_left(text: str) -> None:
-    shown = code(text)
+    shown = inline_code(text)
     fence = re.match("`+", shown)
     assert fence
     assert fence[0] not in [run for run in re.findall("`+", shown)[1:-1]]
@@ -106,7 +108,7 @@ def test_panel_lines_and_log_are_plain(tmp_path: Path) -> None:
     assert not raw((tmp_path / "log.txt").read_text(encoding="utf-8"))
 
 
-def test_model_card_and_tags_are_plain() -> None:
+def test_model_card_and_tags_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "a`b\n---\ntags: [evil]\n# x\x1b[2J<b>"
     stage = load_recipe("quickstart").stages[0]
     card = model_card(
@@ -118,25 +120,27 @@ def test_model_card_and_tags_are_plain() -> None:
         "library_name": "transformers",
         "tags": ["on-policy-distillation", "opd"],
     }
-    assert [line for line in card.splitlines() if line.startswith("#")] == [f"# {code(name)}, step 1"]
+    assert [line for line in card.splitlines() if line.startswith("#")] == [f"# {inline_code(name)}, step 1"]
 
     logged: dict[str, float] = {}
 
-    class Module:
-        @staticmethod
-        def log(values: dict[str, float], step: int) -> None:
-            logged.update(values)
-
-    WandbLike(Module).log(1, {name: 0.5})
+    module = ModuleType("wandb")
+    module.init = module.finish = lambda **settings: None  # type: ignore[attr-defined]
+    module.log = lambda values, step: logged.update(values)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with open_trackers([Wandb()], Experiment(tmp_path, "run", "project", {})) as write:
+        write(1, {name: 0.5})
+    assert logged
     assert not raw("".join(logged), "")
 
 
 def test_tensorboard_tags_are_plain(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    tracker = TensorBoard(tmp_path)
-    tracker.log(1, {"kl/\x1b]0;owned\x07[/x]": 0.5})
-    tracker.close()
-    written = next(tmp_path.glob("events*")).read_bytes()  # binary: a lone 0x1b may be part of a number
+    with open_trackers([TensorBoard()], Experiment(tmp_path, "run", "project", {})) as write:
+        write(1, {"kl/\x1b]0;owned\x07[/x]": 0.5})
+    written = next(
+        (tmp_path / "tensorboard").glob("events*")
+    ).read_bytes()  # binary: a lone 0x1b may be part of a number
     assert b"owned" in written
     assert b"\x1b]0;" not in written
 

@@ -3,14 +3,15 @@
 A recipe is YAML. Unknown keys are refused with the nearest known one named.
 """
 
+from opd.config.plain_data import parse_yaml
 from opd.config.read import (
     STAGE_PREFIX,
     find_recipe,
     load_recipe,
+    recipe_text,
     resolve,
     shipped_recipes,
     validate,
-    written,
 )
 from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
@@ -31,7 +32,6 @@ from opd.config.stage import (
     Student,
     Train,
 )
-from opd.config.text import parse_yaml
 from opd.objective.term import Term
 
 __all__ = [
@@ -58,8 +58,8 @@ __all__ = [
     "load_recipe",
     "parse_yaml",
     "recipe_schema",
+    "recipe_text",
     "resolve",
     "shipped_recipes",
     "validate",
-    "written",
 ]

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-from opd.config.text import shown
+from opd.config.plain_data import shown
 from opd.errors import RunDirectoryError
 
 RULE = (

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from opd.config.paths import anchored
-from opd.config.text import DEEPEST, explain, parse_value, plain, shown
+from opd.config.plain_data import DEEPEST, explain, parse_value, plain_data, shown
 from opd.errors import RecipeError
 
 SHORT = {  # what a plain value at these keys is short for
@@ -27,9 +27,9 @@ def apply_override(raw: dict[str, Any], override: str, base: Path | None = None)
     parts = path.split(".")
     if not separator or not all(parts) or len(parts) > DEEPEST:
         raise RecipeError(f"override {shown_override}: expected KEY=VALUE, for example train.steps=50.")
-    plain(path, f"override {shown_override}")
+    plain_data(path, f"override {shown_override}")
     try:
-        value = plain(parse_value(text), path)
+        value = plain_data(parse_value(text), path)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {shown_override}: not a YAML value: {explain(error)}.") from None
     value = anchored(value, base or Path.cwd(), tuple(parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,26 @@ from pydantic import ValidationError
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
 from opd.config.paths import anchored, is_directory, is_file
+from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
-from opd.config.text import LONGEST, cut, parse_yaml, plain, shown
 from opd.errors import RecipeError
-from opd.plugins import load as load_plugins
+from opd.plugins import load_plugins
 
 MISTAKES = 10  # named in one message
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
-def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Iterable[str] = (),
+    *,
+    prompts: Sequence[Mapping[str, Any]] | None = None,
+) -> Recipe:
     """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
 
-    Paths in a file are relative to it; those in overrides and in a mapping to the working directory.
+    Paths in a file are relative to it; those in overrides and in a mapping to the working directory. `prompts` stand in place
+    of the recipe's own, as they are.
     """
     here, overrides = Path.cwd(), tuple(overrides)
     if isinstance(recipe, Recipe):
@@ -35,25 +41,29 @@ def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
             raise RecipeError(
                 f"overrides {shown(list(overrides))} are for recipes that are read: give a file, a name or a mapping."
             )
+        if prompts is not None:
+            raise RecipeError("prompts= is for recipes that are read: give a file, a name or a mapping, not a Recipe.")
         return recipe
     if isinstance(recipe, Mapping):
-        name, base, raw = "run", here, plain(recipe)
+        name, base, raw = "run", here, plain_data(recipe)
     else:
         path = find_recipe(str(recipe))
         name, base = name_of_file(path.stem), here / path.parent
-        raw = plain(parse_yaml(read_text(path), str(path)))
+        raw = plain_data(parse_yaml(read_text(path), str(path)))
     raw = anchored(raw, base)
+    if prompts is not None:
+        raw["prompts"] = [dict(source) for source in prompts]
     for override in overrides:
         apply_override(raw, override, here)
     return resolve(raw, name)
 
 
-def written(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:
+def recipe_text(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:
     """What the user gave, as text: the file as it is, and the overrides in a comment at its end."""
     if isinstance(recipe, Recipe):
         return recipe.to_yaml()
     if isinstance(recipe, Mapping):
-        text = yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(plain_data(recipe), sort_keys=False, allow_unicode=True)
     else:
         text = read_text(find_recipe(str(recipe)))
     lines = ["".join(char if char.isprintable() else repr(char)[1:-1] for char in override) for override in overrides]

@@ -133,8 +133,10 @@ def _files(stage: Stage) -> Iterator[str]:
         yield "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, which is 0. Set it."
     if "samples_every" in changed(stage.log) and not stage.log.samples:
         yield "log.samples_every says how often samples are written, and log.samples is 0. Drop it."
-    if len(set(stage.log.to)) < len(stage.log.to):
-        yield f"log.to: {', '.join(stage.log.to)}: a tracker comes twice."
+    for number, tracker in enumerate(stage.log.to):
+        if tracker in stage.log.to[:number]:
+            yield f"log.to: {tracker.name} comes twice with the same settings. Drop one."
+        yield from tracker.refuse(StageView.of(stage))
 
 
 def _device(stage: Stage) -> Iterator[str]:

@@ -88,7 +88,7 @@ SHORT_FORMS: dict[
     "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
     "objective": lambda whole, words: _one_or_list(whole["items"]),
     "rewards": lambda whole, words: rewards_schema(whole),
-    "log": lambda whole, words: _or(TEXT, _list(TEXT), whole),
+    "log": lambda whole, words: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
 }
 
 

@@ -241,7 +241,9 @@ class Store(BaseModel):
 
 class Log(BaseModel):
     model_config = SETTINGS
-    to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    to: Annotated[list[Annotated[Any, Family("tracker")]], OneOrMany()] = Field(
+        default_factory=list, max_length=100, description="trackers that get the metrics of every step"
+    )
     project: Word = "opd"
     samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from opd.data.rows import READERS, JoinedRows, Rows, TableRows, kind_of, open_file
 from opd.errors import DataError
+from opd.hub import errors, unreachable
+from opd.text import first_line
 
 SPLITS = {
     "train": ("train", "training"),
@@ -71,7 +72,7 @@ def _saved(path: Path, split: str) -> Rows:
     try:
         stored = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-        raise DataError(f"prompts {str(path)!r}: not a saved dataset ({_first_line(error)}).") from None
+        raise DataError(f"prompts {str(path)!r}: not a saved dataset ({first_line(error)}).") from None
     if isinstance(stored, datasets.DatasetDict):
         if split not in stored:
             raise DataError(f"prompts {str(path)!r}: no split {split!r}; there are {', '.join(stored)}.")
@@ -85,12 +86,26 @@ def _saved(path: Path, split: str) -> Rows:
 def open_hub(name: str, split: str) -> Rows:
     datasets = _datasets(name)
     try:
+        if not _cached(datasets, name) and (why := unreachable()) is not None:
+            raise ConnectionError(why)
         loaded = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except errors(KeyError, RuntimeError) as error:
         raise DataError(
-            f"prompts {name!r}: not a task, a file ({', '.join(READERS)}), a folder, or a dataset that could be loaded ({_first_line(error)})."
+            f"prompts {name!r}: not a task, a file ({', '.join(READERS)}), a folder, or a dataset that could be loaded "
+            f"({first_line(error)}). Check the spelling."
         ) from None
     return TableRows([], _table(loaded), fingerprint=loaded._fingerprint)
+
+
+def _cached(datasets: Any, name: str) -> bool:
+    """Something of it is here already."""
+    from huggingface_hub import constants
+
+    def letters(text: str) -> str:  # `MetaMath` is stored as meta_math
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    folders = [*Path(datasets.config.HF_DATASETS_CACHE).glob("*"), *Path(constants.HF_HUB_CACHE).glob("datasets--*")]
+    return any(letters(folder.name.removeprefix("datasets--")) == letters(name) for folder in folders)
 
 
 def _datasets(name: str) -> Any:
@@ -107,8 +122,3 @@ def _datasets(name: str) -> Any:
 def _table(dataset: Any) -> Any:
     """The Arrow table beneath, memory-mapped; a dataset that was shuffled or filtered is put in its order first."""
     return (dataset.flatten_indices() if dataset._indices is not None else dataset).data.table
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -98,7 +98,7 @@ def _behind(before: str, after: str, encode: Callable[[str], list[int]]) -> list
     return both[len(first) :] if both[: len(first)] == first else None
 
 
-def decode(ids: np.ndarray, tokenizer: Any, stop_ids: tuple[int, ...]) -> str:
+def response_text(ids: np.ndarray, tokenizer: Any, stop_ids: tuple[int, ...]) -> str:
     """The response as text, without a stop token at its end."""
     end = len(ids) - 1 if len(ids) and int(ids[-1]) in stop_ids else len(ids)
     return str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=True))

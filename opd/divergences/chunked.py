@@ -203,5 +203,5 @@ def chunked_statistics(job: Job, student: Projection, teacher: Source | None, ch
         elif teacher is not None:
             log_t, t = log_softmax_(matmul(teacher.hidden[rows], teacher.weight[: job.size].T), teacher, job)
         index = torch.arange(rows.start, rows.stop, device=student.hidden.device)
-        value = None if log_t is None or job.form is None else job.form(log_s, log_t)
+        value = None if log_t is None or job.formula is None else job.formula(log_s, log_t)
         yield job.rows(index).observe(index, log_s, log_t, value, s, t)

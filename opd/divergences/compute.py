@@ -22,7 +22,7 @@ from opd.divergences.chunked import (
     scale_,
     wide_dtype,
 )
-from opd.divergences.formulas import Form
+from opd.divergences.formulas import Formula
 from opd.divergences.mixture import Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergences.projection import MergeGroups, Projection, without_autocast
@@ -46,7 +46,7 @@ class Divergence:
 
 @without_autocast
 def divergence(
-    kind: str | Form,
+    kind: str | Formula,
     student: Projection,
     teacher: Source | TopK,
     *,
@@ -66,7 +66,7 @@ def divergence(
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
-    `kind`: a name, or a `Form` with its parameter.
+    `kind`: a name, or a `Formula` with its parameter.
 
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
     none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
@@ -74,12 +74,12 @@ def divergence(
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
     the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
     """
-    form = kind if isinstance(kind, Form) else Form.of(kind, params)
+    formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
     truncation = Truncation(support, k, side, closure)
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
-    job = Job(form, size, merge, temperature, truncation, weight, tokens, ids, overlap)
+    job = Job(formula, size, merge, temperature, truncation, weight, tokens, ids, overlap)
     plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
     if not student.count:
         return _empty(student, plan)
@@ -193,8 +193,8 @@ def statistics(
 ) -> RowStatistics:
     """A pass for values alone: for gates and weights that need the whole batch first. Without a teacher, the student's."""
     sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
-    form = None if teacher is None else Form.of(kind, params)
-    job = Job(form, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
+    formula = None if teacher is None else Formula.of(kind, params)
+    job = Job(formula, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
     _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
     plan = values_plan(job, student, teacher, CHUNK_BYTES)
     if not student.count:

@@ -100,18 +100,18 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class Formula:
     """A kind with its parameter, the degenerate ends resolved: `jsd` at beta 1 *is* `reverse_kl`.
 
-    >>> Form.of("jsd", {"beta": 1.0})
-    Form(kind='reverse_kl', parameter=0.0)
+    >>> Formula.of("jsd", {"beta": 1.0})
+    Formula(kind='reverse_kl', parameter=0.0)
     """
 
     kind: str
     parameter: float = 0.0
 
     @classmethod
-    def of(cls, kind: str, params: Mapping[str, float]) -> Form:
+    def of(cls, kind: str, params: Mapping[str, float]) -> Formula:
         if kind not in FORMULAS:
             raise ValueError(f"unknown divergence {kind!r}; known: {', '.join(FORMULAS)}")
         name, default, low, high = PARAMETERS.get(kind, ("", 0.0, 0.0, 0.0))

@@ -14,14 +14,14 @@ from opd.settings import Choice, Family, Positive
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.divergences.formulas import Form
+    from opd.divergences.formulas import Formula
 
 Side = Literal["teacher", "student", "union"]
 Closure = Literal["tail", "renormalised", "generalised", "none"]
 
 
 class DivergenceKind(Choice):
-    """A divergence with its parameters. See `OwnDivergence` for one of your own."""
+    """A divergence with its parameters. See `CustomDivergence` for one of your own."""
 
     family = "divergence"
     f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
@@ -32,10 +32,10 @@ class DivergenceKind(Choice):
         """By the names that `opd.divergences.divergence` gives them."""
         return {}
 
-    def form(self) -> Form:
-        from opd.divergences.formulas import Form
+    def formula(self) -> Formula:
+        from opd.divergences.formulas import Formula
 
-        return Form.of(self.name, self.parameters)
+        return Formula.of(self.name, self.parameters)
 
     def advantage(self, student: Tensor, teacher: Tensor) -> Tensor:
         """What a sampled token is worth, from its two log-probs; 0 where they agree."""
@@ -44,7 +44,7 @@ class DivergenceKind(Choice):
         return divergence_advantage(self.name, student, teacher, **self.parameters)
 
 
-class OwnDivergence(DivergenceKind):
+class CustomDivergence(DivergenceKind):
     """Base of divergences that are not in this list: `value` is all they need. They have no kernel and run in torch.
 
     With `of_one_token = True` and `advantage`, a policy gradient can use it too.
@@ -57,10 +57,10 @@ class OwnDivergence(DivergenceKind):
         """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
         raise NotImplementedError
 
-    def form(self) -> Form:
-        from opd.divergences.own import OwnForm
+    def formula(self) -> Formula:
+        from opd.divergences.custom import CustomFormula
 
-        return OwnForm(self.name, formula=self.value)
+        return CustomFormula(self.name, value=self.value)
 
 
 class ReverseKL(DivergenceKind):
@@ -142,6 +142,11 @@ class Support(Choice):
     family = "support"
 
     @property
+    def for_f_divergences(self) -> bool:
+        """Whether it is defined for f-divergences alone."""
+        return False
+
+    @property
     def truncation(self) -> dict[str, Any]:
         """By the names that `opd.divergences.divergence` gives them."""
         return {}
@@ -161,6 +166,10 @@ class TopIds(Support):
     k: Positive = Field(64, description="of support: topk")
     side: Side = Field("teacher", description="of support: topk: whose likeliest ids")
     closure: Closure = Field("tail", description="of support: topk: what becomes of the rest")
+
+    @property
+    def for_f_divergences(self) -> bool:
+        return self.closure == "generalised"
 
     @property
     def truncation(self) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) ->
         return f"support {job.truncation.support!r} runs in torch"
     if job.overlap:
         return "top-k overlap needs whole sorted rows, which run in torch"
-    if job.form is not None and job.form.kind not in KINDS:
-        return f"divergence {job.form.kind!r} has no kernel"
+    if job.formula is not None and job.formula.kind not in KINDS:
+        return f"divergence {job.formula.kind!r} has no kernel"
     return heads_obstacle([student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])])
 
 

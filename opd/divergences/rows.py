@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from opd.divergences.formulas import Form, entropy
+from opd.divergences.formulas import Formula, entropy
 from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
 from opd.divergences.supports import TopRows, Truncation, closed, gather
@@ -50,7 +50,7 @@ FULL = Truncation()
 class Job:
     """What is computed at every row; the same object serves every backend."""
 
-    form: Form | None  # None: statistics only
+    formula: Formula | None  # None: statistics only
     size: int
     merge: MergeGroups = ()
     temperature: float = 1.0
@@ -89,7 +89,7 @@ class Job:
         def stop(logprobs: Tensor | None) -> Tensor | None:
             return None if first is None or logprobs is None else logprobs[:, first].exp()
 
-        whole = self.form == Form("reverse_kl") and self.truncation.support == "full"
+        whole = self.formula == Formula("reverse_kl") and self.truncation.support == "full"
         entropy = -row_dot(s, log_s)
         return RowStatistics(
             index, entropy, value,
@@ -117,7 +117,7 @@ def reference_rows(
     job: Job, student: Projection, teacher: Source | TopRows, index: Tensor
 ) -> tuple[Tensor, RowStatistics]:
     """The weighted sum and the statistics, differentiable by autograd, with all logits held."""
-    assert job.form is not None
+    assert job.formula is not None
     log_s = log_probs(student, job.size, job.merge, job.temperature)
     with torch.no_grad():
         log_t = (
@@ -144,12 +144,12 @@ def support_ids(job: Job, log_s: Tensor, log_t: Tensor | None, teacher: Source |
 
 def _value(job: Job, student: Tensor, log_t: Tensor | None, ids: Tensor | None, teacher: Source | TopRows) -> Tensor:
     """(n,) from the student's log-probs at `ids` (all of them if None)."""
-    assert job.form is not None
+    assert job.formula is not None
     closure = job.truncation.closure
     if isinstance(teacher, TopRows):
-        return closed(job.form, closure, student, teacher.logprobs, teacher.tail)
+        return closed(job.formula, closure, student, teacher.logprobs, teacher.tail)
     assert log_t is not None
-    return job.form(student, log_t) if ids is None else closed(job.form, closure, student, gather(log_t, ids))
+    return job.formula(student, log_t) if ids is None else closed(job.formula, closure, student, gather(log_t, ids))
 
 
 def _observe(
@@ -168,7 +168,7 @@ def _observe(
         return statistics
     # A top-k teacher is known only as events and a tail: its entropy and the yardstick are those of that coarser alphabet.
     coarse_t = torch.cat([teacher.logprobs, teacher.tail[:, None]], -1)
-    yardstick = closed(Form("reverse_kl"), "tail", gather(log_s, ids), teacher.logprobs, teacher.tail)
+    yardstick = closed(Formula("reverse_kl"), "tail", gather(log_s, ids), teacher.logprobs, teacher.tail)
     return replace(statistics, teacher_entropy=entropy(coarse_t), reverse_kl=yardstick)
 
 
@@ -236,7 +236,7 @@ def gradient_rows(
     grads: bool,
 ) -> tuple[Tensor, RowStatistics]:
     """Weighted sum and statistics of a block; `raw` (n, V), the head's products, becomes the loss's gradient in them."""
-    assert job.form is not None
+    assert job.formula is not None
     logits = transform_(raw, student, job.temperature)
     events = Events.merge_(logits, job.merge)
     log_s, s, normaliser = softmax_(logits)
@@ -260,9 +260,9 @@ def gradient_rows(
 def _full_gradient(
     job: Job, log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, index: Tensor
 ) -> tuple[Tensor, RowStatistics, Tensor]:
-    assert job.form is not None
-    phi, slope = job.form.terms(log_s, log_t, s, t)
-    value, factor = job.form.outer(phi.sum(-1))
+    assert job.formula is not None
+    phi, slope = job.formula.terms(log_s, log_t, s, t)
+    value, factor = job.formula.outer(phi.sum(-1))
     mean = value if phi is slope else slope.sum(-1)
     statistics = job.observe(index, log_s, log_t, value, s, t)
     weight = job.row_weight(statistics)

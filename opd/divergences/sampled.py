@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opd.divergences.formulas import Form
+from opd.divergences.formulas import Formula
 
 
 def teacher_log_ratio(teacher: Tensor, behaviour: Tensor) -> Tensor:
@@ -25,11 +25,11 @@ def divergence_advantage(  # noqa: PLR0911  one case per kind
     >>> divergence_advantage("tvd", torch.tensor([-1.0]), torch.tensor([-0.5]))
     tensor([0.5000])
     """
-    form = Form.of(kind, params)
-    if form.kind == "acceptance" and value is None:
+    formula = Formula.of(kind, params)
+    if formula.kind == "acceptance" and value is None:
         raise ValueError("acceptance: its advantage is divided by sum min(T, S); pass value=, the divergence per token")
-    gap, a = (teacher - student).detach(), form.parameter
-    match form.kind:
+    gap, a = (teacher - student).detach(), formula.parameter
+    match formula.kind:
         case "reverse_kl":
             return gap
         case "forward_kl":

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from opd.divergences.formulas import Form
+from opd.divergences.formulas import Formula
 from opd.divergences.kinds import Closure, Side
 from opd.divergences.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.types import TopK
@@ -73,19 +73,19 @@ def outside(logprobs: Tensor) -> Tensor:
     return (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=floor).log()
 
 
-def closed(form: Form, closure: Closure, student: Tensor, teacher: Tensor, tail: Tensor | None = None) -> Tensor:
+def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor, tail: Tensor | None = None) -> Tensor:
     """(N,) divergence from the support's log-probs (N, K), differentiable in `student`. `tail`: the teacher's, if known."""
     if closure == "tail":
         teacher_tail = outside(teacher) if tail is None else tail[:, None]
-        return form(torch.cat([student, outside(student)], -1), torch.cat([teacher, teacher_tail], -1))
+        return formula(torch.cat([student, outside(student)], -1), torch.cat([teacher, teacher_tail], -1))
     if closure == "renormalised":
-        return form(student - student.logsumexp(-1, keepdim=True), teacher - teacher.logsumexp(-1, keepdim=True))
+        return formula(student - student.logsumexp(-1, keepdim=True), teacher - teacher.logsumexp(-1, keepdim=True))
     if closure == "generalised":
-        slope = form.slope_at_one
+        slope = formula.slope_at_one
         if slope is None:
-            raise ValueError(f"{form.kind} is not an f-divergence: closure generalised does not apply; use tail")
-        return form(student, teacher) - slope * (teacher.exp() - student.exp()).sum(-1)
-    return form(student, teacher)
+            raise ValueError(f"{formula.kind} is not an f-divergence: closure generalised does not apply; use tail")
+        return formula(student, teacher) - slope * (teacher.exp() - student.exp()).sum(-1)
+    return formula(student, teacher)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opd.divergences import triton_kernels as kernels
 from opd.divergences.chunked import slices
-from opd.divergences.formulas import KINDS, Form
+from opd.divergences.formulas import KINDS, Formula
 from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import KernelPlan, aligned
 from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
@@ -100,13 +100,13 @@ class Merged:
     logit: Tensor  # (N, M) members' own logits, student
 
 
-class Engine:
+class TileEngine:
     """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
 
     def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
-        self.form = job.form or Form("reverse_kl")  # without a teacher there is no divergence to speak of
+        self.formula = job.formula or Formula("reverse_kl")  # without a teacher there is no divergence to speak of
         self.job, self.student, self.teacher, self.plan = job, student, teacher, plan
-        self.kind = KINDS.index(self.form.kind)
+        self.kind = KINDS.index(self.formula.kind)
         self.count, self.device = student.count, student.hidden.device
         self.slab = plan.slab or job.size
         sides = 1 if teacher is None else 2
@@ -254,7 +254,7 @@ class Engine:
         return state
 
     def fold(self, tile: Tile) -> None:
-        tile.fold_into(self.state, self.form.kind == "forward_kl", both=self.teacher is not None)
+        tile.fold_into(self.state, self.formula.kind == "forward_kl", both=self.teacher is not None)
         if self.token_logits is not None:
             self._find_tokens(tile)
 
@@ -278,7 +278,7 @@ class Engine:
     def add_sums(self, tile: Tile) -> None:
         tile.launch(
             kernels.sums_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows], self.slope[tile.rows],
-            a=self.form.parameter, KIND=self.kind,
+            a=self.formula.parameter, KIND=self.kind,
         )  # fmt: skip
 
     def add_event_sums(self, rows: slice) -> None:
@@ -293,7 +293,7 @@ class Engine:
         log_s = self.merged.student[rows] - s_lse[rows, None]
         log_t = self.merged.teacher[rows] - t_lse[rows, None]
         s = log_s.exp()
-        return *self.form.terms(log_s, log_t, s, log_t.exp()), s
+        return *self.formula.terms(log_s, log_t, s, log_t.exp()), s
 
     def normalisers(self) -> tuple[Tensor, Tensor]:
         return (self.state[0] + self.state[1].log2()) / LOG2_E, (self.state[4] + self.state[5].log2()) / LOG2_E
@@ -301,7 +301,7 @@ class Engine:
     @property
     def needs_sums(self) -> bool:
         """The KLs follow from the first pass; other kinds need the normalisers before they can be summed."""
-        return self.form.kind not in ("reverse_kl", "forward_kl")
+        return self.formula.kind not in ("reverse_kl", "forward_kl")
 
     def observe_one(self, rows: slice) -> RowStatistics:
         """Statistics of finished rows without a teacher."""
@@ -318,12 +318,12 @@ class Engine:
         s_logit, s_gap, t_logit, t_gap = (part / LOG2_E for part in (s_logit, s_gap, t_logit, t_gap))
         reverse = s_gap / s_sum - s_lse + t_lse
         outer = torch.ones_like(reverse)
-        if self.form.kind == "reverse_kl":
+        if self.formula.kind == "reverse_kl":
             value, mean = reverse, reverse
-        elif self.form.kind == "forward_kl":
+        elif self.formula.kind == "forward_kl":
             value, mean = t_gap / t_sum - t_lse + s_lse, torch.zeros_like(reverse)
         else:
-            value, outer = self.form.outer(self.phi[rows])
+            value, outer = self.formula.outer(self.phi[rows])
             mean = self.slope[rows].clone()
         index = torch.arange(rows.start, rows.stop, device=self.device)
         found = RowStatistics(index, s_lse - s_logit / s_sum, value, t_lse - t_logit / t_sum, reverse)
@@ -355,7 +355,7 @@ class Engine:
         tile.launch(
             kernels.gradient_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows],
             self.slope[tile.rows], weight * (self.student.scale / self.job.temperature), grad, grad.stride(0),
-            a=self.form.parameter, KIND=self.kind,
+            a=self.formula.parameter, KIND=self.kind,
         )  # fmt: skip
         if self.merged is not None:
             _, mean, outer = self.observe(tile.rows)

@@ -64,7 +64,7 @@ def _normaliser(state_ptr, stride):
 
 @triton.jit
 def _terms(ls, lt, a, KIND: tl.constexpr):
-    """`Form.terms` of the reference, column by column: phi, S times the slope, and S.
+    """`Formula.terms` of the reference, column by column: phi, S times the slope, and S.
 
     Two exponentials serve everything: of the larger log-prob, and of minus the distance to the smaller one. A mixture
     share * first + (1 - share) * second is then `high * blend`, and exactly one of its parts where the two are equal.

@@ -13,7 +13,7 @@ from opd.divergences.mixture import Source
 from opd.divergences.plan import KernelPlan
 from opd.divergences.projection import Projection, canonical_ids, matmul
 from opd.divergences.rows import Job, RowStatistics
-from opd.divergences.triton_backend import Engine
+from opd.divergences.triton_backend import TileEngine
 
 Gradients = list[Tensor | None]
 
@@ -22,11 +22,11 @@ def triton_divergence(
     job: Job, student: Projection, teacher: Source, plan: KernelPlan, sink: list[RowStatistics], needs: tuple[bool, ...]
 ) -> tuple[Tensor, Gradients]:
     """The loss and the gradients of hidden states, head and bias, each in its own type."""
-    engine = Engine(job, student, teacher, plan)
+    engine = TileEngine(job, student, teacher, plan)
     return (_small if plan.mode == "small" else _fast)(engine, sink, needs)
 
 
-def _weigh(engine: Engine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
+def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
     """Close the statistics of these rows: their loss and their weights."""
     found = engine.observe(rows)[0]
     weight = engine.job.rows(rows).row_weight(found)
@@ -35,7 +35,7 @@ def _weigh(engine: Engine, rows: slice, sink: list[RowStatistics]) -> tuple[Tens
     return (weight * found.value).sum(), weight
 
 
-def _fast(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
     student, size, given = engine.student, engine.job.size, engine.job.weight
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     totals = _Totals(student, needs, size)
@@ -85,7 +85,7 @@ class _Totals:
         return _cast(self._student, self.hidden, self.weight, self.bias)
 
 
-def _small(engine: Engine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+def _small(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
     """Every pass begins with the slab the last one ended with, whose tile is still there."""
     student, size = engine.student, engine.job.size
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
@@ -132,7 +132,7 @@ def triton_statistics(job: Job, student: Projection, teacher: Source | None, pla
         sink: list[RowStatistics] = []
         triton_divergence(job, student, teacher, plan, sink, (False, False, False))
         return RowStatistics.join(sink)
-    engine = Engine(job, student, None, plan)
+    engine = TileEngine(job, student, None, plan)
     for rows in engine.row_slices():
         engine.fold(engine.tile(rows, slice(0, job.size)))
     return engine.observe_one(slice(0, engine.count))
@@ -151,7 +151,7 @@ class TritonLogprobs(torch.autograd.Function):
         job: Job,
         plan: KernelPlan,
     ) -> Tensor:
-        engine = Engine(job, projection.detach(), None, plan)
+        engine = TileEngine(job, projection.detach(), None, plan)
         for rows in engine.row_slices():
             engine.fold(engine.tile(rows, slice(0, job.size)))
         found = engine.observe_one(slice(0, engine.count)).logprob
@@ -165,7 +165,7 @@ class TritonLogprobs(torch.autograd.Function):
         hidden, weight, bias, state = ctx.saved_tensors
         projection, job, plan = ctx.static
         own = replace(projection, hidden=hidden, weight=weight, bias=bias).detach()
-        engine, totals = Engine(job, own, None, plan), _Totals(own, ctx.needs_input_grad[:3], job.size)
+        engine, totals = TileEngine(job, own, None, plan), _Totals(own, ctx.needs_input_grad[:3], job.size)
         engine.state = state
         targets = canonical_ids(job.tokens, engine.groups)
         for rows in engine.row_slices():

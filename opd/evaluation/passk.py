@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from opd.data.render import decode
+from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
-from opd.types import Judgement, Prompt, Reward, Sample, Sampler, SampleRequest, Sampling
+from opd.types import Judgement, Prompt, Reward, Sample, SampleRequest, Sampling, TokenSampler
 
 ROUNDING = 1e-9  # of weighted sums
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
@@ -66,7 +66,7 @@ class Score:
 
 
 def evaluate(
-    sampler: Sampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
+    sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
     reward: Reward = verify,
 ) -> dict[str, Score]:  # fmt: skip
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _answers(
-    sampler: Sampler,
+    sampler: TokenSampler,
     questions: Mapping[str, Sequence[Question]],
     sampling: Sampling,
     samples: int,
@@ -126,7 +126,7 @@ def _judge(
 ) -> list[list[Judgement]]:
     """Per prompt, one judgement per sample."""
     samples = [
-        [Sample(question.prompt, decode(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
+        [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
     judged = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError
-from opd.models.directory import read_json, reading
+from opd.models.directory import read_json, reading_model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -29,7 +29,7 @@ def is_adapter(directory: Path) -> bool:
 
 def base_of(name: str, directory: Path) -> str:
     """The model an adapter was made for."""
-    with reading(name, "its adapter", directory):
+    with reading_model(name, "its adapter", directory):
         base = read_json(directory / CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"model {name!r}: {CONFIG} names no base model. Set base_model_name_or_path in it.")
@@ -46,5 +46,5 @@ def merge_adapter(module: Any, name: str, directory: Path) -> Any:
     require_peft()
     from peft import PeftModel
 
-    with reading(name, "its adapter", directory):
+    with reading_model(name, "its adapter", directory):
         return PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from opd.divergences.upload import upload
+from opd.models import varlen
+
 NAME = "opd"
 
 
@@ -56,38 +59,82 @@ def attention(
 AttentionInterface.register(NAME, attention)
 
 
+class PlaceRows(torch.autograd.Function):
+    """Rows put at given places among `count`, zeros elsewhere; no place twice, so the gradient is a plain gather."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+class TakeRows(torch.autograd.Function):
+    """Rows at given places, no place twice: the gradient is copied back, where stock indexing would sort and add."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, places, grad), None
+
+
+def take(rows: Tensor, places: Tensor) -> Tensor:
+    return TakeRows.apply(rows, places)
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Several sequences back to back in one row, each seeing only itself.
 
-    For attention alone the sequences are padded on the right to a rectangle: behind a causal mask no real token sees
-    the padding, so no mask is stored and nothing outside attention is computed on padding.
+    On CUDA in half precision attention reads them as they are. Elsewhere, and for what those kernels do not offer, they
+    are padded on the right to a rectangle, for attention alone: behind a causal mask no real token sees the padding.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor  # (T,) restart at 0 with each sequence
     cells: Tensor  # (T,) where each token sits in the flattened (sequences, longest) rectangle
-    gather: Tensor  # (sequences * longest,) the token of each cell; padding repeats token 0
+    bounds: Tensor  # (sequences + 1,) int32: where each sequence begins, and the end
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> Packed:
-        longest = max(lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        cells = np.concatenate([row * longest + np.arange(length) for row, length in enumerate(lengths)])
-        gather = np.zeros(len(lengths) * longest, dtype=np.int64)
-        gather[cells] = np.arange(cells.size)
-        positions_T, cells_T, gather_C = (torch.from_numpy(array).to(device) for array in (positions, cells, gather))
-        return cls(tuple(lengths), positions_T, cells_T, gather_C)
+        ends = np.cumsum(lengths)
+        starts, rows = ends - lengths, np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(ends[-1]) - starts[rows]
+        arrays = positions, rows * max(lengths) + positions, np.append(0, ends).astype(np.int32)
+        return cls(tuple(lengths), *(upload(array, device) for array in arrays))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if softcap is None and sinks is None and varlen.fits(query, value):
+            return varlen.attend(query[0], key[0], value[0], self.bounds, max(self.lengths), scale, window)[None]
+        return self.attend_padded(query, key, value, scale, window, softcap, sinks)
+
+    def attend_padded(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         rows, longest = len(self.lengths), max(self.lengths)
+        full = rows * longest == sum(self.lengths)
 
         def rectangle(tensor: Tensor) -> Tensor:  # (1, H, T, D) -> (rows, H, longest, D)
-            spread = tensor[0].transpose(0, 1)[self.gather]
-            return spread.unflatten(0, (rows, longest)).transpose(1, 2)
+            tokens = tensor[0].transpose(0, 1)
+            cells = tokens if full else PlaceRows.apply(tokens, self.cells, rows * longest)
+            return cells.unflatten(0, (rows, longest)).transpose(1, 2)
 
         query, key, value = rectangle(query), rectangle(key), rectangle(value)
         if softcap is None and sinks is None and (window is None or window >= longest):
@@ -96,7 +143,8 @@ class Packed:
             )
         else:
             out = masked_attention(query, key, value, self._mask(longest, window, query.device), scale, softcap, sinks)
-        return out.transpose(1, 2).flatten(0, 1)[self.cells][None]
+        out = out.transpose(1, 2).flatten(0, 1)
+        return (out if full else take(out, self.cells))[None]
 
     @staticmethod
     def _mask(longest: int, window: int | None, device: torch.device) -> Tensor:

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError, OpdError, Stopped
+from opd.text import first_line
 
 INDEX = "model.safetensors.index.json"
 READ = frozenset({"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX})
 LAYERS = 10_000  # more than any model has, few enough to build
 POSITIONS = 1 << 28
+BOUNDS = ("limit", "clip", "max", "min")  # what may be infinite: no bound
 HEADER = 100 << 20  # bytes; the limit of safetensors itself
 AGAIN = "Download or copy the model again."
 
 
 @contextmanager
-def reading(name: str, what: str, directory: Path | None) -> Iterator[None]:
+def reading_model(name: str, what: str, directory: Path | None) -> Iterator[None]:
     """Whatever a library raises over a damaged file becomes one sentence that names the file."""
     try:
         yield
@@ -53,11 +55,6 @@ def _explained(name: str, what: str, directory: Path | None, error: BaseExceptio
         return ModelError(f"model {name!r}: {broken} {AGAIN}")
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     return ModelError(f"model {name!r}: {what} could not be read: {kind}{first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def first_broken(directory: Path) -> str | None:
@@ -154,6 +151,10 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
     """Refuse counts that would be built for hours. `tensors`: how many the weight files hold, where they are here."""
     limits = {"layer": LAYERS, "expert": 10 * LAYERS, "head": 10 * LAYERS, "position": POSITIONS}
     for key, value in _numbers(config):
+        if math.isnan(value) or (math.isinf(value) and not any(part in key for part in BOUNDS)):
+            raise ModelError(
+                f"model {name!r}: its config says {key} {value}, which is not a number to compute with. {AGAIN}"
+            )
         limit = next((limit for part, limit in limits.items() if part in key), None)
         if limit is not None and value > limit:
             raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
@@ -167,9 +168,18 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
             )
 
 
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    for key, value in config.items():
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(key, number), however deep. `{"__float__": "Infinity"}` is how transformers write what JSON has no word for."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict) and value.keys() == {"__float__"}:
+            value = {"Infinity": math.inf, "-Infinity": -math.inf}.get(str(value["__float__"]), math.nan)
         if isinstance(value, dict):
-            yield from _numbers(value)
-        elif isinstance(value, (int, float)) and not math.isnan(value):
-            yield key, int(min(max(value, -1), 1 << 62))
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(key, item) for item in value]
+        elif isinstance(value, int):
+            yield key, min(max(value, -1), 1 << 62)
+        elif isinstance(value, float):
+            yield key, value

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opd.divergences import Projection
 from opd.errors import ModelError
 from opd.models import lora
-from opd.models.attention import Packed
+from opd.models.attention import Packed, take
 from opd.models.complete import load_complete
 from opd.models.probe import choose_route, rotary_limit
 from opd.models.recompute import checkpoint_layers, plain_layers
@@ -28,7 +28,7 @@ from opd.types import WeightsRef
 
 if TYPE_CHECKING:
     from opd.config import Lora
-    from opd.models.packing import Pack
+    from opd.models.packing import Row
 
 
 class LanguageModel:
@@ -71,9 +71,9 @@ class LanguageModel:
     def project(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
 
-    def predict(self, batch: Pack) -> Projection:
+    def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
-        return self.project(self.hidden(batch.ids_T, batch.layout)[batch.predicting_N])
+        return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError
+from opd.hub import unreachable
 from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
-from opd.models.directory import check_sizes, first_line, read_json, reading, stored_tensors
+from opd.models.directory import check_sizes, read_json, reading_model, stored_tensors
 from opd.models.tokenizers import check_tokenizer
+from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.config import Lora
@@ -40,6 +42,10 @@ class Location:
     def directory(self) -> Path | None:
         return Path(self.path) if Path(self.path).is_dir() else None
 
+    @property
+    def on_hub(self) -> bool:
+        return self.directory is None
+
 
 def tiny_models() -> dict[str, Path]:
     root = Path(str(resources.files("opd") / "models" / "tiny"))
@@ -53,9 +59,13 @@ def locate(name: str, revision: str | None = None) -> Location:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"model {name!r}: {first_line(error)}. Name a directory, a .gguf file or a hub id.") from None
-    if local is not None and revision is not None:
+    if local is None:
+        return Location(name, revision)
+    if local.on_hub:  # an adapter here, and its base there: the revision is the base's
+        return replace(local, revision=revision)
+    if revision is not None:
         raise ModelError(f"model {name!r} is local and has no revisions; remove `revision: {revision}`.")
-    return Location(name, revision) if local is None else local
+    return local
 
 
 def _locate(name: str) -> Location | None:
@@ -115,7 +125,7 @@ def _converted(file: Path) -> Path:
     from opd.models.gguf import converted
 
     quiet_bars()
-    with reading(str(file), "the GGUF file", None):
+    with reading_model(str(file), "the GGUF file", None):
         return converted(file)
 
 
@@ -123,7 +133,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     location = locate(name, revision)
-    with reading(name, "its tokenizer", location.directory):
+    with reading_model(name, "its tokenizer", location.directory):
         tokenizer = AutoTokenizer.from_pretrained(location.path, **location.arguments)
         check_tokenizer(tokenizer, name)
     return tokenizer
@@ -135,9 +145,10 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
     location = locate(name, revision)
     directory = location.directory
-    what = "its config" if directory is not None else "no local directory, and as a hub id it"
-    with reading(name, what, directory):
+    what = "its config" if directory is not None else "no local directory; as a hub id it"
+    with reading_model(name, what, directory):
         if directory is None:
+            require_hub(name, location)
             raw, _ = PreTrainedConfig.get_config_dict(location.path, **location.arguments)
             check_sizes(name, raw)
         else:
@@ -153,6 +164,21 @@ def load_config(name: str, revision: str | None = None) -> Any:
         config = AutoConfig.from_pretrained(location.path, **location.arguments)
         _refuse_other_kinds(name, config)
     return config
+
+
+def require_hub(name: str, location: Location) -> None:
+    """Refuse at once what is not on this machine while the hub does not answer."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(location.path, "config.json", revision=location.revision), str):
+        return
+    why = unreachable()
+    if why is not None:
+        base = f"its base {location.path!r} is" if location.adapter else "it is"
+        raise ModelError(
+            f"model {name!r}: {base} no directory here, not in the hub's cache, and the hub cannot be asked ({why}). "
+            "Check the spelling, or download it where there is a network: `hf download NAME`."
+        )
 
 
 def _refuse_other_kinds(name: str, config: Any) -> None:
@@ -187,7 +213,7 @@ def load_model(
         # oneDNN's set-up per call on ARM makes small fp32 products up to eight times slower than plain BLAS.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
-    with reading(name, "the model", location.directory):
+    with reading_model(name, "the model", location.directory):
         count = sum(parameter.numel() for parameter in _empty(config).parameters())
         _refuse_more_than_stored(name, config, location.directory, count, times=2)  # less is told by name
         module = load_complete(
@@ -235,7 +261,7 @@ def parameter_count(name: str, revision: str | None = None) -> int:
 def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, without loading any."""
     config = load_config(name, revision)
-    with reading(name, "its config", locate(name, revision).directory):
+    with reading_model(name, "its config", locate(name, revision).directory):
         return {key: tuple(parameter.shape) for key, parameter in _empty(config).named_parameters()}
 
 
@@ -245,7 +271,7 @@ def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> 
 
     require_peft()
     config = load_config(name, revision)
-    with reading(name, "its config", locate(name, revision).directory):
+    with reading_model(name, "its config", locate(name, revision).directory):
         module = _empty(config)
         return adapter_size(module, module.get_output_embeddings(), lora)
 

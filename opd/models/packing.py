@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.types import Rollout
 
@@ -40,10 +41,21 @@ class Pack:
         ]
         return cls(
             tuple(rollouts),
-            torch.from_numpy(ids.astype(np.int64)).to(device),
+            upload(ids.astype(np.int64), device),
             Packed.of([rollout.length for rollout in rollouts], device),
-            torch.from_numpy(np.concatenate(predicting)).to(device),
+            upload(np.concatenate(predicting), device),
         )
+
+
+class Row(Protocol):
+    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about."""
+
+    @property
+    def ids_T(self) -> Tensor: ...
+    @property
+    def layout(self) -> Packed: ...
+    @property
+    def predicting_N(self) -> Tensor: ...
 
 
 class Sized(Protocol):

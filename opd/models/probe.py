@@ -23,6 +23,7 @@ from opd.errors import ModelError
 from opd.models import attention
 from opd.models.attention import Packed, Unknown
 from opd.models.routes import PackedRoute, Route, StockRoute
+from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -192,7 +193,3 @@ def _refusal(model: LanguageModel, reason: str) -> ModelError:
     return ModelError(
         f"model {model.name!r} ({type(model.module).__name__}) cannot be used: {reason}. Use another model."
     )
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]

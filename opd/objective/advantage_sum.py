@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import (
@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from opd import families
-from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, Teacher
+from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, TeacherAdvantage
 from opd.settings import SETTINGS, Family, Needs, changed, nearest, schema_of
 
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
@@ -31,7 +31,7 @@ class Advantage(BaseModel):
     student: Literal["behaviour", "proximal", "current"] = Field(
         "behaviour", description="whose log-prob the teacher's is compared with"
     )
-    parts: tuple[AnyAdvantage, ...] = Field(default_factory=lambda: (Teacher(),))
+    parts: tuple[AnyAdvantage, ...] = Field(default_factory=lambda: (TeacherAdvantage(),))
 
     @model_validator(mode="before")
     @classmethod
@@ -41,21 +41,22 @@ class Advantage(BaseModel):
         rest, parts = dict(value), []
         for name in FLAT:
             part = families.find("advantage", name)
-            own = {key: rest.pop(key) for key in part.model_fields if key in rest}
-            parts.append(part.model_validate(own))
+            given = {key: rest.pop(key) for key in part.model_fields if key in rest}
+            parts.append(part.model_validate(given))
         more = rest.pop("also", None) or []
         known = ("student", "also", *(key for name in FLAT for key in families.find("advantage", name).model_fields))
         parts += [Family("advantage").read(entry) for entry in (more if isinstance(more, list) else [more])]
+        added = [part for part in cast("list[AdvantagePart]", parts) if part.acts]
         unknown = next((key for key in rest if key != "student"), None)
         if unknown is not None:
             raise ValueError(f"unknown key {unknown!r}; {nearest(str(unknown), known)}")
-        return {**rest, "parts": [part for part in parts if not isinstance(part, AdvantagePart) or part.acts]}
+        return {**rest, "parts": added}
 
     @model_validator(mode="after")
     def _consistent(self) -> Advantage:
         if not self.parts:
             raise ValueError("every weight is 0: there is no advantage")
-        if self.student == "current" and any(isinstance(part, Teacher) and part.whiten for part in self.parts):
+        if self.student == "current" and any(part.needs_batch for part in self.parts):
             raise ValueError("whiten needs the whole batch first: compare with behaviour or proximal, not with current")
         if "student" in changed(self) and not any(part.of_student for part in self.parts):
             raise ValueError("teacher_weight and reference_weight are 0, so `student` does nothing")
@@ -68,7 +69,7 @@ class Advantage(BaseModel):
         left = list(self.parts)
         for name in FLAT:
             kind = families.find("advantage", name)
-            part = next((part for part in left if type(part) is kind), None)
+            part = next((part for part in left if part.name == name), None)
             if part is not None:
                 left.remove(part)
             weight = f"{name}_weight"
@@ -87,8 +88,8 @@ class Advantage(BaseModel):
         node = handler.resolve_ref_schema(reference)
         parts = node["properties"].pop("parts")
         for name in FLAT:
-            own = handler.resolve_ref_schema(schema_of(families.find("advantage", name), handler))
-            node["properties"] |= {key: value for key, value in own["properties"].items() if key != "kind"}
+            part = handler.resolve_ref_schema(schema_of(families.find("advantage", name), handler))
+            node["properties"] |= {key: value for key, value in part["properties"].items() if key != "kind"}
         also = parts["items"]
         node["properties"]["also"] = {
             "anyOf": [also, {"type": "array", "items": also}],
@@ -113,5 +114,5 @@ class Advantage(BaseModel):
         """(T,) per rollout: the one place where a token's advantage is formed."""
         total = [np.zeros(rollout.response_ids.size) for rollout in tokens.rollouts]
         for part, state in zip(self.parts, prepared, strict=True):
-            total = [sum_ + value for sum_, value in zip(total, part.values(tokens, state), strict=True)]
+            total = [before + value for before, value in zip(total, part.values(tokens, state), strict=True)]
         return total

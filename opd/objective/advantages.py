@@ -2,7 +2,7 @@
 
     A = outcome_weight * A_outcome + teacher_weight * A_teacher - reference_weight * (log student - log reference)
 
-Axis legend: T = tokens of one response, B = rollouts of the batch.
+Axis legend: T = tokens of one response.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from opd.objective.advantage_formulas import (
+    Baseline,
+    extrapolated,
+    moments,
+    outcome_advantages,
+    overlong_penalty,
+    returns,
+    whitened_by,
+)
 from opd.objective.batch import TrainingBatch
 from opd.settings import Choice, Family, Fraction, Needs, Positive, StageView, changed
 from opd.types import Rollout
@@ -21,9 +30,6 @@ from opd.types import Rollout
 if TYPE_CHECKING:
     from opd.objective.policy_gradient import PolicyGradient
     from opd.objective.prepare import PreparedTerm
-
-Baseline = Literal["group", "leave_one_out", "batch", "none"]
-STD_FLOOR = 1e-4  # added to a group's standard deviation, as GRPO's implementations do
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +77,21 @@ class AdvantagePart(Choice):
         """Whether it compares with the student's log-probs."""
         return False
 
+    @property
+    def needs_batch(self) -> bool:
+        """Whether `prepare` reads log-probs, so that those of the whole batch have to be known before it is cut up."""
+        return False
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether it reads `SampledTokens.exact_kl`."""
+        return False
+
+    @property
+    def for_reverse_kl(self) -> bool:
+        """Whether it is defined for the term's divergence reverse_kl alone."""
+        return False
+
     def leaves_out(self, batch: TrainingBatch) -> set[str]:
         """Ids of rollouts that the term must not train on."""
         return set()
@@ -87,7 +108,7 @@ class AdvantagePart(Choice):
 AnyAdvantage = Annotated[AdvantagePart, Family("advantage")]
 
 
-class Outcome(AdvantagePart):
+class OutcomeAdvantage(AdvantagePart):
     """The reward of the whole answer, compared with others."""
 
     name = "outcome"
@@ -102,7 +123,7 @@ class Outcome(AdvantagePart):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> Outcome:
+    def _consistent(self) -> OutcomeAdvantage:
         given = changed(self)
         if self.outcome_weight == 0 and given & {"std", "overlong", "baseline"}:
             raise ValueError("outcome_weight is 0, so baseline, std and overlong do nothing")
@@ -157,7 +178,7 @@ class Outcome(AdvantagePart):
         ]
 
 
-class Teacher(AdvantagePart):
+class TeacherAdvantage(AdvantagePart):
     """The teacher's log-ratio, or that of another divergence, at the sampled token."""
 
     name = "teacher"
@@ -175,7 +196,7 @@ class Teacher(AdvantagePart):
     whiten: bool = Field(False, description="mean 0 and variance 1 of A_teacher over the batch's tokens")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Teacher:
+    def _consistent(self) -> TeacherAdvantage:
         returns = self.discount > 0
         if not returns and (self.length_normalised or self.future_only):
             raise ValueError("length_normalised and future_only belong to returns: set discount above 0")
@@ -198,6 +219,18 @@ class Teacher(AdvantagePart):
     @property
     def of_student(self) -> bool:
         return True
+
+    @property
+    def needs_batch(self) -> bool:
+        return self.whiten
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        return self.kl_baseline
+
+    @property
+    def for_reverse_kl(self) -> bool:
+        return self.extrapolation != 1 or self.kl_baseline
 
     def needs(self, role: str = "teacher") -> Needs:
         needs = Needs(signals=((role, "logprobs_at"),))
@@ -259,7 +292,7 @@ class Teacher(AdvantagePart):
         return value
 
 
-class Reference(AdvantagePart):
+class ReferenceAdvantage(AdvantagePart):
     """KL penalty towards the role `reference`, as part of the advantage."""
 
     name = "reference"
@@ -284,101 +317,3 @@ class Reference(AdvantagePart):
             -(self.reference_weight * (student - reference))
             for student, reference in zip(tokens.student, references, strict=True)
         ]
-
-
-# The arithmetic
-
-
-def outcome_advantages(
-    scores: Sequence[float | None], groups: Sequence[str], baseline: Baseline = "group", std: bool = False
-) -> np.ndarray:
-    """(B,) reward minus baseline; NaN where there is no reward, which then enters no baseline either.
-
-    group           minus the mean of the group: GRPO, with `std` divided by its standard deviation
-    leave_one_out   minus the mean of the others of the group: RLOO
-    batch           minus the mean of the batch: the plain baseline for one sample per prompt
-    none            the reward itself
-
-    >>> outcome_advantages([1, 0, 0, 0], ["a"] * 4).tolist()
-    [0.75, -0.25, -0.25, -0.25]
-    >>> outcome_advantages([1.0, 0.0, None], ["a"] * 3, "leave_one_out").tolist()
-    [1.0, -1.0, nan]
-    """
-    rewards = np.array([np.nan if score is None else score for score in scores], dtype=np.float64)
-    known = ~np.isnan(rewards)
-    advantages = np.full(rewards.size, np.nan)
-    unit = np.zeros(rewards.size, dtype=int) if baseline == "batch" else np.unique(groups, return_inverse=True)[1]
-    for number in np.unique(unit[known]):
-        members = known & (unit == number)
-        values = rewards[members]
-        if baseline == "none":
-            centred = values
-        elif baseline == "leave_one_out":  # alone in its group, a sample has nothing to be compared with
-            centred = (values - values.mean()) * (values.size / (values.size - 1)) if values.size > 1 else 0 * values
-        else:
-            centred = values - values.mean()
-        if std:
-            centred = centred / ((values.std(ddof=1) if values.size > 1 else 0.0) + STD_FLOOR)
-        advantages[members] = centred
-    return advantages
-
-
-def extrapolated(teacher_T: np.ndarray, student_T: np.ndarray, reference_T: np.ndarray, factor: float) -> np.ndarray:
-    """G-OPD: factor * (log teacher - log reference) - (log student - log reference).
-
-    A factor of 1 is plain OPD, since the reference cancels; above 1 the target lies past the teacher (ExOPD).
-    """
-    return (teacher_T - student_T) + (factor - 1) * (teacher_T - reference_T)
-
-
-def returns(
-    values_T: np.ndarray, discount: float, *, length_normalised: bool = False, future_only: bool = False
-) -> np.ndarray:
-    """Discounted sums of this and all later tokens' values: R_t = sum over i >= t of discount^(i-t) * value_i.
-
-    `future_only` starts them at t + 1, for when the token's here part is trained directly (MiniLLM's single-step
-    decomposition). `length_normalised` divides by the number of tokens summed over, so that long answers are not
-    worth more or less for their length (MiniLLM again).
-
-    >>> returns(np.array([1.0, 2.0, 4.0]), 0.5).tolist()
-    [3.0, 4.0, 4.0]
-    >>> returns(np.array([1.0, 2.0, 4.0]), 1.0, length_normalised=True, future_only=True).tolist()
-    [3.0, 4.0, 0.0]
-    """
-    sums = np.zeros(values_T.size, dtype=np.float64)
-    running = 0.0
-    for index in range(values_T.size - 1, -1, -1):
-        here = values_T[index] + discount * running
-        sums[index] = discount * running if future_only else here
-        running = here
-    if length_normalised:
-        left = np.arange(values_T.size, 0, -1) - (1 if future_only else 0)
-        sums /= np.maximum(left, 1)
-    return sums
-
-
-def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, float] | None:
-    """Mean and standard deviation over all tokens that count; None if there are too few."""
-    every = np.concatenate([value[mask] for value, mask in zip(values, masks, strict=True)])
-    return (every.mean(), every.std()) if every.size >= 2 else None
-
-
-def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None) -> list[np.ndarray]:
-    if scale is None:
-        return [np.zeros_like(value) for value in values]
-    mean, std = scale
-    return [(value - mean) / (std + 1e-8) for value in values]
-
-
-def whitened(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over all tokens that count; the others are left out of the statistics."""
-    return whitened_by(values, moments(values, masks))
-
-
-def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """0 up to `buffer` tokens before the limit, then a straight line down to -1 at the limit (DAPO's soft punishment).
-
-    >>> [overlong_penalty(length, 100, 20) for length in (50, 80, 90, 100)]
-    [0.0, 0.0, -0.5, -1.0]
-    """
-    return min(0.0, max(-1.0, (limit - buffer - length) / buffer)) + 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import Field, model_validator
 
-from opd.divergences.kinds import AnyDivergence, AnySupport, Full, ReverseKL, TopIds
+from opd.divergences.kinds import AnyDivergence, AnySupport, Full, ReverseKL
 from opd.objective.term import CorrectedTerm
 from opd.settings import Needs
 
@@ -32,11 +32,7 @@ class Direct(CorrectedTerm):
 
     @model_validator(mode="after")
     def _means_something(self) -> Direct:
-        if (
-            isinstance(self.support, TopIds)
-            and self.support.closure == "generalised"
-            and not self.divergence.f_divergence
-        ):
+        if self.support.for_f_divergences and not self.divergence.f_divergence:
             raise ValueError(
                 f"closure generalised is defined for f-divergences, and {self.divergence.name} is none: use closure: tail"
             )
@@ -62,9 +58,9 @@ class Direct(CorrectedTerm):
         for rows, teacher in micro.teacher_projections(self.role, weight_N != 0):
             if not rows.size:
                 continue
-            student, tokens = micro.projection.rows(micro.tensor(rows)), micro.tokens(rows)
+            student, tokens = micro.rows(rows), micro.tokens(rows)
             result = divergence(
-                self.divergence.form(), student, teacher, weight=micro.tensor(weight_N[rows]),
+                self.divergence.formula(), student, teacher, weight=micro.tensor(weight_N[rows]),
                 temperature=self.temperature, merge=micro.merge, tokens=tokens, **self.support.truncation,
             )  # fmt: skip
             self._note(micro, rows, self._untempered(micro, result.statistics, student, teacher, tokens))

@@ -40,7 +40,7 @@ def take_first_pass(
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
     ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
     for pack in packs:
-        projection = autocast_head(student.project(student.hidden(pack.ids_T, pack.layout)[pack.predicting_N]))
+        projection = autocast_head(student.predict(pack))
         if ("proximal",) in needs:
             ids = token_ids(pack, projection.hidden.device)
             untempered = token_logprobs(projection, ids, merge=merge)

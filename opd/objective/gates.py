@@ -87,7 +87,7 @@ class Gate(Choice):
 AnyGate = Annotated[Gate, Family("gate")]
 
 
-class Finished(Gate):
+class FinishedOnly(Gate):
     """Rollouts that ended by themselves, not by the length limit."""
 
     name = "finished"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opd.divergences import Projection, token_logprobs
 from opd.divergences.projection import MergeGroups
+from opd.divergences.upload import upload
 from opd.objective.batch import TrainingBatch, concatenated
 from opd.types import Author, Signal
 
@@ -63,14 +64,18 @@ class MicroBatch:
         return self.projection.hidden.device
 
     def tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        return upload(values, self.device)
+
+    def rows(self, rows: np.ndarray) -> Projection:
+        """The student's projection of some rows, in their order; of all of them it is the projection itself."""
+        return self.projection if rows.size == self.projection.count else self.projection.rows(self.tensor(rows))
 
     def column(self, name: str, rows: np.ndarray) -> Tensor:
         return self.tensor(concatenated(self.pack.rollouts, name)[rows])
 
     def tokens(self, rows: np.ndarray) -> Tensor:
         """Ids of the response tokens of some rows."""
-        return token_ids(self.pack, self.device)[self.tensor(rows)]
+        return self.tensor(concatenated(self.pack.rollouts, "response_ids").astype(np.int64)[rows])
 
     def segment(self, rows: np.ndarray) -> Tensor:
         """Rollout numbers of some rows, counted from 0 without gaps."""
@@ -103,20 +108,20 @@ class MicroBatch:
 
     def current(self, rows: np.ndarray) -> Tensor:
         """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
-        projection, ids = self.projection.rows(self.tensor(rows)), self.tokens(rows)
+        projection, ids = self.rows(rows), self.tokens(rows)
         if self.temperature == 1.0:
             return token_logprobs(projection, ids, merge=self.merge)
         return token_logprobs(projection, ids, temperature=self.temperature)
 
     def policy(self, rows: np.ndarray) -> Tensor:
         """Log-probs of the policy itself, untempered, with gradients."""
-        return token_logprobs(self.projection.rows(self.tensor(rows)), self.tokens(rows), merge=self.merge)
+        return token_logprobs(self.rows(rows), self.tokens(rows), merge=self.merge)
 
     def untempered(self, rows: np.ndarray, current: Tensor) -> Tensor:
         """Detached log-probs of the policy itself: advantages are untempered."""
         if self.temperature == 1.0:
             return current.detach()
-        projection = self.projection.rows(self.tensor(rows)).detach()
+        projection = self.rows(rows).detach()
         return token_logprobs(projection, self.tokens(rows), merge=self.merge)
 
     # What is noted for the metrics
@@ -156,7 +161,7 @@ def autocast_head(projection: Projection) -> Projection:
 
 
 def token_ids(pack: Pack, device: torch.device) -> Tensor:
-    return torch.from_numpy(concatenated(pack.rollouts, "response_ids").astype(np.int64)).to(device)
+    return upload(concatenated(pack.rollouts, "response_ids").astype(np.int64), device)
 
 
 def teacher_projections(
@@ -171,5 +176,7 @@ def teacher_projections(
         hidden = torch.cat(
             [signal.values.to(device) for signal in known if signal.teacher == name and signal.mask.any()]
         )
-        chosen = torch.from_numpy(np.flatnonzero(open_N[owner == name])).to(device)
-        yield rows, autocast_head(teachers[name].project(hidden[chosen]))
+        chosen = open_N[owner == name]
+        if not chosen.all():
+            hidden = hidden[upload(np.flatnonzero(chosen), device)]
+        yield rows, autocast_head(teachers[name].project(hidden))

@@ -93,12 +93,12 @@ class Objective:
     def __call__(
         self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
     ) -> tuple[Tensor, TokenStatistics]:
-        hidden_ND = student.hidden(pack.ids_T, pack.layout)[pack.predicting_N]
+        projection = autocast_head(student.predict(pack))
         micro = MicroBatch(
-            pack, autocast_head(student.project(hidden_ND)), prepared.batch, self._teachers, self._merge,
-            self._rollout.temperature, self._rollout.teacher_mix, TokenStatistics.empty(hidden_ND.shape[0]),
+            pack, projection, prepared.batch, self._teachers, self._merge,
+            self._rollout.temperature, self._rollout.teacher_mix, TokenStatistics.empty(projection.count),
         )  # fmt: skip
-        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
             if weight_N.any():  # tokens a term leaves alone cost nothing

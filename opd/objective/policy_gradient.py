@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opd.divergences.kinds import AnyDivergence, ReverseKL
 from opd.objective.advantage_sum import Advantage
-from opd.objective.advantages import SampledTokens, Teacher
+from opd.objective.advantages import SampledTokens
 from opd.objective.batch import TrainingBatch, concatenated
 from opd.objective.surrogates import AnySurrogate, ImportanceSampling
 from opd.objective.term import CorrectedTerm
@@ -36,12 +36,12 @@ class PolicyGradient(CorrectedTerm):
 
     @model_validator(mode="after")
     def _means_something(self) -> PolicyGradient:
-        kind, teachers = self.divergence, [part for part in self.advantage.parts if isinstance(part, Teacher)]
+        kind = self.divergence
         if "divergence" in changed(self) and not self.advantage.of_teacher:
             raise ValueError("teacher_weight is 0, so the divergence does nothing")
         if not kind.of_one_token:
             raise ValueError(f"{kind.name} has no advantage of the sampled token alone: use form: direct")
-        if kind.name != "reverse_kl" and any(part.extrapolation != 1 or part.kl_baseline for part in teachers):
+        if kind.name != "reverse_kl" and any(part.for_reverse_kl for part in self.advantage.parts):
             raise ValueError(f"extrapolation and kl_baseline are defined for reverse_kl, not for {kind.name}")
         if self.correction is not None and self.correction.weighs_by == "prefix":
             raise ValueError("prefix is for form: direct; policy_gradient is corrected by icepop, tis or mis")
@@ -64,8 +64,8 @@ class PolicyGradient(CorrectedTerm):
         asked = (
             self.surrogate.against == "proximal" or self.advantage.student == "proximal" or self.correction is not None
         )
-        whitened = any(isinstance(part, Teacher) and part.whiten for part in self.advantage.parts)
-        proximal = (updates > 1 and asked) or (whitened and self.advantage.student != "behaviour")
+        batch_first = any(part.needs_batch for part in self.advantage.parts)
+        proximal = (updates > 1 and asked) or (batch_first and self.advantage.student != "behaviour")
         first = Needs(student=frozenset({("proximal",)} if proximal else ()))
         return self.advantage.needs(self.role) | first
 
@@ -96,7 +96,7 @@ class PolicyGradient(CorrectedTerm):
             now_N[rows] = micro.untempered(rows, current).cpu().numpy()
             student = np.split(now_N, ends)
         exact = None
-        if any(isinstance(part, Teacher) and part.kl_baseline for part in self.advantage.parts):
+        if any(part.needs_exact_kl for part in self.advantage.parts):
             exact = np.split(self._exact_kl(micro, rows), ends)
         tokens = SampledTokens(self, prepared, rollouts, student, exact)
         value_N = np.concatenate(self.advantage.values(tokens, prepared.state))

@@ -23,7 +23,6 @@ from opd.models.tokenizers import require_same
 from opd.rewards import Judge, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
-from opd.runner.trackers import require_trackers
 from opd.teachers.router import routes
 from opd.teachers.views import SameView, View
 from opd.types import Prompt
@@ -50,7 +49,8 @@ def check_stage(
 ) -> Checked:
     """Refuse what cannot work; what takes longest comes last."""
     device = pick_device(spec.device)
-    require_trackers(spec.log)
+    for tracker in spec.log.to:
+        tracker.require()
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")

@@ -21,7 +21,7 @@ from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
 from opd.rewards import check_rewards
 from opd.runner.checks import pick_device
-from opd.runner.prompts import Choice
+from opd.runner.prompts import HeldOutFilter
 from opd.sampling.choose import open_sampler
 from opd.text import cell, plain
 from opd.types import Sampling
@@ -77,14 +77,14 @@ def evaluate_model(
     splits: dict[str, dict[str, None]] = {}
     what, notes = [], []
     for spec, source, part in zip(specs, opened, chosen, strict=True):
-        choice = Choice(
+        usable = HeldOutFilter(
             spec, judge.judges, model.tokenizer, limit, why, remedy="Shorten it, or lower --max-new-tokens."
         )
-        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), choice):
-            questions.setdefault(prompt.domain, []).append(Question(prompt, choice.ids[prompt.id]))
+        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), usable):
+            questions.setdefault(prompt.domain, []).append(Question(prompt, usable.ids[prompt.id]))
             splits.setdefault(prompt.domain, {})[part] = None
-        what.append(f"{len(choice.ids):,} prompts of {plain(source.name)} (split {part})")
-        notes += choice.notes(source.name)
+        what.append(f"{len(usable.ids):,} prompts of {plain(source.name)} (split {part})")
+        notes += usable.notes(source.name)
     if not questions:
         raise DataError(
             f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from opd.config import Hub, Stage
 from opd.errors import RecipeError
+from opd.hub import errors
+from opd.text import first_line
 
 LEFT_HERE = ("optimiser.safetensors", "trainer.json")  # of a checkpoint; the rest is the model
 
@@ -24,9 +26,9 @@ def require_access(stage: Stage, *, make: bool = True) -> None:
         api.whoami()
         if make:
             api.create_repo(repo, private=stage.hub.private, exist_ok=True)
-    except (OSError, ValueError) as error:  # every error of the hub's client is one of the two
+    except errors() as error:
         raise RecipeError(
-            f"{where} cannot be written to ({_first_line(error)}). Log in with `hf auth login` and a token that may write, name "
+            f"{where} cannot be written to ({first_line(error)}). Log in with `hf auth login` and a token that may write, name "
             "a repository of your own, or leave `hub` out."
         ) from None
 
@@ -37,11 +39,7 @@ def push(directory: Path, hub: Hub) -> str | None:
 
     try:
         HfApi().upload_folder(repo_id=hub.repo, folder_path=directory, ignore_patterns=list(LEFT_HERE))
-    except (OSError, ValueError, RuntimeError) as error:
+    except errors(RuntimeError) as error:
         excluded = " ".join(f"--exclude {name}" for name in LEFT_HERE)
-        return f"the model was not pushed to {hub.repo} ({_first_line(error)}). Later: hf upload {hub.repo} {directory} . {excluded}"
+        return f"the model was not pushed to {hub.repo} ({first_line(error)}). Later: hf upload {hub.repo} {directory} . {excluded}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

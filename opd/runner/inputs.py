@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from opd.data.rows import local_files, open_rows
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.adapters import smol_models
-from opd.models.load import SMOL_FILE, locate, tiny_models
+from opd.models.directory import reading_model
+from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
 
 MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
 NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
@@ -27,9 +29,16 @@ LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how 
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
 
-def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool = True) -> dict[str, Inputs]:
-    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too."""
-    files = {stage.name: list(_files(stage)) for stage in stages}
+def inputs_of(
+    stages: Sequence[Stage], say: Callable[[str], None], directory: Path | None = None, *, hub: bool = True
+) -> dict[str, Inputs]:
+    """Every stage's inputs, as they are now. `hub` asks for the commits of hub models, too.
+
+    What lies in the run's own directory goes by its name there: the directory may move.
+    """
+    files = {
+        stage.name: [(path, _inside(name, directory), what) for path, name, what in _files(stage)] for stage in stages
+    }
     reader = _Reader({path for found in files.values() for path, *_ in found}, say)
     found: dict[str, Inputs] = {}
     for stage in stages:
@@ -37,8 +46,9 @@ def inputs_of(stages: Sequence[Stage], say: Callable[[str], None], *, hub: bool 
             name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
         }
         for model, revision, what in _models(stage):
-            if hub and (commit := _hub_commit(model, revision)) is not None:
-                here[f"{HUB}{model}"] = {"for": what, "commit": commit}
+            if hub and (location := locate(model, revision)).on_hub:
+                require_hub(model, location)
+                here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
         for source in stage.prompts:
             if (fingerprint := _fingerprint(source)) is not None:
                 here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
@@ -63,11 +73,18 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
 
 def pinned(stage: Stage, recorded: Inputs) -> Stage:
     """The stage with every hub model at the commit that the run began with."""
-    commits = {name.removeprefix(HUB): facts["commit"] for name, facts in recorded.items() if name.startswith(HUB)}
-    student = stage.student
-    if student.model in commits:
-        student = student.model_copy(update={"revision": commits[student.model]})
-    teachers = {name: kind.pinned(commits) for name, kind in stage.teachers.items()}
+
+    def commit(model: str, revision: str | None) -> str | None:
+        if model.startswith(STAGE_PREFIX):
+            return None
+        location = locate(model, revision)
+        found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
+        return found["commit"] if found else None
+
+    student, found = stage.student, commit(stage.student.model, stage.student.revision)
+    teachers = {name: kind.pinned(commit) for name, kind in stage.teachers.items()}
+    if found is not None:
+        student = student.model_copy(update={"revision": found})
     return stage.model_copy(update={"student": student, "teachers": teachers})
 
 
@@ -79,6 +96,10 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
 
 
 # What there is to read
+
+
+def _inside(name: str, directory: Path | None) -> str:
+    return name if directory is None else name.removeprefix(f"{directory.absolute()}{os.sep}")
 
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
@@ -175,18 +196,17 @@ def _module_file(function: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def _hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit a hub model stands at, from the hub or the local cache. None: not a hub model, or it cannot be reached."""
-    if name == "smol" or name.endswith(".gguf") or locate(name, revision).path != name:
-        return None
-    if Path(name).is_dir():
-        return None
+def _hub_name(location: Location) -> str:
+    """How a hub model is recorded: one name may be there at two revisions."""
+    return f"{HUB}{location.path}" + (f"@{location.revision}" if location.revision else "")
+
+
+def _hub_commit(model: str, location: Location) -> str:
+    """The commit a hub model stands at, from the hub or the local cache."""
     from huggingface_hub import hf_hub_download
 
-    try:
-        config = hf_hub_download(name, "config.json", revision=revision)
-    except (OSError, ValueError):
-        return None  # loading it says what is wrong
+    with reading_model(model, "as a hub id it", None):
+        config = hf_hub_download(location.path, "config.json", revision=location.revision)
     parts = Path(config).parts
     return parts[parts.index("snapshots") + 1]
 

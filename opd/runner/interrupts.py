@@ -45,6 +45,11 @@ class Interrupts:
         if self._asked is not None:
             raise Stopped
 
+    def ask(self) -> None:
+        """A stop that the program itself asks for, as Ctrl-C would; a Ctrl-C after it leaves at once."""
+        if self._asked is None:
+            self._asked, self._since = signal.SIGINT, time.monotonic()
+
     @property
     def left(self) -> float:
         """Seconds of the grace time that are left."""

@@ -8,38 +8,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, json_text, line_of, lines_checked, write_whole
-from opd.runner.checkpoint import Saver, point_latest, read_state, retain, save_checkpoint
+from opd.files import disk_errors, json_text, lines_checked, write_whole
+from opd.runner.checkpoint import Saver, point_latest, read_state
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, pinned
 from opd.runner.interrupts import Interrupts
+from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.progress import Progress
+from opd.runner.reports import Reports
 from opd.runner.results import StageResult, results_table, watched
 from opd.runner.resume import (
-    Boundary,
     Standing,
     cut_lines,
-    drop_before,
-    locate,
+    find_standings,
     require_rollouts,
     restore,
-    sync_lines,
     write_before,
     write_result,
 )
-from opd.runner.stage import StageRun, checkpoint_directory, model_card
-from opd.runner.trackers import Tracker, open_trackers
+from opd.runner.saving import StageCheckpoints
+from opd.runner.stage import StageRun, checkpoint_directory
 from opd.store import REPAIRED, RolloutStore
 from opd.trainer.memory import explain_memory
 from opd.trainer.step import run_step
-
-SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
 
 
 class Pipeline:
@@ -51,7 +47,8 @@ class Pipeline:
         lock: RunLock,
         inputs: Mapping[str, Inputs] | None,
         console: Console,
-        quiet: bool = False,
+        quiet: bool,
+        hooks: Hooks,
     ) -> None:
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
@@ -60,8 +57,10 @@ class Pipeline:
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
-        self._trackers: list[Tracker] | None = None
+        self._reports = Reports(recipe, self._directory, self._progress)
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
+        self.live = LiveRun(self._directory, self._interrupts.ask)
+        self._callbacks = Callbacks(hooks, self.live)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
         self._started = 0.0  # when the stage would have begun, had it run in one go
@@ -77,7 +76,7 @@ class Pipeline:
             for stage, standing in zip(self._recipe.stages, standings, strict=True):
                 if standing.output is None:
                     require_access(stage)
-            store = RolloutStore(self._directory / "rollouts")
+            store = self.live.rollouts = RolloutStore(self._directory / "rollouts")
             try:
                 for stage, standing in zip(self._recipe.stages, standings, strict=True):
                     self._stage(stage, store, standing)
@@ -89,8 +88,7 @@ class Pipeline:
                 if status == "failed" and not isinstance(sys.exception(), KeyboardInterrupt):
                     self._saver.settle()
                 store.close()
-                for tracker in self._trackers or ():
-                    tracker.close()
+                self._reports.close()
                 self._summarise(status)
 
     def _advice(self) -> str:
@@ -102,7 +100,7 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is gone"
             )
-        standings = locate(self._directory, self._recipe, self._progress.say)
+        standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
         ended = summary.is_file() and '"status": "done"' in summary.read_text(encoding="utf-8", errors="replace")
         if ended and all(standing.output for standing in standings):
@@ -123,7 +121,7 @@ class Pipeline:
         if self._inputs is None:
             self._progress.say("this run began before checksums of inputs were kept: changed ones would not be noticed")
             return
-        now = inputs_of(stages, self._progress.say, hub=False)
+        now = inputs_of(stages, self._progress.say, self._directory, hub=False)
         for stage in stages:
             check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory)
 
@@ -156,6 +154,7 @@ class Pipeline:
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
+                on_rollouts=self._callbacks.rollouts,
                 say=self._progress.say,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
@@ -163,41 +162,42 @@ class Pipeline:
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")
-        self._boundary = Boundary.of(run)
-        if self._trackers is None:  # only now: a start that fails is nobody's experiment
-            config = self._recipe.model_dump(mode="json")
-            self._trackers = open_trackers(self._recipe.stages[0].log, self._directory, self._recipe.name, config)
+        saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
+        saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
+        self._reports.open()
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
-        self._metrics = standing.unreported or {}
-        self._unreported = standing.unreported
+        self.live.enter(spec.name, result.steps, run)
         try:
             with explain_memory(lambda: self._phase):
                 self._before(run, result)
-                self._train(run, result)
-                self._finish(run, result)
-        except (Stopped, OpdError) as stop:
-            where = self._rescue(run, result, stop)
+                self._train(run, result, saved)
+                self._finish(run, result, saved)
+        except (Stopped, OpdError, CallbackRaised) as stop:
+            where = saved.rescue(stop, lambda: self._interrupts.left)
             self._progress.say(f"{spec.name}: stopped after step {result.steps}; {where}")
+            if not isinstance(stop, (Preempted, CallbackRaised)):
+                saved.announce()
             if isinstance(stop, TrainingError):
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
+            self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
-    def _train(self, run: StageRun, result: StageResult) -> None:
+    def _train(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
         """Steps, each reported, evaluated and saved as the recipe says."""
         run.objective.plateau = result.plateau
-        enough = self._close_step(run, result) if self._unreported else self._enough(run, result)
+        enough = self._close_step(run, result, saved) if saved.unreported else self._enough(run, result)
         while result.steps < run.spec.train.steps and not enough:
             run.check_stop()
-            self._saver.check()
+            saved.check()
             self.began = True
             metrics = run_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
-            result.skipped = run.stream.skipped
-            self._boundary, self._metrics, self._unreported = Boundary.of(run), metrics, metrics
-            enough = self._close_step(run, result)
+            result.skipped, self.live.step = run.stream.skipped, result.steps
+            saved.step_ended(metrics)
+            enough = self._close_step(run, result, saved)
         if enough and result.steps < run.spec.train.steps:
             self._progress.say(
                 f"{run.spec.name}: early stop after step {result.steps}; {run.spec.eval.metric} was best at step {result.best_step}"
@@ -210,15 +210,17 @@ class Pipeline:
                 f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and went on with {found.continued}"
             )
 
-    def _close_step(self, run: StageRun, result: StageResult) -> bool:
+    def _close_step(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> bool:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
         step, every = result.steps, run.spec.checkpoint.every
-        better = self._evaluate(run, result, step, self._metrics)
-        self._report(run, step, self._metrics)
-        self._unreported = None
+        better = self._evaluate(run, result, step, saved.metrics)
+        self._reports.step(run, saved.metrics)
+        saved.unreported = None
         enough = self._enough(run, result)
         if better or enough or (every and step % every == 0):
-            self._keep(run, result, better)
+            saved.keep(better)
+        self._callbacks.step(saved.metrics)
+        run.check_stop()
         return enough
 
     def _enough(self, run: StageRun, result: StageResult) -> bool:
@@ -255,120 +257,20 @@ class Pipeline:
             run.objective.plateau = result.plateau = step
         return better
 
-    def _finish(self, run: StageRun, result: StageResult) -> None:
+    def _finish(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
         better = False
         if run.questions and not result.after:
             self._on_phase("evaluate")
             result.after = run.evaluate(run.engine)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
-        final = self._keep(run, result, better)
-        self._saver.wait()
+        final = saved.keep(better)
+        saved.wait()
         self._outputs[run.spec.name] = final
         result.seconds = time.monotonic() - self._started
         write_result(final.parent, result, final)
         self._consumed = run.trajectories.consumed
         if run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
             self._progress.say(f"WARNING: {run.spec.name}: {failure}")
-
-    # Checkpoints
-
-    def _keep(self, run: StageRun, result: StageResult, better: bool) -> Path:
-        """A checkpoint of the step that has just ended, unless there is one; it replaces older ones."""
-        where = checkpoint_directory(self._directory, run.spec.name, result.steps)
-        result.best = where if better else result.best
-        if result.saved != result.steps:
-            self._save(run, result, background=run.spec.checkpoint.background)
-        return where
-
-    def _save(self, run: StageRun, result: StageResult, background: bool) -> Path:
-        spec, boundary = run.spec.checkpoint, self._boundary
-        self._on_phase("save")
-        self._saver.wait()
-        where = checkpoint_directory(self._directory, run.spec.name, result.steps)
-        where.parent.mkdir(parents=True, exist_ok=True)
-        result.saved, result.seconds = result.steps, time.monotonic() - self._started
-        state = {
-            "step": result.steps,
-            "stage": run.spec.name,
-            "seed": run.spec.seed,
-            **vars(boundary),
-            "store": run.store.position.to_json(),
-            "unreported": self._unreported,
-            "newest": run.trajectories.newest if self._unreported else [],  # whose samples are not written yet
-            "result": result.state(),
-        }
-        student = run.student.snapshot() if background else run.student
-        tensors = run.optimiser.tensors()
-        if background:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        card, best = model_card(run.spec, result.steps, self._metrics), result.best
-
-        def write() -> None:
-            sync_lines(self._directory)
-            save_checkpoint(where, student, run.stop_ids, card, tensors, state)
-            point_latest(where)
-            drop_before(where.parent)
-            retain(where.parent, spec.keep, spec.keep_every, best)
-
-        self._saver.save(write, background=background)
-        return where
-
-    def _rescue(self, run: StageRun, result: StageResult, stop: BaseException) -> str:
-        """Save what is there when a run ends early, where that makes sense; says where the weights are."""
-        run.store.commit(sync=True)
-        preempted = isinstance(stop, Preempted)
-        self._saver.wait(self._interrupts.left / 2 if preempted else None)
-        last = "no checkpoint had been saved"
-        if result.saved is not None:
-            last = f"the last checkpoint is {checkpoint_directory(self._directory, run.spec.name, result.saved)}"
-        if result.saved == result.steps and not self._saver.busy:
-            return last
-        if not result.steps:
-            return "no step was finished, so the student is what it was; what was sampled is in the store"
-        if run.optimiser.updates != self._boundary.updates:
-            return f"step {result.steps + 1} was half done and is not saved; {last}"
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
-            return f"the weights are not finite; {last}"
-        if preempted and (self._saver.busy or self._save_seconds(run) > self._interrupts.left / 2):
-            return (
-                f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
-            )
-        return f"the weights of step {result.steps} are in {self._save(run, result, background=False)}"
-
-    def _save_seconds(self, run: StageRun) -> float:
-        if self._saver.seconds is not None:
-            return self._saver.seconds
-        model = sum(parameter.nbytes for parameter in run.student.module.parameters())
-        return (model + sum(tensor.nbytes for tensor in run.optimiser.tensors().values())) / SAVE_RATE
-
-    def _report(self, run: StageRun, step: int, metrics: Mapping[str, Any]) -> None:
-        self._write_line("metrics.jsonl", metrics)
-        self._progress.step(metrics)
-        numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
-        for tracker in self._trackers or ():
-            tracker.log(step, numbers)
-        if run.spec.log.samples and (step - 1) % run.spec.log.samples_every == 0:
-            self._write_samples(run, step)
-
-    def _write_samples(self, run: StageRun, step: int) -> None:
-        """A few of this step's completions, so that one can read what the numbers mean."""
-        shown: dict[str, int] = {}
-        for rollout_id in reversed(run.trajectories.newest):
-            entry = run.store.entries[rollout_id]
-            if shown.get(entry.domain, 0) < run.spec.log.samples:
-                shown[entry.domain] = shown.get(entry.domain, 0) + 1
-                (rollout,) = run.store.load([entry.id])
-                prompt = run.student.tokenizer.decode(rollout.prompt_ids.tolist())
-                line = {
-                    "step": step,
-                    "stage": run.spec.name,
-                    "domain": entry.domain,
-                    "source": entry.source,
-                    "prompt": prompt,
-                    "response": run.text(rollout),
-                    "stop": entry.stop,
-                }
-                self._write_line("samples.jsonl", line | entry.notes)
 
     # Stopping, errors, files
 
@@ -385,10 +287,6 @@ class Pipeline:
                 f"model {name!r}: no earlier stage is called {stage!r}; there are {', '.join(self._outputs) or 'none'}."
             )
         return str(self._outputs[stage])
-
-    def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
-        with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(line_of(values))
 
     def _summarise(self, status: str) -> None:
         summary = {

@@ -98,7 +98,7 @@ class HeldOut:
 
 
 @dataclass
-class Choice:
+class HeldOutFilter:
     """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
 
     spec: PromptSource
@@ -147,12 +147,12 @@ def choose_held_out(
     for spec, source in zip(specs, sources, strict=True):
         mend = bad_rows == "stop" and source.size is not None
         remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
-        choice = Choice(spec, judges, tokenizer, limit, why, remedy)
-        for prompt in source.held_out(count, choice):
+        chosen = HeldOutFilter(spec, judges, tokenizer, limit, why, remedy)
+        for prompt in source.held_out(count, chosen):
             asked = found.questions.setdefault(prompt.domain, [])
             if len(asked) < count:
-                asked.append(Question(prompt, choice.ids[prompt.id]))
-        found.notes += choice.notes(source.name)
+                asked.append(Question(prompt, chosen.ids[prompt.id]))
+        found.notes += chosen.notes(source.name)
     if not any(found.questions.values()):
         found.notes.append(
             "evaluation: there is none, since no held-out prompt can be judged. Give rows an `answer`, set `rewards`, or eval.prompts: 0"

@@ -66,7 +66,7 @@ class Standing:
         return 0 if self.result is None else self.result.steps - (self.unreported is not None)
 
 
-def locate(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[Standing]:
+def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[Standing]:
     """Every stage's standing. Verifies what is going to be used, and says what is damaged. Needs the lock."""
     root = directory / "checkpoints"
     latest = root / "latest"

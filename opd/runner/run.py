@@ -1,30 +1,24 @@
-"""Runs: start one, go on with one that was interrupted, or open the directory of one that is over. Opening needs no torch.
+"""Runs: start one, or go on with one that was interrupted.
 
 run = opd.run("quickstart", overrides=["train.steps=20"])
 run = opd.resume("runs/quickstart")
-run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from opd.errors import RunDirectoryError, Stopped
+from opd.errors import Preempted, RunDirectoryError, Stopped
 from opd.files import (
     FORMAT,
     SEALS,
     disk_errors,
-    lines_checked,
-    read_lines,
     read_sealed,
-    reading,
     sha256,
     sync,
     write_sealed,
@@ -32,6 +26,10 @@ from opd.files import (
 )
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import versions as plugin_versions
+from opd.runner.directory import Run
+from opd.runner.given import FOLDER as INPUTS
+from opd.runner.given import GivenPrompts
+from opd.runner.live import CallbackRaised, Hooks
 from opd.runner.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
 from opd.text import plain
 
@@ -39,11 +37,13 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
 
     from opd.config import Recipe
-    from opd.store import RolloutStore
+    from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
+    from opd.runner.pipeline import Pipeline
 
 RUNS = Path("runs")
 EARLY = {
     NAME,
+    INPUTS,
     PLUGINS,
     "recipe.yaml",
     "resolved.yaml",
@@ -52,92 +52,19 @@ EARLY = {
     f".{SEALS}.partial",
 }
 WRITTEN = ("rollouts", "checkpoints", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME}), NAME)  # fmt: skip
-
-
-class Run:
-    """A run directory, dead or alive."""
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory).absolute()  # the program may change its folder
-        with reading(self.directory):
-            found = (self.directory / "resolved.yaml").is_file()
-        if not found:
-            raise RunDirectoryError(f"{self.directory}: not a run directory (it has no resolved.yaml).")
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.directory)!r})"
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One object per step, with `eval/DOMAIN` keys where it was evaluated. A damaged line is an error that names it."""
-        return self._lines("metrics.jsonl")
-
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        """The completions that were written down on the way."""
-        return self._lines("samples.jsonl")
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name
-        found = read_lines(path, checked=lines_checked(self.directory))
-        number = next(iter(found.damaged), None)
-        if number is None and found.torn and (self.directory / "summary.json").exists():  # else: it is being written
-            number = len(found.whole) + 1
-        if number is not None:
-            raise RunDirectoryError(
-                f"{path}, line {number}: the line was altered or cut (its checksum does not match). Without it the others can be read."
-            )
-        return found.whole
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        path = self.directory / "summary.json"
-        if not path.exists():
-            raise RunDirectoryError(f"{self.directory}: no summary.json yet; the run has not ended.")
-        with reading(path):
-            data = path.read_bytes()
-        try:
-            return dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            raise RunDirectoryError(f"{path} was altered or cut: it is not a JSON object.") from None
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """Oldest first; each is a Hugging Face model directory."""
-        import yaml
-
-        from opd.runner.checkpoint import steps_in
-
-        path = self.directory / "resolved.yaml"
-        with reading(path):
-            text = path.read_bytes()
-        try:
-            order = [stage["name"] for stage in yaml.safe_load(text)["stages"]]
-        except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
-            raise RunDirectoryError(f"{path} was altered: it does not name the run's stages.") from None
-        return [path for name in order for path in steps_in(self.directory / "checkpoints" / name)]
-
-    @property
-    def model(self) -> Path:
-        """The newest checkpoint: what the run trained."""
-        if not self.checkpoints:
-            raise RunDirectoryError(f"{self.directory}: no checkpoint has been saved.")
-        return self.checkpoints[-1]
-
-    @cached_property
-    def rollouts(self) -> RolloutStore:
-        from opd.store import RolloutStore
-
-        return RolloutStore(self.directory / "rollouts", read_only=True)
+           "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 
 def run(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     *,
+    prompts: Any = None,
     overrides: Iterable[str] = (),
     out: str | Path | None = None,
     resume: bool = False,
+    on_step: OnStep | None = None,
+    on_rollouts: OnRollouts | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
     quiet: bool = True,
     console: Console | None = None,
 ) -> Run:
@@ -146,23 +73,32 @@ def run(
     A run directory that is taken is left alone: the run goes into `NAME-2`, `NAME-3`, … With `resume` it goes into `out` and
     nowhere else, and one that has begun there goes on: what a job script calls again and again.
 
+    `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
+    The run keeps them in its directory, so `opd.resume` needs no more.
+
+    Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
+    rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
+    the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
+
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
     """
     from rich.console import Console
 
-    from opd.config import load_recipe, written
+    from opd.config import load_recipe, recipe_text
     from opd.config.names import check_output
 
+    hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     overrides = tuple(overrides)
-    loaded = load_recipe(recipe, overrides)
+    given = None if prompts is None else GivenPrompts.of(prompts)
+    loaded = load_recipe(recipe, overrides, prompts=None if given is None else given.sources)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
         if (lock.directory / SEALS).exists():
-            _require_same(lock.directory, loaded)
-            _go_on(lock, None, quiet, shown)
+            _require_same(lock.directory, loaded, given)
+            _go_on(lock, None, hooks, quiet, shown)
         else:
-            _start(lock, made, written(recipe, overrides), loaded, quiet, shown)
+            _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown)
     finally:
         lock.release()
         if not quiet and lock.directory.is_dir():
@@ -171,26 +107,44 @@ def run(
     return Run(lock.directory)
 
 
-def _start(lock: RunLock, made: bool, given: str, recipe: Recipe, quiet: bool, console: Console) -> None:
+def _start(
+    lock: RunLock,
+    made: bool,
+    text: str,
+    recipe: Recipe,
+    given: GivenPrompts | None,
+    hooks: Hooks,
+    quiet: bool,
+    console: Console,
+) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
     began = False
     try:
         from opd.runner.inputs import inputs_of
 
-        inputs = inputs_of(recipe.stages, lambda line: None if quiet else console.print(line, highlight=False))
+        placed = recipe
+        if given is not None:
+            placed = given.inside(recipe, lock.directory)
+            with disk_errors(lock.directory, lambda: "start again."):
+                given.write(lock.directory)
+        inputs = inputs_of(
+            placed.stages, lambda line: None if quiet else console.print(line, highlight=False), lock.directory
+        )
         with disk_errors(lock.directory, lambda: "start again."):
-            _write_recipe(lock.directory, given, recipe, inputs)
+            _write_recipe(lock.directory, text, recipe, inputs)
         from opd.runner.pipeline import Pipeline
 
-        pipeline = Pipeline(recipe, lock, inputs, console, quiet)
+        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks)
         try:
-            pipeline.run()
+            _carry_out(pipeline)
         finally:
             began = pipeline.began
     except Stopped:
         raise
     except Exception:
         if not began:
+            if given is not None:
+                given.withdraw(lock.directory)
             _withdraw(lock.directory, made)
         raise
 
@@ -199,22 +153,29 @@ def resume(
     directory: str | Path,
     *,
     mode: Literal["prefill", "exact"] | None = None,
+    on_step: OnStep | None = None,
+    on_rollouts: OnRollouts | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
     quiet: bool = True,
     console: Console | None = None,
 ) -> Run:
     """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is.
 
-    `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished.
+    `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished. Callbacks are those of `run`; the run
+    does not remember which it had.
     """
     from rich.console import Console
 
+    hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
     with RunLock(found.directory) as lock:
-        _go_on(lock, mode, quiet, console or Console())
+        _go_on(lock, mode, hooks, quiet, console or Console())
     return found
 
 
-def _go_on(lock: RunLock, mode: Literal["prefill", "exact"] | None, quiet: bool, console: Console) -> None:
+def _go_on(
+    lock: RunLock, mode: Literal["prefill", "exact"] | None, hooks: Hooks, quiet: bool, console: Console
+) -> None:
     recipe = verified_recipe(lock.directory)
     if mode is not None:
         changed = [
@@ -225,7 +186,21 @@ def _go_on(lock: RunLock, mode: Literal["prefill", "exact"] | None, quiet: bool,
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
-    Pipeline(recipe, lock, inputs, console, quiet).run(resume=True)
+    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks), resume=True)
+
+
+def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
+    """A stop that a callback asked for is no error; what one raised comes out as it was, with its own traceback."""
+    try:
+        pipeline.run(resume=resume)
+        return
+    except CallbackRaised as carrier:
+        raised = carrier.error
+    except Stopped as stop:
+        if isinstance(stop, Preempted) or not pipeline.live.stopping:
+            raise
+        return
+    raise raised  # out here, so that nothing becomes its context
 
 
 def verified_recipe(directory: Path) -> Recipe:
@@ -256,7 +231,10 @@ def verified_recipe(directory: Path) -> Recipe:
     return loaded
 
 
-def _require_same(directory: Path, recipe: Recipe) -> None:
+def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
+    if given is not None:
+        given.require_same(directory)
+        recipe = given.inside(recipe, directory)
     if verified_recipe(directory).stages != recipe.stages:
         raise RunDirectoryError(
             f"{directory} was begun with another recipe than this one (see {directory / 'resolved.yaml'}). Go on with its own: "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.data.render import decode, render_prompts
+from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.evaluation import Score, evaluate
@@ -28,21 +28,23 @@ from opd.store import RolloutStore
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group
-from opd.text import code, plain
+from opd.text import inline_code, plain
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampler, Sampling
+from opd.types import Rollout, Sample, Sampling, TokenSampler
 
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
 class StageRun:
-    """The live objects of a stage. `training.step` reads them; `training.pipeline` drives them."""
+    """The live objects of a stage. `trainer.step` reads them; `runner.pipeline` drives them."""
 
     def __init__(self, spec: Stage, store: RolloutStore, resolve_model: Callable[[str], str], *,
                  check_stop: Callable[[], None], on_phase: Callable[[str], None], on_token: Callable[[], None],
+                 on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
                  say: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
+        self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
@@ -100,7 +102,7 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine: Sampler = open_sampler(
+        self.engine: TokenSampler = open_sampler(
             self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
         )
         if spec.rollout.teacher_mix:
@@ -120,8 +122,8 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self._teacher_engines: dict[str, Sampler] = {}
-        self._mixed_engines: dict[str, Sampler] = {}
+        self._teacher_engines: dict[str, TokenSampler] = {}
+        self._mixed_engines: dict[str, TokenSampler] = {}
         desk = Desk(
             tokenizer, rollout.max_new_tokens, self.stop_ids, self.routes.get("teacher", {}), self.engine, self.teacher_engine,
             self.mixed_engine, lambda visit: spec.prompts[visit.source].chat_template_kwargs,
@@ -146,12 +148,12 @@ class StageRun:
             found.add(f"{self.student.name} {self.engine.manner}")
         return sorted(found)
 
-    def teacher_engine(self, name: str) -> Sampler:
+    def teacher_engine(self, name: str) -> TokenSampler:
         if name not in self._teacher_engines:
             self._teacher_engines[name] = self._engine(self.teachers[name].model)
         return self._teacher_engines[name]
 
-    def mixed_engine(self, name: str) -> Sampler:
+    def mixed_engine(self, name: str) -> TokenSampler:
         """The student with a teacher reading along, for `rollout.teacher_mix`."""
         if name not in self._mixed_engines:
             engine = self._engine(self.student, Partner(self.teachers[name].model, self.spec.rollout.teacher_mix))
@@ -159,7 +161,7 @@ class StageRun:
             self._mixed_engines[name] = engine
         return self._mixed_engines[name]
 
-    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> Sampler:
+    def _engine(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
         return open_sampler(
             model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
@@ -212,11 +214,11 @@ class StageRun:
         return {key: found["score"] for key, found in notes.items() if "score" in found}
 
     def text(self, rollout: Rollout) -> str:
-        return decode(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+        return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
     # Evaluation
 
-    def evaluate(self, engine: Sampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: TokenSampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
@@ -241,16 +243,16 @@ class StageRun:
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
-    teachers = "\n".join(f"- {code(name)}: {code(kind.title)}" for name, kind in spec.teachers.items()) or "- none"
-    terms = "\n".join(f"- {code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
+    teachers = "\n".join(f"- {inline_code(name)}: {inline_code(kind.title)}" for name, kind in spec.teachers.items())
+    terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
         f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {code(spec.name)}, step {step}\n\nTrained with opd from {code(spec.student.model)}.\n\n"
-        f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
+        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
+        f"Teachers:\n{teachers or '- none'}\n\nObjective:\n{terms}\n\n{known}"
     )
 
 

@@ -1,67 +1,110 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio."""
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or a tracker of your own.
+
+A tracker is a class with its settings, the package it needs, and `open`. A recipe lists them: `log: {to: [tensorboard]}`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from opd.config import Log
 from opd.errors import RecipeError
+from opd.settings import Choice
 from opd.text import plain
 
 TAG = 200  # characters of a metric's name, which holds a stage's and often a domain's
+Write = Callable[[int, Mapping[str, float]], object]  # a step, and its metrics as STAGE/NAME
 
 
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+@dataclass(frozen=True)
+class Experiment:
+    """What a tracker is told about the run."""
 
-    def close(self) -> None: ...
-
-
-def require_trackers(spec: Log) -> None:
-    """Every tracker's package is there."""
-    for kind in spec.to:
-        if importlib.util.find_spec(kind) is None:
-            raise RecipeError(f"log: {kind} is not installed. Run: pip install 'opd[{kind}]'")
+    directory: Path
+    name: str
+    project: str
+    config: Mapping[str, Any]  # the resolved recipe
 
 
-def open_trackers(spec: Log, directory: Path, name: str, config: Mapping[str, Any]) -> list[Tracker]:
-    require_trackers(spec)
-    return [_open(kind, spec, directory, name, config) for kind in spec.to]
+class Tracker(Choice):
+    """Settings are fields; `open` is a context manager, entered once a run has loaded, that gives what writes a step."""
+
+    family = "tracker"
+    package: ClassVar[str | None] = None  # to be imported; None: it needs none
+
+    def require(self) -> None:
+        """Refuse a recipe that cannot be tracked here, before anything is loaded."""
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            raise RecipeError(f"log: {self.package} is not installed. Run: pip install 'opd[{self.package}]'")
+
+    @abstractmethod
+    def open(self, experiment: Experiment) -> AbstractContextManager[Write]: ...
 
 
-def _open(kind: str, spec: Log, directory: Path, name: str, config: Mapping[str, Any]) -> Tracker:
-    if kind == "tensorboard":
-        return TensorBoard(directory / "tensorboard")
-    module = importlib.import_module(kind)  # wandb, and trackio with the same interface
-    arguments = {"dir": str(directory)} if kind == "wandb" else {}
-    module.init(project=spec.project, name=name, config=dict(config), **arguments)
-    return WandbLike(module)
+class TensorBoard(Tracker):
+    """Event files in the run directory, under `tensorboard`."""
 
+    name = "tensorboard"
+    package = "tensorboard"
 
-class TensorBoard:
-    def __init__(self, directory: Path) -> None:
+    @contextmanager
+    def open(self, experiment: Experiment) -> Iterator[Write]:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        with SummaryWriter(str(experiment.directory / "tensorboard")) as writer:
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(plain(name, TAG), value, step)
+            def write(step: int, values: Mapping[str, float]) -> None:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+            yield write
 
 
-class WandbLike:
-    def __init__(self, module: Any) -> None:
-        self._module = module
+class Wandb(Tracker):
+    """Weights & Biases; its files stand in the run directory."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._module.log({plain(name, TAG): value for name, value in values.items()}, step=step)
+    name = "wandb"
+    package = "wandb"
 
-    def close(self) -> None:
-        self._module.finish()
+    def options(self, experiment: Experiment) -> dict[str, Any]:
+        return {"dir": str(experiment.directory)}
+
+    @contextmanager
+    def open(self, experiment: Experiment) -> Iterator[Write]:
+        module = importlib.import_module(str(self.package))
+        config = dict(experiment.config)
+        module.init(project=experiment.project, name=experiment.name, config=config, **self.options(experiment))
+        try:
+            yield lambda step, values: module.log(dict(values), step=step)
+        finally:
+            module.finish()
+
+
+class Trackio(Wandb):
+    """The same calls as wandb's, kept on this machine."""
+
+    name = "trackio"
+    package = "trackio"
+
+    def options(self, experiment: Experiment) -> dict[str, Any]:
+        return {}
+
+
+@contextmanager
+def open_trackers(trackers: Sequence[Tracker], experiment: Experiment) -> Iterator[Write]:
+    """All of them as one. Names of metrics hold what a user called a domain: they are made fit to be shown."""
+    with ExitStack() as stack:
+        writers = [stack.enter_context(tracker.open(experiment)) for tracker in trackers]
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            named = {plain(name, TAG): value for name, value in values.items()}
+            for writer in writers:
+                writer(step, named)
+
+        yield write

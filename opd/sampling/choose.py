@@ -11,12 +11,13 @@ from opd.config import SamplerSpec
 from opd.errors import ModelError
 from opd.models.attention import Packed, Unknown
 from opd.models.language_model import LanguageModel
-from opd.models.probe import FOREIGN, FOREIGN_LAYERS, far, first_line, narrow_windows, takes_our_attention
+from opd.models.probe import FOREIGN, FOREIGN_LAYERS, far, narrow_windows, takes_our_attention
 from opd.models.routes import PackedRoute
 from opd.sampling.engine import Engine
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.slots import SlotCache, SlotLayout
+from opd.text import first_line
 
 LENGTH = 9  # tokens of each of the probe's two sequences
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from opd.data.render import render_prompt
 from opd.sampling.draws import request_key
-from opd.types import Author, Finished, Prompt, Rollout, SampledToken, Sampler, SampleRequest, Sampling
+from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 
 def make_requests(
@@ -23,7 +23,7 @@ def make_requests(
 
 
 def collect(
-    sampler: Sampler, requests: Sequence[SampleRequest], check_stop: Callable[[], None] = lambda: None
+    sampler: TokenSampler, requests: Sequence[SampleRequest], check_stop: Callable[[], None] = lambda: None
 ) -> list[Rollout]:
     """Sample every request to its end; rollouts come back in the order of the requests."""
     tokens: dict[str, list[SampledToken]] = {request.id: [] for request in requests}

@@ -86,7 +86,7 @@ class Launched:
 
 
 class Engine:
-    """Implements `types.Sampler`. One `sample` at a time; `load` may come between two events of it."""
+    """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
         self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],

@@ -27,7 +27,7 @@ CACHES = ("past_key_values", "cache_params", "state")  # what stock classes call
 
 
 class PlainSampler:
-    """Implements `types.Sampler`. It takes the model over: give it an `inference_copy`."""
+    """Implements `types.TokenSampler`. It takes the model over: give it an `inference_copy`."""
 
     def __init__(self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], why: str = "") -> None:
         check_context(model, max_length)

@@ -15,7 +15,7 @@ from pydantic import Field
 from opd.data.render import render_completion
 from opd.data.stream import Visit
 from opd.settings import Choice, Fraction
-from opd.types import Author, Sampler
+from opd.types import Author, TokenSampler
 
 AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
 
@@ -28,9 +28,9 @@ class Desk:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     teacher_for: Mapping[str, str]  # domain -> teacher
-    student: Sampler
-    teacher: Callable[[str], Sampler]
-    mixed: Callable[[str], Sampler]  # the student with that teacher mixed in
+    student: TokenSampler
+    teacher: Callable[[str], TokenSampler]
+    mixed: Callable[[str], TokenSampler]  # the student with that teacher mixed in
     template_kwargs: Callable[[Visit], Mapping[str, Any]]
 
     def completion(self, visit: Visit, text: str | None = None) -> tuple[np.ndarray, bool]:
@@ -60,7 +60,7 @@ class Writer(Choice):
         """(response ids, whether they were cut off), or None: it is sampled."""
         return None
 
-    def sampler(self, source: str, desk: Desk) -> Sampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler:
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ class StudentWriter(Writer):
     name = "student"
     author = "student"
 
-    def sampler(self, source: str, desk: Desk) -> Sampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.student
 
 
@@ -81,7 +81,7 @@ class MixedWriter(Writer):
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"mixed:{desk.teacher_for[visit.prompt.domain]}"
 
-    def sampler(self, source: str, desk: Desk) -> Sampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.mixed(source.removeprefix("mixed:"))
 
 
@@ -94,7 +94,7 @@ class TeacherWriter(Writer):
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"teacher:{desk.teacher_for[visit.prompt.domain]}"
 
-    def sampler(self, source: str, desk: Desk) -> Sampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.teacher(source.removeprefix("teacher:"))
 
 

@@ -5,9 +5,8 @@
     commit       group commit, the thread that syncs   index    one light row per rollout
     state        index and unfinished, by replay       entries  the index, one rollout at a time
     rollouts     `RolloutStore`                        select   `store.where(…)`, Parquet
-    environment  replay of tool and sandbox calls      plan     a shuffled, packed epoch from the index
-    salvage      what can be read of a damaged log     repair   `opd store check|repair`
-    recover      finish a repair that was cut short
+    environment  replay of tool and sandbox calls      salvage  what can be read of a damaged log
+    repair       `opd store check|repair`              recover  finish a repair that was cut short
 
 Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
 docs/durability.md for the guarantee and the format.
@@ -16,9 +15,8 @@ docs/durability.md for the guarantee and the format.
 from opd.store.entries import Entry
 from opd.store.environment import Replay
 from opd.store.log import Position
-from opd.store.plan import EpochPlan, plan_epoch
 from opd.store.recover import REPAIRED
 from opd.store.rollouts import RolloutStore, iterate
 from opd.store.select import Selection
 
-__all__ = ["REPAIRED", "Entry", "EpochPlan", "Position", "Replay", "RolloutStore", "Selection", "iterate", "plan_epoch"]
+__all__ = ["REPAIRED", "Entry", "Position", "Replay", "RolloutStore", "Selection", "iterate"]

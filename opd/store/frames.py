@@ -64,7 +64,7 @@ def _head(number: int, log_id: bytes, chain: int) -> bytes:
     return HEADER.pack(MAGIC, FORMAT, number, log_id, chain, 0)[:-4]
 
 
-def read_header(data: Buffer, path: Path) -> SegmentHeader:
+def read_segment_header(data: Buffer, path: Path) -> SegmentHeader:
     """A segment without a whole header is never a torn write: it got its name after its header was durable."""
     if len(data) < HEADER.size:
         raise StoreError(f"{path}, byte {len(data)}: the segment's header is cut off. Try `opd store check`.")

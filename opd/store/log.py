@@ -22,7 +22,7 @@ from opd.store.frames import (
     frames,
     next_frame,
     read_frame,
-    read_header,
+    read_segment_header,
     segment_name,
     segment_numbers,
 )
@@ -60,7 +60,7 @@ class Position:
 START = Position(-1, 0, 0, 0, "")
 
 
-class Log:
+class SegmentLog:
     """`scan` reads it from a place on and finds its end; `open_for_writing` goes on from there."""
 
     def __init__(self, directory: Path, files: Files, *, segment_bytes: int = SEGMENT_BYTES, sync: bool = True) -> None:
@@ -84,7 +84,7 @@ class Log:
                     f"{self.path(expected)}, byte 0: the segment is missing, but {self.path(number).name} is there."
                 )
         if numbers:
-            self.id = read_header(self.map(0), self.path(0)).log_id
+            self.id = read_segment_header(self.map(0), self.path(0)).log_id
         return len(numbers)
 
     def scan(self, start: Position = START) -> Iterator[tuple[int, Frame]]:
@@ -135,7 +135,7 @@ class Log:
 
     def header(self, number: int, data: Buffer) -> SegmentHeader:
         path = self.path(number)
-        header = read_header(data, path)
+        header = read_segment_header(data, path)
         if header.number != number:
             raise StoreError(f"{path}, byte 12: its header says segment {header.number}: the files were renamed.")
         if header.log_id != self.id:

@@ -61,7 +61,7 @@ class Record:
         return found
 
 
-def encode(kind: int, number: int, facts: Mapping[str, Any] | None, arrays: Sequence[np.ndarray] = ()) -> bytes:
+def encode_record(kind: int, number: int, facts: Mapping[str, Any] | None, arrays: Sequence[np.ndarray] = ()) -> bytes:
     text = json.dumps(facts, separators=(",", ":")).encode() if facts else b""
     parts = [_pad(text), *(_pad(array.tobytes()) for array in arrays)]
     body = b"".join(parts)
@@ -69,7 +69,7 @@ def encode(kind: int, number: int, facts: Mapping[str, Any] | None, arrays: Sequ
     return RECORD.pack(kind, number, len(text), len(body), checksum, 0) + body
 
 
-def decode(data: Buffer, offset: int, where: str) -> Record:
+def decode_record(data: Buffer, offset: int, where: str) -> Record:
     """The record at an offset of a segment; its checksum is verified."""
     if offset + RECORD.size > len(data):
         raise StoreError(f"{where}, byte {offset}: the file ends before this record does.")
@@ -97,7 +97,7 @@ def split(payload: memoryview, start: int) -> Iterator[Record]:
 
 
 def begin(number: int, names: Mapping[str, Any], prompt_ids: np.ndarray) -> bytes:
-    return encode(BEGIN, number, {**names, "prompt": int(prompt_ids.size)}, [prompt_ids.astype("<i4")])
+    return encode_record(BEGIN, number, {**names, "prompt": int(prompt_ids.size)}, [prompt_ids.astype("<i4")])
 
 
 def prompt_of(record: Record) -> np.ndarray:
@@ -107,7 +107,7 @@ def prompt_of(record: Record) -> np.ndarray:
 def tokens(rows: Sequence[Row]) -> bytes:
     columns = zip(*rows, strict=True)
     arrays = [np.array(column, dtype=kind) for column, (_, kind) in zip(columns, ROW_COLUMNS, strict=True)]
-    return encode(TOKENS, len(rows), None, arrays)
+    return encode_record(TOKENS, len(rows), None, arrays)
 
 
 def rows_of(record: Record) -> dict[str, np.ndarray]:
@@ -117,7 +117,7 @@ def rows_of(record: Record) -> dict[str, np.ndarray]:
 def finish(number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray,
            columns: Mapping[str, np.ndarray]) -> bytes:  # fmt: skip
     facts = {**names, "stop": stop, "prompt": int(prompt_ids.size), "tokens": int(columns["author"].size)}
-    return encode(FINISH, number, facts, [prompt_ids.astype("<i4"), *(columns[name] for name, _ in COLUMNS)])
+    return encode_record(FINISH, number, facts, [prompt_ids.astype("<i4"), *(columns[name] for name, _ in COLUMNS)])
 
 
 def finished_arrays(record: Record) -> dict[str, np.ndarray]:
@@ -128,7 +128,7 @@ def finished_arrays(record: Record) -> dict[str, np.ndarray]:
 
 
 def note(number: int, facts: Mapping[str, Any]) -> bytes:
-    return encode(NOTE, number, facts)
+    return encode_record(NOTE, number, facts)
 
 
 def signal(number: int, facts: Mapping[str, Any], values: np.ndarray | TopK, mask: np.ndarray) -> bytes:
@@ -141,7 +141,7 @@ def signal(number: int, facts: Mapping[str, Any], values: np.ndarray | TopK, mas
     else:
         arrays["values"] = np.asarray(values)
     layout = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    return encode(SIGNAL, number, {**facts, **extra, "arrays": layout}, list(arrays.values()))
+    return encode_record(SIGNAL, number, {**facts, **extra, "arrays": layout}, list(arrays.values()))
 
 
 def signal_values(record: Record) -> tuple[np.ndarray | TopK, np.ndarray]:
@@ -154,7 +154,7 @@ def signal_values(record: Record) -> tuple[np.ndarray | TopK, np.ndarray]:
 
 
 def environment(number: int, order: int, call: Any, result: Any) -> bytes:
-    return encode(ENVIRONMENT, number, {"order": order, "call": call, "result": result})
+    return encode_record(ENVIRONMENT, number, {"order": order, "call": call, "result": result})
 
 
 def _padded(size: int) -> int:

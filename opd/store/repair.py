@@ -81,7 +81,7 @@ def find_log(run: Path) -> Path:
     raise RunDirectoryError(f"{run}: there is no rollout log here, and none in {run / 'rollouts'}.")
 
 
-def check(run: Path) -> Report:
+def check_log(run: Path) -> Report:
     """Verify every byte of a run's log. Touches nothing; the run may be alive."""
     report, salvage = Report(find_log(run)), Salvage(find_log(run))
     report.index = salvage.index
@@ -126,7 +126,7 @@ def repair(run: Path) -> list[str]:
     """Write a clean log of all that is whole and put it in the old one's place; the old one stays beside it."""
     for place in (run / "rollouts", run):
         finish_repair(place)
-    report = check(run)
+    report = check_log(run)
     if not report.damages:
         return ["nothing is damaged; nothing was changed."]
     source, files = report.directory, Files()

@@ -17,7 +17,7 @@ from opd.store.commit import GroupCommit
 from opd.store.entries import Entries, entry
 from opd.store.files import Files
 from opd.store.index import STOPS, load_index
-from opd.store.log import SEGMENT_BYTES, START, Log, Place, Position
+from opd.store.log import SEGMENT_BYTES, START, Place, Position, SegmentLog
 from opd.store.records import Record, Row
 from opd.store.recover import REPAIRED, finish_repair, pending_repair
 from opd.store.select import Selection
@@ -64,7 +64,7 @@ class RolloutStore:
         directory = pending_repair(directory) or directory
         self.directory, self._read_only, self._closed, self._heavy = directory, read_only, False, 0
         self._files = files or Files()
-        self._log = Log(directory, self._files, segment_bytes=segment_bytes)
+        self._log = SegmentLog(directory, self._files, segment_bytes=segment_bytes)
         self._commit = GroupCommit(self._write, 0.0)
         self._lock = threading.RLock()  # of the state
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
@@ -332,7 +332,7 @@ class RolloutStore:
         return Rollout(**facts, **arrays)
 
     def _read(self, place: Place, size: int) -> Record:
-        return records.decode(
+        return records.decode_record(
             self._log.map(place.segment, place.offset + size), place.offset, str(self._log.path(place.segment))
         )
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from opd.errors import StoreError
 from opd.store.files import Files
-from opd.store.frames import HEADER, Frame, next_frame, read_frame, read_header, segment_numbers
+from opd.store.frames import HEADER, Frame, next_frame, read_frame, read_segment_header, segment_numbers
 from opd.store.index import load_index
-from opd.store.log import Log, Position
+from opd.store.log import Position, SegmentLog
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Salvage:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.log = Log(directory, Files())
+        self.log = SegmentLog(directory, Files())
         self.numbers = segment_numbers(directory)
         loaded = load_index(directory / "index.bin")
         self.index = loaded if isinstance(loaded, str) else "whole"
@@ -97,7 +97,7 @@ class Salvage:
         """The log's id: from a header that holds, else from the index, else the one under which a frame proves itself."""
         for number in self.numbers:
             try:
-                return read_header(self.log.map(number), self.log.path(number)).log_id
+                return read_segment_header(self.log.map(number), self.log.path(number)).log_id
             except StoreError:
                 continue
         if self.witness is not None:

@@ -6,7 +6,7 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
@@ -18,6 +18,10 @@ from opd.types import SignalKind, Teacher
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+
+Commits = Callable[
+    [str, str | None], str | None
+]  # (model, revision) -> the commit that a run began with, if it is on the hub
 
 
 class ModelRef(NamedTuple):
@@ -53,7 +57,7 @@ class TeacherKind(Choice):
     def reads(self) -> Sequence[ModelRef]:
         return ()
 
-    def pinned(self, commits: Mapping[str, str]) -> TeacherKind:
+    def pinned(self, commit: Commits) -> TeacherKind:
         """The same, with hub models at the commits that a run began with."""
         return self
 
@@ -85,8 +89,9 @@ class FrozenTeacher(TeacherKind):
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(self.model, self.revision, self.dtype),)
 
-    def pinned(self, commits: Mapping[str, str]) -> TeacherKind:
-        return self.model_copy(update={"revision": commits[self.model]}) if self.model in commits else self
+    def pinned(self, commit: Commits) -> TeacherKind:
+        found = commit(self.model, self.revision)
+        return self if found is None else self.model_copy(update={"revision": found})
 
     def open(self, name: str, opening: Opening) -> Teacher:
         from opd.teachers.local import LocalTeacher

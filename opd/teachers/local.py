@@ -24,7 +24,7 @@ class LocalTeacher(ScoringTeacher):
         return self._model
 
     def hidden(self, page: Page) -> Tensor:
-        return self._model.hidden(page.ids_T, page.layout)[page.predicting_N]
+        return self._model.predict(page).hidden
 
     def project(self, hidden: Tensor) -> Projection:
         return self._model.project(hidden.to(self._model.dtype))

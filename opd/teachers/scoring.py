@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Projection, token_logprobs
+from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.models.packing import pack
 from opd.teachers.views import behind
@@ -37,10 +38,10 @@ class Page:
         places = [start + _positions(text, 2) for start, text in zip(starts, texts, strict=True)]
         ids, places_N = np.concatenate([text.ids for text in texts]).astype(np.int64), np.concatenate(places)
         return cls(
-            torch.from_numpy(ids).to(device),
+            upload(ids, device),
             Packed.of([text.length for text in texts], device),
-            torch.from_numpy(places_N - 1).to(device),
-            torch.from_numpy(ids[places_N]).to(device),
+            upload(places_N - 1, device),
+            upload(ids[places_N], device),
             [place.size for place in places],
         )
 

@@ -39,9 +39,9 @@ class Group:
         return behind(render_prompt(prompt, self.tokenizer, self.template_kwargs), rollout, skip)
 
     def text(self, rollout: Rollout) -> str:
-        from opd.data.render import decode
+        from opd.data.render import response_text
 
-        return decode(rollout.response_ids, self.tokenizer, self.stop_ids)
+        return response_text(rollout.response_ids, self.tokenizer, self.stop_ids)
 
 
 def behind(prompt_ids: np.ndarray, rollout: Rollout, skip: int = 0) -> Rendered:

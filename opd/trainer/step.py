@@ -39,6 +39,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     gathered = sample_and_reward(run, clock)
     rollouts, rewards = gathered.rollouts, gathered.rewards
     run.require_rewarded(step, rewards)
+    run.on_rollouts(rollouts, rewards)
 
     with clock("score"):
         signals, shown = score(run, gathered, step)
@@ -142,9 +143,7 @@ def micro_batches(
 
 def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:
     """Stop before a NaN reaches the weights; what they were is saved and named."""
-    bad = [
-        (micro, name) for micro, statistics in seen for name, loss in statistics.loss.items() if not math.isfinite(loss)
-    ]
+    bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return
     where = (

@@ -107,7 +107,7 @@ def question_ids(tokenizer: PreTrainedTokenizerFast, task: Task, split: Split, i
     return tokenizer.encode(rendered), [*tokenizer.encode(answer), EOS]
 
 
-def rows_of(tokenizer: PreTrainedTokenizerFast, task: Task, split: Split, start: int, n: int) -> list[Row]:
+def task_rows(tokenizer: PreTrainedTokenizerFast, task: Task, split: Split, start: int, n: int) -> list[Row]:
     return [question_ids(tokenizer, task, split, index) for index in range(start, start + n)]
 
 
@@ -127,7 +127,7 @@ def answer_logits(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tenso
 
 
 @torch.no_grad()
-def score(model: LlamaForCausalLM, rows: Sequence[Row]) -> float:
+def accuracy(model: LlamaForCausalLM, rows: Sequence[Row]) -> float:
     """Greedy pass@1 in one forward pass: decoding gives the answer exactly when every next token is the likeliest one."""
     ids, labels = pad_rows(rows)
     likeliest = torch.full_like(labels, -100)
@@ -187,13 +187,13 @@ def train_generalist(tokenizer: PreTrainedTokenizerFast, steps: int, progress: P
         rows: list[Row] = []
         for domain, task in DOMAINS.items():
             n = round(96 * shares[domain])
-            rows += rows_of(tokenizer, task, "train", seen[domain], n)
+            rows += task_rows(tokenizer, task, "train", seen[domain], n)
             seen[domain] += n
         loss = update(model, adam, rows, 2e-3 * min(1.0, step / 50), None)
         if step % (10 if step < GENERALIST_STEPS else 2):  # skills come and go within ten steps at this rate
             continue
         scores = {
-            domain: score(model, rows_of(tokenizer, task, "train", TUNING + 10 * step, 100))
+            domain: accuracy(model, task_rows(tokenizer, task, "train", TUNING + 10 * step, 100))
             for domain, task in DOMAINS.items()
         }
         smooth_score = {domain: (value + smooth_score[domain]) / 2 for domain, value in scores.items()}
@@ -208,7 +208,9 @@ def train_generalist(tokenizer: PreTrainedTokenizerFast, steps: int, progress: P
 
 def _in_band(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> bool:
     low, high = GENERALIST_BAND
-    return all(low <= score(model, rows_of(tokenizer, task, "train", CHECK, 400)) <= high for task in DOMAINS.values())
+    return all(
+        low <= accuracy(model, task_rows(tokenizer, task, "train", CHECK, 400)) <= high for task in DOMAINS.values()
+    )
 
 
 def train_specialist(
@@ -224,12 +226,12 @@ def train_specialist(
     adam = optimiser(model)
     task = DOMAINS[domain]
     for step in range(1, steps + 1):
-        rows = rows_of(tokenizer, task, "train", SPECIALIST + 64 * step, 64)
+        rows = task_rows(tokenizer, task, "train", SPECIALIST + 64 * step, 64)
         decay = min(1.0, step / 10) * max(0.1, min(1.0, 2 - step / SPECIALIST_HALF))
         loss = update(model, adam, rows, SPECIALIST_LR * decay, generalist)
         if step % 10 or step < 1.5 * SPECIALIST_HALF:  # not at the full rate: the score is noise there
             continue
-        reached = score(model, rows_of(tokenizer, task, "train", CHECK, 400))
+        reached = accuracy(model, task_rows(tokenizer, task, "train", CHECK, 400))
         progress(f"{domain} step {step}: loss {loss:.3f}, {domain} {reached:.3f}")
         if reached >= SPECIALIST_GOAL:
             break
@@ -296,7 +298,7 @@ def _save(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, progress: Progress
 ) -> dict[str, Any]:
     scores = {
-        domain: round(score(model, rows_of(tokenizer, task, "heldout", 0, EVAL_PROMPTS)), 4)
+        domain: round(accuracy(model, task_rows(tokenizer, task, "heldout", 0, EVAL_PROMPTS)), 4)
         for domain, task in DOMAINS.items()
     }
     progress(f"{folder.name}: {show(scores)} on held-out prompts")

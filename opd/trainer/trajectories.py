@@ -20,7 +20,7 @@ from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
-from opd.types import Author, Finished, Prompt, Rollout, SampledToken, Sampler, SampleRequest, Sampling
+from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
@@ -48,7 +48,7 @@ class Trajectories:
     newest: list[str] = field(default_factory=list)  # ids of the latest batch
     used: int = 0  # rollouts of the latest batch that an earlier process had finished
     continued: int = 0  # and those it had begun
-    _replay: dict[str, Replay] = field(default_factory=dict)
+    _replay: dict[str, DurableTokens] = field(default_factory=dict)
 
     def collect(self, visits: Sequence[Visit], version: int) -> list[str]:
         """Ids of the finished rollouts, in the order of the visits. Nothing is returned that is not in the store."""
@@ -124,7 +124,7 @@ class Trajectories:
                 "rollout.mixed_versions is `refuse`. Set it to `allow`: every token keeps its own version and log-prob."
             )
         if self.exact:
-            self._replay[request.id] = Replay(durable)
+            self._replay[request.id] = DurableTokens(durable)
             return request
         return replace(request, prefix_ids=durable.response_ids)
 
@@ -169,7 +169,7 @@ class Trajectories:
         self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
-    def _sample(self, sampler: Sampler, requests: Sequence[SampleRequest], author: Author) -> None:
+    def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
         waiting = 0
         for event in sampler.sample(requests):
             if isinstance(event, SampledToken):
@@ -194,7 +194,7 @@ def _twice(prompt: Prompt) -> DataError:
     )
 
 
-class Replay:
+class DurableTokens:
     """The durable tokens of one rollout, compared bit by bit with the same tokens drawn again."""
 
     def __init__(self, durable: Rollout) -> None:

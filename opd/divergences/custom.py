@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opd.divergences.formulas import Form
+from opd.divergences.formulas import Formula
 
 
 @dataclass(frozen=True)
-class OwnForm(Form):
+class CustomFormula(Formula):
     """A formula of log-probs (N, K) to values (N,), in the place of one of the built-in kinds."""
 
-    formula: Callable[[Tensor, Tensor], Tensor] | None = None
+    value: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        assert self.formula is not None
-        return self.formula(student, teacher)
+        assert self.value is not None
+        return self.value(student, teacher)
 
     @property
     def slope_at_one(self) -> float | None:

@@ -130,7 +130,7 @@ def explain(error: yaml.YAMLError) -> str:
     return cut(what, 400) + (f", in line {mark.line + 1}, column {mark.column + 1}" if mark else "")
 
 
-def plain(value: Any, where: str = "", left: list[int] | None = None, depth: int = 0) -> Any:
+def plain_data(value: Any, where: str = "", left: list[int] | None = None, depth: int = 0) -> Any:
     """A copy made of plain values only, checked: whatever comes from a file, a mapping or an override passes here."""
     left = [LARGEST] if left is None else left
     left[0] -= 1
@@ -144,13 +144,13 @@ def plain(value: Any, where: str = "", left: list[int] | None = None, depth: int
                     f"{here}: the key {shown(key)} is a {type(key).__name__}; keys are words. Put it in quotes."
                 )
             _text(key, here)
-        return {key: plain(item, f"{where}.{key}".lstrip("."), left, depth + 1) for key, item in value.items()}
+        return {key: plain_data(item, f"{where}.{key}".lstrip("."), left, depth + 1) for key, item in value.items()}
     if isinstance(value, str):
         return _text(value, here)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [plain(item, f"{where}.{index}".lstrip("."), left, depth + 1) for index, item in enumerate(value)]
+        return [plain_data(item, f"{where}.{index}".lstrip("."), left, depth + 1) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{here}: {value} is not a number to work with. Write a finite one, or null for no limit.")
     if value is None or isinstance(value, (bool, float)):

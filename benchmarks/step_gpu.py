@@ -1,0 +1,267 @@
+"""One on-policy distillation step on a GPU, split by phase, with peak memory: sampling, scoring, update.
+
+    python benchmarks/step_gpu.py                                  # writes benchmarks/results/step-cuda.json
+    python benchmarks/step_gpu.py --cases ragged --set sampler.compile=true --profile
+
+Models have the shapes of Qwen3-0.6B (student), Qwen3-4B (teacher) and SmolLM2-135M, with random weights: time does not
+depend on what they have learned. A step is what `opd run` does: the built-in sampler, the rollout store, exact reverse
+KL over the whole vocabulary, backward, clipping and AdamW. Responses have forced lengths. Cases:
+
+    equal    64 prompts of 128 tokens, 512 new tokens each
+    ragged   the same, lengths long-tailed with a mean of a quarter of the longest
+    smol     135M, 128 prompts of 60 to 160 tokens, about 6 new ones, eight teachers: many short sequences
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PHASES = ("sample", "score", "update")
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "4B": {"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "135M": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+             "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
+    "tiny": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    student: str
+    teacher: str
+    prompts: int
+    prompt_tokens: tuple[int, int]  # shortest, longest
+    new_tokens: int
+    mean: float | None = None  # of the new tokens, long-tailed; None: all of them
+    teachers: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "equal": Case("0.6B", "4B", 64, (128, 128), 512),
+    "ragged": Case("0.6B", "4B", 64, (128, 128), 512, 128),
+    "smol": Case("135M", "135M", 128, (60, 160), 24, 6, teachers=8),
+    "tiny": Case("tiny", "tiny", 4, (3, 9), 8, 3, teachers=2),
+}
+
+
+def lengths(case: Case) -> list[int]:
+    """Quantiles of an exponential law around the mean; the longest reaches the maximum."""
+    if case.mean is None:
+        return [case.new_tokens] * case.prompts
+    quantiles = [-case.mean * math.log(1 - (index + 0.5) / case.prompts) for index in range(case.prompts - 1)]
+    found = [min(max(round(length), 2), case.new_tokens) for length in quantiles] + [case.new_tokens]
+    random.Random(1).shuffle(found)
+    return found
+
+
+def save_model(shape: str, directory: Path, device: str) -> str:
+    """A random model and a tokenizer of one word per id, as a directory."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    where = directory / shape
+    if where.is_dir():
+        return str(where)
+    settings = SHAPES[shape] | {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": 1}
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = AutoConfig.for_model(**settings)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(where)
+    words = {"<unk>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, settings["vocab_size"])}
+    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(where)
+    return str(where)
+
+
+def prompt_rows(case: Case) -> list[dict[str, str]]:
+    dice = random.Random(2)
+    vocabulary = SHAPES[case.student]["vocab_size"]
+    return [
+        {
+            "prompt": " ".join(f"w{dice.randrange(2, vocabulary)}" for _ in range(dice.randint(*case.prompt_tokens))),
+            "domain": f"teacher{number % case.teachers}",
+        }
+        for number in range(case.prompts)
+    ]
+
+
+class ForcedLengths:
+    """The sampler, with each request's own limit and no early stop."""
+
+    def __init__(self, engine: Any, limits: Iterable[int]) -> None:
+        self.engine, self.limits = engine, list(limits)
+
+    def load(self, weights: Any) -> None:
+        self.engine.load(weights)
+
+    def sample(self, requests: Iterable[Any]) -> Iterator[Any]:
+        limited = (
+            replace(request, sampling=replace(request.sampling, max_new_tokens=limit, stop_ids=()))
+            for request, limit in zip(requests, self.limits, strict=False)
+        )
+        return self.engine.sample(limited)
+
+
+class Phases:
+    """Seconds and peak bytes of each phase; the device is waited for at every change."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda, self.marks = device != "cpu", [("start", 0.0, 0)]
+        self.reset()
+
+    def reset(self) -> None:
+        self.marks = []
+        self("start")
+
+    def __call__(self, phase: str) -> None:
+        import torch
+
+        peak = 0
+        if self.cuda:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self.marks.append((phase, time.perf_counter(), peak))
+
+    def result(self) -> dict[str, dict[str, float]]:
+        self("end")
+        seconds, peaks = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        for (phase, begun, _), (_, ended, peak) in zip(self.marks, self.marks[1:], strict=False):
+            name = phase if phase in PHASES else "sample"  # rewarding nobody belongs to the batch's making
+            seconds[name] += ended - begun
+            peaks[name] = max(peaks[name], peak / 2**30)
+        total = self.marks[-1][1] - self.marks[0][1]
+        return {"seconds": seconds | {"total": total}, "peak_gib": peaks}
+
+
+def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phases: Phases) -> Any:
+    from opd.config import load_recipe
+    from opd.runner.stage import StageRun
+    from opd.store import RolloutStore
+
+    source = directory / "prompts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(case)), encoding="utf-8")
+    models = Path(arguments.models or directory)
+    teacher = {"model": save_model(case.teacher, models, arguments.device), "dtype": "bfloat16", "batch_tokens": 16_384}
+    recipe = {
+        "student": save_model(case.student, models, arguments.device),
+        "teachers": {f"teacher{number}": teacher for number in range(case.teachers)},
+        "prompts": str(source),
+        "rollout": {"prompts": case.prompts, "max_new_tokens": case.new_tokens},
+        "objective": {"form": "direct", "divergence": "reverse_kl"},
+        "train": {"steps": 100, "lr": 1e-6, "micro_tokens": 16_384},
+        "eval": {"prompts": 0},
+        "device": arguments.device,
+    }
+    run = StageRun(
+        load_recipe(recipe, arguments.set).stages[0], RolloutStore(directory / "rollouts"), str,
+        check_stop=lambda: None, on_phase=phases, on_token=lambda: None,
+    )  # fmt: skip
+    forced = ForcedLengths(run.engine, lengths(case))
+    run.trajectories.desk = replace(run.trajectories.desk, student=forced)
+    return run
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians of the measured steps; the first ones, in which kernels are compiled and graphs captured, are left out."""
+    from opd.trainer.step import run_step
+
+    case, phases = CASES[name], Phases(arguments.device)
+    with tempfile.TemporaryDirectory() as directory:
+        run = open_stage(case, Path(directory), arguments, phases)
+        samples, facts = [], []
+        for step in range(1, arguments.warm + arguments.steps + 1):
+            phases.reset()
+            facts.append(run_step(run, step))
+            samples.append(phases.result())
+            print(name, step, {key: round(value, 3) for key, value in samples[-1]["seconds"].items()}, flush=True)
+        if arguments.profile:
+            profile(run, name, arguments)
+    kept = samples[arguments.warm :]
+    return {
+        "case": vars(case),
+        "tokens": facts[-1]["tokens"],
+        "loss": [fact["loss"] for fact in facts],
+        "mismatch": facts[-1]["mismatch"],
+        "seconds": {
+            key: round(statistics.median(s["seconds"][key] for s in kept), 4) for key in kept[0]["seconds"]
+        },
+        "peak_gib": {key: round(max(s["peak_gib"][key] for s in kept), 2) for key in PHASES},
+        "samples": samples,
+    }  # fmt: skip
+
+
+def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
+    """Where one more step's time goes, kernel by kernel and call by call; a text file beside the results."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    from opd.trainer.step import run_step
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if arguments.device != "cpu" else [])]
+    with record(activities=kinds) as found:
+        run_step(run, arguments.warm + arguments.steps + 1)
+    averages = found.key_averages()
+    orders = ["self_cpu_time_total"] + (["self_cuda_time_total"] if arguments.device != "cpu" else [])
+    tables = [averages.table(sort_by=order, row_limit=40, max_name_column_width=90) for order in orders]
+    path = arguments.out.with_name(f"{arguments.out.stem}-{name}-profile.txt")
+    path.write_text("\n\n".join(tables), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["equal", "ragged", "smol"])
+    parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--warm", type=int, default=2, help="steps before them that are left out")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe settings")
+    parser.add_argument("--models", type=Path, help="where random models are kept; default: made anew")
+    parser.add_argument("--profile", action="store_true", help="record one more step")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.out = arguments.out or RESULTS / f"step-{arguments.device}-shapes.json"
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name in arguments.cases:
+        found[name] = measure(name, arguments)
+        print(json.dumps({name: {key: found[name][key] for key in ("seconds", "peak_gib", "mismatch")}}), flush=True)
+    import torch
+
+    report = {
+        "command": " ".join(["python", "benchmarks/step_gpu.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if arguments.device != "cpu" else platform.processor(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "settings": arguments.set,
+        "cases": found,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A run directory, dead or alive, opened for reading. Needs no torch.
+
+run = opd.Run("runs/quickstart")
+run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import RunDirectoryError
+from opd.files import lines_checked, read_lines, reading
+
+if TYPE_CHECKING:  # `import opd` stays instant
+    from opd.store import RolloutStore
+
+
+class Run:
+    """A run directory, dead or alive."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory).absolute()  # the program may change its folder
+        with reading(self.directory):
+            found = (self.directory / "resolved.yaml").is_file()
+        if not found:
+            raise RunDirectoryError(f"{self.directory}: not a run directory (it has no resolved.yaml).")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One object per step, with `eval/DOMAIN` keys where it was evaluated. A damaged line is an error that names it."""
+        return self._lines("metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The completions that were written down on the way."""
+        return self._lines("samples.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.directory / name
+        found = read_lines(path, checked=lines_checked(self.directory))
+        number = next(iter(found.damaged), None)
+        if number is None and found.torn and (self.directory / "summary.json").exists():  # else: it is being written
+            number = len(found.whole) + 1
+        if number is not None:
+            raise RunDirectoryError(
+                f"{path}, line {number}: the line was altered or cut (its checksum does not match). Without it the others can be read."
+            )
+        return found.whole
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        path = self.directory / "summary.json"
+        if not path.exists():
+            raise RunDirectoryError(f"{self.directory}: no summary.json yet; the run has not ended.")
+        with reading(path):
+            data = path.read_bytes()
+        try:
+            return dict(json.loads(data))
+        except (ValueError, TypeError, RecursionError):
+            raise RunDirectoryError(f"{path} was altered or cut: it is not a JSON object.") from None
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Oldest first; each is a Hugging Face model directory."""
+        import yaml
+
+        from opd.runner.checkpoint import steps_in
+
+        path = self.directory / "resolved.yaml"
+        with reading(path):
+            text = path.read_bytes()
+        try:
+            order = [stage["name"] for stage in yaml.safe_load(text)["stages"]]
+        except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
+            raise RunDirectoryError(f"{path} was altered: it does not name the run's stages.") from None
+        return [path for name in order for path in steps_in(self.directory / "checkpoints" / name)]
+
+    @property
+    def model(self) -> Path:
+        """The newest checkpoint: what the run trained."""
+        if not self.checkpoints:
+            raise RunDirectoryError(f"{self.directory}: no checkpoint has been saved.")
+        return self.checkpoints[-1]
+
+    @cached_property
+    def rollouts(self) -> RolloutStore:
+        from opd.store import RolloutStore
+
+        return RolloutStore(self.directory / "rollouts", read_only=True)

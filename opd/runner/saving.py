@@ -1,0 +1,131 @@
+"""When a stage saves: at the end of a step, and when the run has to end early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.errors import Preempted
+from opd.runner.checkpoint import Saver, point_latest, retain, save_checkpoint
+from opd.runner.live import Callbacks
+from opd.runner.results import StageResult
+from opd.runner.resume import Boundary, drop_before, sync_lines
+from opd.runner.stage import StageRun, checkpoint_directory, model_card
+
+SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
+
+
+class StageCheckpoints:
+    """The checkpoints of one stage. `started`: when it would have begun, had it run in one go."""
+
+    def __init__(
+        self, run: StageRun, result: StageResult, root: Path, saver: Saver, callbacks: Callbacks, started: float
+    ) -> None:
+        self._run, self._result, self._root, self._saver = run, result, root, saver
+        self._callbacks, self._started = callbacks, started
+        self._boundary = Boundary.of(run)
+        self._untold: list[Path] = []  # saved or being saved, and not yet announced
+        self.metrics: dict[str, Any] = {}  # of the newest step
+        self.unreported: dict[str, Any] | None = None  # the same, until it is evaluated and written
+
+    def step_ended(self, metrics: dict[str, Any]) -> None:
+        self._boundary = Boundary.of(self._run)
+        self.metrics = self.unreported = metrics
+
+    def check(self) -> None:
+        """Raise what a save in the background has run into, and announce one that is over."""
+        self._saver.check()
+        self.announce()
+
+    def wait(self) -> None:
+        self._saver.wait()
+        self.announce()
+
+    def announce(self) -> None:
+        """Checkpoints are announced once they are durable, in the thread that trains."""
+        if self._saver.busy:
+            return
+        untold, self._untold = self._untold, []
+        for path in untold:
+            if path.is_dir():
+                self._callbacks.checkpoint(path)
+
+    def keep(self, better: bool) -> Path:
+        """A checkpoint of the step that has just ended, unless there is one; it replaces older ones."""
+        where = self._directory(self._result.steps)
+        self._result.best = where if better else self._result.best
+        if self._result.saved != self._result.steps:
+            self.wait()
+            self._save(background=self._run.spec.checkpoint.background)
+            self.announce()
+        return where
+
+    def rescue(self, stop: BaseException, grace_left: Callable[[], float]) -> str:
+        """Save what is there when a run ends early, where that makes sense; says where the weights are."""
+        run, result = self._run, self._result
+        run.store.commit(sync=True)
+        preempted = isinstance(stop, Preempted)
+        self._saver.wait(grace_left() / 2 if preempted else None)
+        last = "no checkpoint had been saved"
+        if result.saved is not None:
+            last = f"the last checkpoint is {self._directory(result.saved)}"
+        if result.saved == result.steps and not self._saver.busy:
+            return last
+        if not result.steps:
+            return "no step was finished, so the student is what it was; what was sampled is in the store"
+        if run.optimiser.updates != self._boundary.updates:
+            return f"step {result.steps + 1} was half done and is not saved; {last}"
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
+            return f"the weights are not finite; {last}"
+        if preempted and (self._saver.busy or self._save_seconds() > grace_left() / 2):
+            return (
+                f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
+            )
+        return f"the weights of step {result.steps} are in {self._save(background=False)}"
+
+    def _save(self, background: bool) -> Path:
+        run, result, spec = self._run, self._result, self._run.spec.checkpoint
+        run.on_phase("save")
+        self._saver.wait()
+        where = self._directory(result.steps)
+        where.parent.mkdir(parents=True, exist_ok=True)
+        result.saved, result.seconds = result.steps, time.monotonic() - self._started
+        state = {
+            "step": result.steps,
+            "stage": run.spec.name,
+            "seed": run.spec.seed,
+            **vars(self._boundary),
+            "store": run.store.position.to_json(),
+            "unreported": self.unreported,
+            "newest": run.trajectories.newest if self.unreported else [],  # whose samples are not written yet
+            "result": result.state(),
+        }
+        student = run.student.snapshot() if background else run.student
+        tensors = run.optimiser.tensors()
+        if background:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        card, best = model_card(run.spec, result.steps, self.metrics), result.best
+
+        def write() -> None:
+            sync_lines(self._root)
+            save_checkpoint(where, student, run.stop_ids, card, tensors, state)
+            point_latest(where)
+            drop_before(where.parent)
+            retain(where.parent, spec.keep, spec.keep_every, best)
+
+        self._untold.append(where)
+        self._saver.save(write, background=background)
+        return where
+
+    def _directory(self, step: int) -> Path:
+        return checkpoint_directory(self._root, self._run.spec.name, step)
+
+    def _save_seconds(self) -> float:
+        if self._saver.seconds is not None:
+            return self._saver.seconds
+        model = sum(parameter.nbytes for parameter in self._run.student.module.parameters())
+        return (model + sum(tensor.nbytes for tensor in self._run.optimiser.tensors().values())) / SAVE_RATE

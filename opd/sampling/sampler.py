@@ -1,0 +1,96 @@
+"""Sampling by hand: answers to prompts, as rollouts in memory.
+
+sampler = opd.Sampler(student, max_new_tokens=64)
+rollouts = sampler.sample(opd.prompts("task:addition", 8), samples=4)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from opd.config import SamplerSpec
+from opd.data.render import render_prompt, response_text
+from opd.models.language_model import LanguageModel
+from opd.sampling.choose import open_sampler
+from opd.sampling.collect import collect
+from opd.sampling.draws import request_key
+from opd.types import Prompt, Rollout, SampleRequest, Sampling, TokenSampler
+
+ROOM = 256  # tokens of the shortest sequence there is room for
+
+
+class Sampler:
+    """Answers of a model as it is now: weights are shared with it, or, where they cannot be, taken over before every call.
+
+    Draws are keyed by (seed, prompt, visit, sample): the same prompt asked again is another visit. `settings`: a recipe's
+    `sampler` keys. `stop_ids`: beside the model's own, such as its teacher's.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Iterable[str] = (),
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.version = model, 0
+        stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
+        self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
+        self._seed, self._settings = seed, SamplerSpec.model_validate(settings or {})
+        self._visits: Counter[str] = Counter()
+        self._opened: TokenSampler | None = None
+        self._room = 0
+
+    def sample(self, prompts: Iterable[Prompt | str], samples: int = 1) -> list[Rollout]:
+        """`samples` answers to every prompt, one group each, in the order of the prompts."""
+        planned: dict[str, tuple[Prompt, int, int]] = {}
+        requests = []
+        for prompt in map(_prompt, prompts):
+            visit = self._visits[prompt.id]
+            self._visits[prompt.id] += 1
+            ids = render_prompt(prompt, self.model.tokenizer)
+            for number in range(samples):
+                name = f"{prompt.id}/{visit}/{number}"
+                planned[name] = prompt, visit, number
+                key = request_key(self._seed, prompt.id, visit, number)
+                requests.append(SampleRequest(name, ids, key, self.sampling))
+        if not requests:
+            return []
+        sampler = self._with_room(max(request.prompt_ids.size for request in requests))
+        self.version += 1
+        sampler.load(self.model.weights(self.version))
+        return [_told(rollout, *planned[rollout.id]) for rollout in collect(sampler, requests)]
+
+    def text(self, rollout: Rollout) -> str:
+        """The response, decoded, without its stop token."""
+        return response_text(rollout.response_ids, self.model.tokenizer, self.sampling.stop_ids)
+
+    def _with_room(self, prompt_tokens: int) -> TokenSampler:
+        """Opened for the longest prompt so far; twice the room when one is longer."""
+        needed = prompt_tokens + self.sampling.max_new_tokens
+        if self._opened is None or needed > self._room:
+            self._room = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
+            dtype = getattr(torch, self._settings.dtype) if self._settings.dtype else None
+            copy = self.model.inference_copy(dtype)
+            self._opened = open_sampler(copy, self._settings, self._room, merge_stop=self.sampling.stop_ids)
+        return self._opened
+
+
+def _prompt(given: Prompt | str) -> Prompt:
+    return Prompt(id=given, domain="", text=given) if isinstance(given, str) else given
+
+
+def _told(rollout: Rollout, prompt: Prompt, visit: int, sample: int) -> Rollout:
+    group = f"{prompt.id}/{visit}"
+    return replace(rollout, prompt_id=prompt.id, visit=visit, sample=sample, domain=prompt.domain, group=group)

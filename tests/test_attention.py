@@ -1,0 +1,72 @@
+"""Attention over packed sequences: the padded rectangle, against stock indexing and against each sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from opd.models.attention import Packed, masked_attention
+
+LENGTHS = [5, 1, 12, 3, 12]
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def tensors(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, sum(LENGTHS), WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return list(torch.autograd.grad((out * weights).sum(), inputs))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0), (3, 2.0)])
+def test_a_pack_equals_each_sequence_alone(window: int | None, softcap: float | None) -> None:
+    inputs = tensors()
+    together = Packed.of(LENGTHS).attend(*inputs, 0.4, window, softcap)
+    parts = []
+    for part in zip(*(tensor.split(LENGTHS, 2) for tensor in inputs), strict=True):
+        length = part[0].shape[2]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < (window or length))
+        parts.append(masked_attention(*part, mask, 0.4, softcap).transpose(1, 2))
+    alone = torch.cat(parts, 1)
+    torch.testing.assert_close(together, alone)
+    for ours, theirs in zip(gradients(together, inputs), gradients(alone, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_rectangle_equals_stock_indexing_bit_for_bit() -> None:
+    """Padding that repeats token 0 gives the same numbers, and a gradient that adds up thousands of duplicates."""
+    inputs, layout, longest = tensors(), Packed.of(LENGTHS), max(LENGTHS)
+    gather = torch.zeros(len(LENGTHS) * longest, dtype=torch.int64)
+    gather[layout.cells] = torch.arange(sum(LENGTHS))
+    query, key, value = (
+        tensor[0].transpose(0, 1)[gather].unflatten(0, (len(LENGTHS), longest)).transpose(1, 2) for tensor in inputs
+    )
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.4, enable_gqa=True
+    )
+    stock = out.transpose(1, 2).flatten(0, 1)[layout.cells][None]
+    ours = layout.attend(*inputs, 0.4, None, None)
+    assert torch.equal(ours, stock)
+    assert all(torch.equal(*pair) for pair in zip(gradients(ours, inputs), gradients(stock, inputs), strict=True))
+
+
+def test_sequences_of_one_length_need_no_rectangle() -> None:
+    inputs = [tensor[:, :, :24] for tensor in tensors()]
+    out = Packed.of([12, 12]).attend(*inputs, 0.4, None, None)
+    halves = zip(*(tensor.split(12, 2) for tensor in inputs), strict=True)
+    alone = torch.cat([Packed.of([12]).attend(*half, 0.4, None, None) for half in halves], 1)
+    torch.testing.assert_close(out, alone)
+
+
+def test_layout_of_a_pack() -> None:
+    layout = Packed.of([3, 1, 2])
+    assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert layout.cells.tolist() == [0, 1, 2, 3, 6, 7]
+    assert layout.bounds.tolist() == [0, 3, 4, 6]
+    assert layout.bounds.dtype == torch.int32
