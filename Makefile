@@ -43,7 +43,7 @@ test-safety: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m safety
 
 fuzz: $(VENV)/.dev
-	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP -m fuzz
+	CUDA_VISIBLE_DEVICES= COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP -m fuzz
 
 test-families: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m families

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import transformers
 
-from opd.config import PromptSource, SamplerSpec, Store
+from opd.config import SamplerSpec, Store
 from opd.data.render import render_prompt
+from opd.data.source import prompt_source
 from opd.data.sources import open_source
 from opd.models import load_model
 from opd.sampling.draws import request_key
@@ -39,7 +40,7 @@ LIMIT = 0.03
 
 
 def make_requests(tokenizer: Any, count: int, new: int) -> list[SampleRequest]:
-    source, sampling = open_source(PromptSource(source="task:sort")), Sampling(new)
+    source, sampling = open_source(prompt_source("task:sort")), Sampling(new)
     prompts = [source.train(index) for index in range(count)]
     return [
         SampleRequest(prompt.id, render_prompt(prompt, tokenizer), request_key(0, prompt.id, 0, 0), sampling)

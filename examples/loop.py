@@ -3,19 +3,18 @@
 import torch
 
 import opd
-from opd.config import PromptSource, SamplerSpec
-from opd.data.sources import open_source
+from opd.config import SamplerSpec
 from opd.divergences import divergence
 from opd.sampling.collect import collect, make_requests
 from opd.sampling.engine import Engine
 from opd.types import Sampling
 
 student, teacher = opd.load_model("tiny/generalist"), opd.load_model("tiny/arithmetic")
-source, stop = open_source(PromptSource(source="task:addition")), student.stop_ids
+stop = student.stop_ids
 engine = Engine(student.inference_copy(), SamplerSpec(), max_length=64, merge_stop=stop)  # shares the weights
 optimiser = torch.optim.AdamW(student.module.parameters(), lr=2e-4)
 for step in range(30):
-    prompts = [source.train(64 * step + index) for index in range(64)]
+    prompts = opd.prompts("task:addition", 64, start=64 * step)
     rollouts = collect(engine, make_requests(prompts, student.tokenizer, Sampling(16, stop_ids=stop), seed=0))
     batch = opd.Pack.of(rollouts)  # back to back, no padding
     with torch.no_grad():

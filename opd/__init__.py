@@ -12,15 +12,20 @@ from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
     from opd.config import Recipe, load_recipe
+    from opd.data.sources import prompts
     from opd.divergences import Mixture, Projection, divergence, token_logprobs
     from opd.errors import (
         DataError,
+        DiskError,
         ModelError,
         OpdError,
         Preempted,
         RecipeError,
         RunDirectoryError,
+        RunLocked,
         Stopped,
+        StoreError,
+        TokenizerMismatch,
         TrainingError,
         UserError,
     )
@@ -28,29 +33,49 @@ if TYPE_CHECKING:
     from opd.models import load_model
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
+    from opd.objective.objective import Objective
     from opd.sampling.sampler import Sampler
+    from opd.trainer.trainer import Trainer
     from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),
+    "opd.data.sources": ("prompts",),
     "opd.divergences": ("Mixture", "Projection", "divergence", "token_logprobs"),
-    "opd.errors": ("DataError", "ModelError", "OpdError", "Preempted", "RecipeError", "RunDirectoryError", "Stopped",
-                   "TrainingError", "UserError"),
+    "opd.errors": (
+        "DataError",
+        "DiskError",
+        "ModelError",
+        "OpdError",
+        "Preempted",
+        "RecipeError",
+        "RunDirectoryError",
+        "RunLocked",
+        "Stopped",
+        "StoreError",
+        "TokenizerMismatch",
+        "TrainingError",
+        "UserError",
+    ),
     "opd.families": ("register",),
     "opd.models": ("load_model",),
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
+    "opd.objective.objective": ("Objective",),
     "opd.sampling.sampler": ("Sampler",),
+    "opd.trainer.trainer": ("Trainer",),
     "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
-}  # fmt: skip
+}
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [
     "DataError",
+    "DiskError",
     "Judgement",
     "LanguageModel",
     "Mixture",
     "ModelError",
+    "Objective",
     "OpdError",
     "Pack",
     "Preempted",
@@ -61,16 +86,21 @@ __all__ = [
     "Rollout",
     "Run",
     "RunDirectoryError",
+    "RunLocked",
     "Sample",
     "Sampler",
     "Stopped",
+    "StoreError",
     "Teacher",
+    "TokenizerMismatch",
+    "Trainer",
     "TrainingError",
     "UserError",
     "__version__",
     "divergence",
     "load_model",
     "load_recipe",
+    "prompts",
     "register",
     "resume",
     "run",

@@ -247,3 +247,21 @@ def _number(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return error.errno
     return next((code for code in (*DISK, *DENIED) if f"(os error {code})" in str(error)), None)
+
+
+# Whether something is there
+
+
+def is_directory(path: Path) -> bool:
+    """False, too, for names that no file system takes."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

@@ -20,6 +20,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from opd import families
+from opd.errors import RecipeError
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
@@ -56,6 +58,21 @@ def changed(settings: BaseModel) -> set[str]:
     """Keys that differ from their defaults; a resolved recipe spells out all of them."""
     fields = type(settings).model_fields.items()
     return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
+
+
+def by_hand(what: str, kind: Any, given: Any) -> Any:
+    """Settings that a Python program gives, read as a recipe's would be."""
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors(include_url=False):
+            place = ".".join([what, *map(str, detail["loc"])])
+            message = (
+                "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"].removeprefix("Value error, ")
+            )
+            lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")
+        raise RecipeError("\n".join(lines)) from None
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,10 @@ class Choice(BaseModel):
         """Every mistake that the recipe alone can show: what was wrong, the value given, what to do."""
         return ()
 
+    def heading(self) -> dict[str, str]:
+        """What says in a recipe that it is this choice."""
+        return {self.key: self.name}
+
     @model_validator(mode="before")
     @classmethod
     def _fold(cls, value: Any) -> Any:
@@ -119,7 +140,7 @@ class Choice(BaseModel):
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """All settings under their flat keys, behind the choice's name: what `Family.read` reads."""
-        values: dict[str, Any] = {self.key: self.name}
+        values: dict[str, Any] = dict(self.heading())
         for name, value in handler(self).items():
             if name in self.flat:
                 part = dict(value)
@@ -175,19 +196,26 @@ class Family:
             if value.family != self.name:
                 raise ValueError(f"{value.name} is a {value.family}, not a {self.name}")
             return value
-        if isinstance(value, str):
-            value = {self.key: value}
+        value = self.spelled_out(value)
         if not isinstance(value, Mapping):
             raise ValueError(f"expected the name of a {self.name}, or a mapping with `{self.key}`")
         settings = dict(value)
-        if self.key not in settings and self.default is None:
-            raise ValueError(f"`{self.key}` is missing: which {self.name}? Known: {', '.join(self.names())}")
-        chosen = self.find(settings.pop(self.key, self.default))
+        chosen = self.choose(settings)
         self._drop_idle(settings, chosen)
         try:
             return chosen.model_validate(settings)
         except ValidationError as error:
             raise _without_nesting(error, chosen) from None
+
+    def spelled_out(self, value: Any) -> Any:
+        """The mapping that a name alone is short for."""
+        return {self.key: value} if isinstance(value, str) else value
+
+    def choose(self, settings: dict[str, Any]) -> type[Choice]:
+        """The class that settings are of; what names it is taken out of them."""
+        if self.key not in settings and self.default is None:
+            raise ValueError(f"`{self.key}` is missing: which {self.name}? Known: {', '.join(self.names())}")
+        return self.find(settings.pop(self.key, self.default))
 
     def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
         """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""

@@ -176,7 +176,7 @@ def rollout(draw: random.Random) -> dict[str, Any]:
 
 
 def term(draw: random.Random) -> dict[str, Any]:
-    form = draw.choice(["direct", "direct", "policy_gradient", "policy_gradient", "k2", "cross_entropy"])
+    form = draw.choice(["direct", "direct", "policy_gradient", "policy_gradient", "k2", "cross_entropy", "pairwise"])
     found: dict[str, Any] = {"form": form}
     if form == "direct":
         found["divergence"] = draw.choice(["reverse_kl", "forward_kl", "jsd", "skew_kl", "skew_reverse_kl", "alpha", "tvd", "hellinger", "acceptance"])  # fmt: skip
@@ -196,6 +196,8 @@ def term(draw: random.Random) -> dict[str, Any]:
         found["surrogate"] = draw.choice(
             ["importance_sampling", "ppo", "cispo", "gspo", {"kind": "ppo", "against": "proximal"}]
         )
+    if form == "pairwise":
+        found |= {"preference": draw.choice(["dpo", "ipo", "orpo"]), "pairs": draw.choice(["best_worst", "all"])}
     if draw.random() < 0.2:
         found["correction"] = draw.choice(["icepop", "tis", "mis", "prefix", {"kind": "none", "veto": 0.01}])
     if draw.random() < 0.3:

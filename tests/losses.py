@@ -75,6 +75,7 @@ OBJECTIVES: dict[str, Any] = {
     "correction veto": {"correction": {"kind": "none", "veto": 0.9}},
     "k2": {"form": "k2", "correction": {"kind": "tis", "high": 1.01}},
     "cross_entropy": {"form": "cross_entropy", "on": ["student", "data"]},
+    **{f"pairwise {kind}": {"form": "pairwise", "preference": kind, "pairs": "all"} for kind in ("dpo", "ipo", "orpo")},
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {  # how the batch is drawn and cut
     "once": {},
@@ -161,9 +162,11 @@ def main() -> None:
         found[name] = first_losses(recipe, overrides, steps)
         verdict = ""
         if before:
-            same = found[name] == before.get(name)
+            same = name not in before or found[name] == before[name]
             bad += not same
-            verdict = "same" if same else f"DIFFERENT\n  {before.get(name)}\n  {found[name]}"
+            verdict = (
+                "new" if name not in before else "same" if same else f"DIFFERENT\n  {before[name]}\n  {found[name]}"
+            )
         print(f"{name}: {len(found[name])} steps {verdict}", flush=True)
         options.file.write_text(json.dumps(found, indent=1))
     sys.exit(f"{bad} of {len(found)} differ" if bad else 0)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opd import families
 from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
+from opd.data.source import SOURCES
 from opd.divergences import Projection
 from opd.divergences.kinds import CustomDivergence
 from opd.errors import RecipeError
@@ -23,7 +24,7 @@ from opd.settings import Choice, Family
 from tests.helpers import refusals, term, tiny_model
 from tests.test_semantics import gradients, sampled_by, some_rollouts
 
-KEYS = {"form": "form"}  # families whose choice is not named by `kind`
+FAMILIES = {"form": Family("form", key="form"), "source": SOURCES}  # whose choice is not named by `kind` alone
 
 # Settings of every choice, away from its defaults
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -34,6 +35,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
                              "advantage": {"student": "proximal", "discount": 0.5, "whiten": True, "outcome_weight": 2.0, "std": True}},
     "form.k2": {"coefficient": 0.1, "correction": {"kind": "none", "veto": 0.1}},
     "form.cross_entropy": {"on": ["student"], "gate": "wrong"},
+    "form.pairwise": {"preference": "ipo", "reference_weight": 0.5, "length_normalised": True, "pairs": "all", "role": "start",
+                      "aggregate": "constant", "denominator": 3.0, "gate": "finished"},
+    "preference.dpo": {"reference_weight": 0.2, "length_normalised": True}, "preference.ipo": {"reference_weight": 0.3}, "preference.orpo": {},
     "divergence.reverse_kl": {}, "divergence.forward_kl": {}, "divergence.jsd": {"beta": 0.2}, "divergence.skew_kl": {"alpha": 0.3},
     "divergence.skew_reverse_kl": {"alpha": 0.4}, "divergence.alpha": {"alpha": -1.0}, "divergence.tvd": {}, "divergence.hellinger": {},
     "divergence.acceptance": {},
@@ -48,6 +52,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
+    "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},
+    "source.file": {"source": "rows.jsonl", "columns": {"prompt": "question"}, "limit": 9, "eval_source": "held.csv"},
+    "source.dataset": {"source": "owner/name", "split": "test", "limit": 5},
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
@@ -56,19 +64,20 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def spelled_out(family: str, name: str, settings: dict[str, Any]) -> Choice:
-    return Family(family, key=KEYS.get(family, "kind")).read({KEYS.get(family, "kind"): name, **settings})
+def spelled_out(family: Family, name: str, settings: dict[str, Any]) -> Choice:
+    return family.read({family.key: name, **settings})
 
 
 @pytest.mark.parametrize("entry", families.CHOICES)
 def test_every_choice_reads_what_it_wrote(entry: str) -> None:
-    family, name = entry.split(".")
+    family_name, name = entry.split(".")
+    family = FAMILIES.get(family_name, Family(family_name))
     chosen = spelled_out(family, name, EXAMPLES[entry])
-    assert (chosen.family, chosen.name) == (family, name)
+    assert (chosen.family, chosen.name) == (family_name, name)
 
     class Holder(BaseModel):  # a field typed by the base class
-        one: Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]
-        many: list[Annotated[Choice, Family(family, key=KEYS.get(family, "kind"))]] = Field(default_factory=list)
+        one: Annotated[Choice, family]
+        many: list[Annotated[Choice, family]] = Field(default_factory=list)
 
     holder = Holder(one=chosen, many=[chosen])
     for mode in ("json", "python"):

@@ -70,7 +70,7 @@ def test_overrides() -> None:
         [
             "train.steps=7",
             "train.lr=1e-5",
-            "student.dtype=bfloat16",
+            "student.gradient_checkpointing=true",
             "teachers.t.dtype=bfloat16",
             "rollout.top_p=0.5",
             "log=[tensorboard]",
@@ -79,7 +79,7 @@ def test_overrides() -> None:
     ).stages[0]
     assert (stage.train.steps, stage.train.lr, stage.rollout.top_p, stage.train.clip) == (7, 1e-5, 0.5, None)
     assert stage.student.model == "tiny/generalist"
-    assert stage.student.dtype == stage.teachers["t"].dtype == "bfloat16"
+    assert (stage.student.gradient_checkpointing, stage.teachers["t"].dtype) == (True, "bfloat16")
 
 
 def test_overrides_reach_lists_and_stages() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.config import PromptSource
+from opd.config import load_recipe
 from opd.data.render import render_completion, render_prompt, response_text
-from opd.data.sources import open_source, open_sources
+from opd.data.source import SOURCES, prompt_source
+from opd.data.sources import open_source, open_sources, prompts
 from opd.data.stream import PromptStream
-from opd.errors import DataError
+from opd.errors import DataError, RecipeError
 from opd.rewards import verify
 from opd.types import Prompt, Sample
 from tests.helpers import EOS, tiny_tokenizer
@@ -29,7 +30,7 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
         {"prompt": "2+2=", "completion": "4", "answer": "4", "domain": "maths"},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]},
     ] * 10  # fmt: skip
-    source = open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows)), domain="other"))
+    source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows)), domain="other"))
     assert source.size == 18  # a tenth is held out
     first, second = source.train(0), source.train(1)
     assert (first.text, first.domain, first.fields["completion"], first.fields["verifier"]) == (
@@ -50,7 +51,7 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
 def test_parquet_and_limit(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"]}), tmp_path / "rows.parquet")
-    source = open_source(PromptSource(source=str(tmp_path / "rows.parquet"), limit=2))
+    source = open_source(prompt_source(str(tmp_path / "rows.parquet"), limit=2))
     assert source.size == 2
     assert source.train(1).text == "b"
     assert source.train(0).domain == "rows"
@@ -60,7 +61,7 @@ def test_parquet_and_limit(tmp_path: Path) -> None:
 def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]}).save_to_disk(str(tmp_path / "set"))
-    source = open_source(PromptSource(source=str(tmp_path / "set"), eval_source=None))
+    source = open_source(prompt_source(str(tmp_path / "set"), eval_source=None))
     assert source.size == 1
     assert source.held_out(5)[0].fields["answer"] == "2"
 
@@ -68,7 +69,7 @@ def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
 def test_eval_source(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "x"}] * 4)
     held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "y"}])
-    source = open_source(PromptSource(source=str(train), eval_source=str(held)))
+    source = open_source(prompt_source(str(train), eval_source=str(held)))
     assert source.size == 4
     assert [prompt.text for prompt in source.held_out(9)] == ["b"]
 
@@ -86,24 +87,24 @@ def test_eval_source(tmp_path: Path) -> None:
 )
 def test_bad_rows(tmp_path: Path, rows: list[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows)))).train(0)
+        open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows)))).train(0)
 
 
 def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
     with pytest.raises(DataError, match="line 2"):
-        open_source(PromptSource(source=str(tmp_path / "broken.jsonl")))
+        open_source(prompt_source(str(tmp_path / "broken.jsonl")))
     with pytest.raises(DataError, match="no such file"):
-        open_source(PromptSource(source="nowhere.jsonl"))
+        open_source(prompt_source("nowhere.jsonl"))
     with pytest.raises(DataError, match=r"addition"):
-        open_source(PromptSource(source="task:additon"))
+        open_source(prompt_source("task:additon"))
     with pytest.raises(DataError, match="not a task"):
-        open_source(PromptSource(source="no-such/dataset"))
+        open_source(prompt_source("no-such/dataset"))
 
 
 def test_reasoning_gym() -> None:
     pytest.importorskip("reasoning_gym")
-    source = open_source(PromptSource(source="reasoning_gym:basic_arithmetic", domain="maths"))
+    source = open_source(prompt_source("reasoning_gym:basic_arithmetic", domain="maths"))
     prompt, held = source.train(3), source.held_out(50)
     assert prompt.domain == "maths"
     assert source.train(3) == prompt
@@ -115,9 +116,11 @@ def test_reasoning_gym() -> None:
     assert wrong.score is not None
     assert wrong.score < 1
     with pytest.raises(DataError, match="no such task"):
-        open_source(PromptSource(source="reasoning_gym:nothing"))
+        open_source(prompt_source("reasoning_gym:nothing"))
     with pytest.raises(DataError, match="refused"):
-        open_source(PromptSource(source="reasoning_gym:basic_arithmetic", options={"nonsense": 1}))
+        open_source(prompt_source("reasoning_gym:basic_arithmetic", options={"nonsense": 1}))
+    with pytest.raises(DataError, match=r"options .* were refused"):  # seen only when a question is made
+        open_source(prompt_source("reasoning_gym:chain_sum", options={"min_terms": 2.5}))
 
 
 class Finite:
@@ -203,13 +206,13 @@ def test_what_cannot_be_judged_is_not_a_zero() -> None:
 def test_sources_name_the_files_they_read(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     held = write(tmp_path / "held.jsonl", [{"prompt": "b", "answer": "1"}])
-    assert open_source(PromptSource(source=str(rows), eval_source=str(held))).files() == [rows, held]
-    assert open_source(PromptSource(source="task:addition")).files() == []
+    assert prompt_source(str(rows), eval_source=str(held)).files() == [rows, held]
+    assert prompt_source("task:addition").files() == []
 
 
 def test_one_task_with_different_options() -> None:
     """Ids tell them apart; the first keeps its own, which key its draws."""
-    specs = [PromptSource(source="task:addition", options={"digits": digits}) for digits in (2, 3)]
+    specs = [prompt_source("task:addition", options={"digits": digits}) for digits in (2, 3)]
     plain, two, three = open_source(specs[0]), *open_sources(specs)
     assert plain.train(7) == two.train(7)
     assert two.train(7).id == "task:addition/train/7"
@@ -225,33 +228,99 @@ def test_ids_do_not_depend_on_where_a_file_lies(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         names.append(str(write(tmp_path / folder / "rows.jsonl", [{"prompt": folder}])))
-    assert [open_source(PromptSource(source=name)).train(0).id for name in names] == ["rows.jsonl/train/0"] * 2
-    both = open_sources([PromptSource(source=name) for name in names])
+    assert [open_source(prompt_source(name)).train(0).id for name in names] == ["rows.jsonl/train/0"] * 2
+    both = open_sources([prompt_source(name) for name in names])
     assert [source.train(0).id for source in both] == ["rows.jsonl/train/0", "rows.jsonl#2/train/0"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"limit": 5}, "limit is for files"),
-        ({"split": "test"}, "split is for files"),
-        ({"columns": {"prompt": "q"}}, "columns is for files"),
-        ({"eval_source": "x.jsonl"}, "eval_source is for files"),
+        ({"limit": 5}, "limit belongs to source file and dataset, not to"),
+        ({"split": "test"}, "split belongs to source file and dataset, not to"),
+        ({"columns": {"prompt": "q"}}, "columns belongs to source file and dataset, not to"),
+        ({"eval_source": "x.jsonl"}, "eval_source belongs to source file and dataset, not to"),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     for source in ("task:addition", "reasoning_gym:basic_arithmetic"):
         with pytest.raises(DataError, match=words):
-            open_source(PromptSource(source=source, **change))
+            open_source(prompt_source(source, **change))
     rows = str(write(tmp_path / "rows.jsonl", [{"prompt": "a"}]))
-    with pytest.raises(DataError, match=r"options .* are for task"):
-        open_source(PromptSource(source=rows, options={"digits": 3}))
+    with pytest.raises(DataError, match="options belongs to source task and reasoning_gym, not to file"):
+        open_source(prompt_source(rows, options={"digits": 3}))
     with pytest.raises(DataError, match="a file has no split 'test'"):
-        open_source(PromptSource(source=rows, split="test"))
+        open_source(prompt_source(rows, split="test"))
 
 
 def test_held_out_prompts_are_counted_by_domain(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "answer": "1", "domain": "a" if number < 95 else "b"} for number in range(100)]
-    source = open_source(PromptSource(source=str(write(tmp_path / "rows.jsonl", rows))))
+    source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows))))
     assert [prompt.domain for prompt in source.held_out(2)] == ["a", "a", "b", "b"]
     assert {prompt.domain for prompt in source.examples()} == {"a"}  # what is held out needs no teacher
+
+
+def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write(tmp_path / "odd:name.jsonl", [{"prompt": "a"}])
+    for address, kind in (
+        ("task:sort", "task"),
+        ("reasoning_gym:chain_sum", "reasoning_gym"),
+        ("rows.jsonl", "file"),
+        ("/somewhere/else", "file"),
+        ("owner/name", "file"),
+        ("odd:name.jsonl", "file"),
+        ("owner/other", "dataset"),
+        ("squad", "dataset"),
+    ):
+        found = prompt_source(address)
+        assert found.name == kind, address
+        assert "kind" not in found.model_dump()
+        assert SOURCES.read(found.model_dump()) == found
+    forced = prompt_source("sort", kind="task")
+    assert forced.model_dump()["kind"] == "task"
+    assert SOURCES.read(forced.model_dump()) == forced
+    assert open_source(forced).train(0).messages == open_source(prompt_source("task:sort")).train(0).messages
+    with pytest.raises(DataError, match="'tsk:sort': unknown source; did you mean 'task'"):
+        prompt_source("tsk:sort")
+    with pytest.raises(DataError, match="no such file"):
+        open_source(prompt_source("owner/other", kind="file"))
+    with pytest.raises(RecipeError, match=r"prompts\.1: task 'srt': no such task. Did you mean 'sort'"):
+        load_recipe({"student": "tiny/generalist", "teachers": "tiny/sorting", "prompts": ["task:sort", "task:srt"]})
+
+
+def test_prompts_for_a_loop_of_ones_own(tmp_path: Path) -> None:
+    rows = str(write(tmp_path / "rows.jsonl", [{"question": str(number), "answer": "1"} for number in range(20)]))
+    columns = {"prompt": "question"}
+    assert [prompt.text for prompt in prompts(rows, 3, start=16, columns=columns)] == ["16", "17"]
+    assert [prompt.text for prompt in prompts(rows, split="heldout", columns=columns)] == ["18", "19"]
+    assert len(prompts(rows, split="all", columns=columns)) == 20
+    first, second = prompts("task:addition", 2, start=1, domain="sums")
+    assert (first.id, second.domain) == ("task:addition/train/1", "sums")
+    assert [prompt.id for prompt in prompts("task:addition", 1, split="heldout")] == ["task:addition/heldout/0"]
+    with pytest.raises(DataError, match="no end"):
+        prompts("task:addition")
+    with pytest.raises(DataError, match="share"):
+        prompts(rows, share=0)
+
+
+def test_an_empty_system_prompt_still_goes_through_the_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,system\nhello,be brief\nhi,\n")
+    (tmp_path / "plain.csv").write_text("prompt\nhi\n")
+    asked = prompts(str(tmp_path / "rows.csv"))
+    assert [[message["role"] for message in prompt.messages or ()] for prompt in asked] == [
+        ["system", "user"],
+        ["user"],
+    ]
+    assert prompts(str(tmp_path / "plain.csv"))[0].text == "hi"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_under_a_key_of_one_object_are_told(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"question": "a"}, {"question": "b"}]}, indent=indent))
+    with pytest.raises(DataError, match="one object, with rows under 'data'; save that list alone"):
+        prompts(str(path))
+    path.write_text(json.dumps({"prompt": "a", "data": [{"x": 1}]}))
+    assert len(prompts(str(path))) == 1

@@ -80,3 +80,16 @@ def test_a_sampler_repeats_itself_and_makes_room() -> None:
     assert first.sample([]) == []
     with pytest.raises(opd.DataError, match="context"):
         first.sample(["9" * 300])
+
+
+def test_mistakes_in_settings_given_by_hand_are_told() -> None:
+    with pytest.raises(opd.RecipeError, match=r"objective\.0.*jsdd"):
+        opd.Objective({"divergence": "jsdd"})
+    with pytest.raises(opd.RecipeError, match=r"objective\.1\.temprature.*did you mean 'temperature'"):
+        opd.Objective([{"divergence": "jsd"}, {"divergence": "jsd", "temprature": 2}])
+    with pytest.raises(opd.RecipeError, match=r"train\.lr.*greater than 0.*-1"):
+        opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"lr": -1})
+    with pytest.raises(opd.RecipeError, match=r"train\.rate: unknown key"):
+        opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"rate": 1})
+    with pytest.raises(opd.RecipeError, match=r"sampler\.slots"):
+        opd.Sampler(tiny_model(), settings={"slots": 0})

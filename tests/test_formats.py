@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from opd.config import PromptSource
+from opd.data import folders
+from opd.data.rows import open_rows
+from opd.data.source import prompt_source
 from opd.data.sources import open_source, open_sources
 from opd.errors import DataError
 
@@ -18,7 +20,7 @@ ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": 'two\nlines, a comma and "
 
 
 def texts(path: Path, **spec: Any) -> list[tuple[str | None, Any]]:
-    source = open_source(PromptSource(source=str(path), **spec))
+    source = open_source(prompt_source(str(path), **spec))
     return [(prompt.text, prompt.fields.get("answer")) for prompt in source.prompts("all", None)]
 
 
@@ -47,16 +49,14 @@ def test_text_formats(tmp_path: Path, mark: str, end: str) -> None:
 def test_empty_cells_are_missing_and_columns_are_renamed(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("id,question,solution\n1,a,\n2,b,7\n")
-    source = open_source(
-        PromptSource(source=str(path), columns={"prompt": "question", "answer": "solution"}, domain="d")
-    )
+    source = open_source(prompt_source(str(path), columns={"prompt": "question", "answer": "solution"}, domain="d"))
     first, second = source.prompts("all", None)
     assert (first.text, dict(first.fields)) == ("a", {"id": "1"})
     assert (second.text, second.fields["answer"], second.fields["verifier"]) == ("b", "7", "exact")
     for columns, words in (({}, r"no `prompt` column; it has id, question, solution.*columns: \{prompt: id\}"),
                            ({"prompt": "questoin"}, "no column 'questoin'; there are id, question, solution")):  # fmt: skip
         with pytest.raises(DataError, match=words):
-            open_source(PromptSource(source=str(path), columns=columns))
+            open_source(prompt_source(str(path), columns=columns))
 
 
 def test_conversations_and_system_prompts(tmp_path: Path) -> None:
@@ -72,13 +72,13 @@ def test_conversations_and_system_prompts(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = open_source(PromptSource(source=str(path))).prompts("all", None)
+    found = open_source(prompt_source(str(path))).prompts("all", None)
     assert [prompt.messages for prompt in found] == [
-        (system, user), (user,), (system, user), (system, user), None, (user,), None
+        (system, user), (user,), (system, user), (system, user), (user,), (user,), None
     ]  # fmt: skip
     assert [prompt.fields.get("completion") for prompt in found] == ["hello", *[None] * 6]
     assert "messages" not in found[0].fields
-    assert found[4].text == "hi"
+    assert found[6].text == "hi"
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -91,37 +91,49 @@ def test_folders(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": ["t"]}), hub / "data" / "test-00000-of-00001.parquet")
     (hub / "README.md").write_text("# rows")
     (hub / "dataset_infos.json").write_text("{}")
-    source = open_source(PromptSource(source=str(hub)))
+    source = open_source(prompt_source(str(hub)))
     found = source.prompts("all", None)
     assert [prompt.text for prompt in found] == ["0a", "0b", "1a", "1b"]
     assert [dict(prompt.fields) for prompt in found[:2]] == [{"score": 1.0}, {}]
-    assert [path.name for path in source.files()] == [f"train-0000{number}-of-00002.parquet" for number in range(2)]
-    assert [
-        prompt.text for prompt in open_source(PromptSource(source=str(hub), split="test")).prompts("all", None)
-    ] == ["t"]
+    assert [path.name for path in open_rows(str(hub), "train").files] == [
+        f"train-0000{number}-of-00002.parquet" for number in range(2)
+    ]
+    assert [prompt.text for prompt in open_source(prompt_source(str(hub), split="test")).prompts("all", None)] == ["t"]
     with pytest.raises(DataError, match="no files of the split 'dev'; there are test, train"):
-        open_source(PromptSource(source=str(hub), split="dev"))
+        open_source(prompt_source(str(hub), split="dev"))
     (hub / "more.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(DataError, match="several kinds"):
-        open_source(PromptSource(source=str(hub)))
+        open_source(prompt_source(str(hub)))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files with rows"):
-        open_source(PromptSource(source=str(tmp_path / "empty")))
+        open_source(prompt_source(str(tmp_path / "empty")))
+
+
+def test_a_disk_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_text('{"prompt": "x"}\n')
+    monkeypatch.setattr(folders, "MANY_FILES", 3)
+    with pytest.raises(DataError, match="more than 3 files in this folder"):
+        open_source(prompt_source(str(tmp_path)))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"cannot be read \(No such file"):  # gone in the middle, or not ours to read
+        folders._visible_files(tmp_path / "gone")
 
 
 def test_saved_datasets_by_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
     datasets.DatasetDict({"train": rows, "test": rows.select([2, 0])}).save_to_disk(str(tmp_path / "set"))
-    source = open_source(PromptSource(source=str(tmp_path / "set"), split="test"))
+    source = open_source(prompt_source(str(tmp_path / "set"), split="test"))
     assert [prompt.text for prompt in source.prompts("all", None)] == ["c", "a"]
-    assert source.files()
-    assert all(path.is_file() and "test" in path.parts for path in source.files())
+    files = open_rows(str(tmp_path / "set"), "test").files
+    assert files
+    assert all(path.is_file() and "test" in path.parts for path in files)
     with pytest.raises(DataError, match="no split 'dev'; there are train, test"):
-        open_source(PromptSource(source=str(tmp_path / "set"), split="dev"))
+        open_source(prompt_source(str(tmp_path / "set"), split="dev"))
     (tmp_path / "set" / "test" / "state.json").write_text("[")
     with pytest.raises(DataError, match="not a saved dataset"):
-        open_source(PromptSource(source=str(tmp_path / "set"), split="test"))
+        open_source(prompt_source(str(tmp_path / "set"), split="test"))
 
 
 GOOD = b'{"prompt": "a"}\n'
@@ -161,8 +173,8 @@ def test_rows_that_cannot_be_used(tmp_path: Path, line: bytes, words: str) -> No
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + line + b"\n" + GOOD)
     with pytest.raises(DataError, match=f"rows.jsonl': 1 of 3 rows cannot be used(?s:.*){words}"):
-        open_source(PromptSource(source=str(path)))
-    (source,) = open_sources([PromptSource(source=str(path))], bad_rows="skip")
+        open_source(prompt_source(str(path)))
+    (source,) = open_sources([prompt_source(str(path))], bad_rows="skip")
     assert [prompt.id.rpartition("/")[2] for prompt in source.prompts("all", None)] == ["0", "2"]
     with pytest.raises(DataError, match="line 2"):
         source.train(1)
@@ -189,13 +201,13 @@ def test_rows_that_cannot_be_used(tmp_path: Path, line: bytes, words: str) -> No
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, data: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=words):
-        open_source(PromptSource(source=str(tmp_path / name)))
+        open_source(prompt_source(str(tmp_path / name)))
 
 
 def test_a_file_that_changes_in_use_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD * 3)
-    source = open_source(PromptSource(source=str(path)))
+    source = open_source(prompt_source(str(path)))
     assert source.train(2).text == "a"
     path.write_bytes(GOOD)
     with pytest.raises(DataError, match="changed while it was in use"):
@@ -255,7 +267,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
         path = tmp_path / f"rows.{kind}"
         path.write_bytes(mutated(seeds[kind], draw))
         try:
-            (source,) = open_sources([PromptSource(source=str(path))], bad_rows="skip" if number % 2 else "stop")
+            (source,) = open_sources([prompt_source(str(path))], bad_rows="skip" if number % 2 else "stop")
         except DataError:
             continue
         assert source.prompts("all", None)

@@ -30,6 +30,7 @@ OWN = (
     "teacher.blend",
     "view.told",
     "tracker.table",
+    "source.doubles",
 )
 SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
 
@@ -75,6 +76,9 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
     (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
     assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
+    assert resolved["stages"][0]["prompts"][1]["by"] == 2
+    assert len(read_sealed(run.directory / "run.json")["inputs"]["main"]["doubles:60"]["fingerprint"]) == 64
+    assert {entry.prompt_id.split("/")[0] for entry in run.rollouts.entries.values()} == {"task:addition", "doubles:60"}
     assert "plugins/mine.py" in read_sealed(run.directory / "run.json")["files"]
     loaded = load_recipe(run.directory / "resolved.yaml")
     assert loaded.stages == load_recipe(str(recipe), SMALL).stages
@@ -90,7 +94,7 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     shown = CliRunner().invoke(app, ["schema", str(recipe)])
     assert shown.exit_code == 0, shown.output
-    assert {"Late", "Brevity", "Unlikelihood", "Blend", "Told"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Doubles", "Blend", "Told"} <= set(json.loads(shown.output)["$defs"])
     assert {"Late", "Brevity", "Unlikelihood"} <= set(recipe_schema()["$defs"])
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
@@ -102,6 +106,10 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         ("rollout.teacher_share=0.1", "teacher_share needs a model.*of kind blend, has none"),
         ("rollout.writers.0.share=0", "no share"),
         ("rollout.data_share=0.8", "more than 1"),
+        ("prompts.1.by=0", r"prompts\.1\.by: .*greater than or equal to 1"),
+        ("prompts.1.split=test", "split belongs to source file and dataset, not to doubles"),
+        ("prompts.1.source=doubles:few", r"prompts\.1: source 'doubles:few': expected a number"),
+        ("prompts.1.source=dobles:60", "unknown source; did you mean 'doubles'"),
         ("objective.1.divergence=pearson", "advantage of the sampled token"),
     ):
         with pytest.raises(RecipeError, match=words):
@@ -178,3 +186,41 @@ def test_packages_announce_theirs_and_are_recorded_by_version(
     assert importlib.metadata.version("my-opd") == "1.2"
     assert plugins.versions(["my_opd"]) == {"my_opd": "1.2"}
     del sys.modules["my_opd"]
+
+
+def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """Files behind a prefix are found beside the recipe, and hashed; rows that a program makes are known by their content."""
+    (recipe.parent / "rows.txt").write_text("add 11+11\nadd 12+12\n")
+    (recipe.parent / "mine.py").write_text(LINES)
+    text = "plugins: [mine.py]\nstudent: tiny/generalist\nteachers: tiny/arithmetic\nprompts: 'lines:rows.txt'\ntrain: {steps: 1}\n"
+    recipe.write_text(text)
+    run = opd.run(str(recipe), overrides=SMALL, out=tmp_path / "run")
+    (source,) = load_recipe(run.directory / "resolved.yaml").stages[0].prompts
+    assert source.source == f"lines:{recipe.parent / 'rows.txt'}"
+    assert {entry.prompt_id for entry in run.rollouts.entries.values()} == {
+        "lines:rows.txt/train/0",
+        "lines:rows.txt/train/1",
+    }
+    assert str(recipe.parent / "rows.txt") in read_sealed(run.directory / "run.json")["inputs"]["main"]
+    shutil.rmtree(run.directory / "checkpoints")
+    (run.directory / "summary.json").unlink()
+    (recipe.parent / "rows.txt").write_text("add 11+11\nadd 12+13\n")
+    with pytest.raises(RunDirectoryError, match=r"rows\.txt \(prompts\) has changed"):
+        opd.resume(run.directory)
+
+
+LINES = """
+from pathlib import Path
+import opd
+from opd.data.row_source import RowPrompts
+
+@opd.register
+class Lines(RowPrompts):
+    name = "lines"
+
+    def files(self):
+        return [Path(self.address)]
+
+    def rows(self):
+        return [{"prompt": line} for line in Path(self.address).read_text().splitlines()]
+"""

@@ -232,8 +232,8 @@ def test_a_stage_clears_what_it_does_not_want() -> None:
 
 
 def test_a_stage_lays_keys_over_a_short_form() -> None:
-    stages = load_recipe({**MINIMAL, "stages": [{"name": "a", "student": {"dtype": "bfloat16"}}, {"name": "b", "student": {"dtype": "bfloat16"}}]}).stages  # fmt: skip
-    assert [(stage.student.model, stage.student.dtype) for stage in stages] == [("tiny/generalist", "bfloat16"), ("stage:a", "bfloat16")]  # fmt: skip
+    stages = load_recipe({**MINIMAL, "stages": [{"name": "a", "student": {"revision": "x"}}, {"name": "b", "student": {"revision": "x"}}]}).stages  # fmt: skip
+    assert [(stage.student.model, stage.student.revision) for stage in stages] == [("tiny/generalist", "x"), ("stage:a", "x")]  # fmt: skip
 
 
 def test_overrides_write_out_short_forms() -> None:
@@ -326,7 +326,7 @@ def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.D
         ({"log": ["tensorboard"]}, True),
         ({"train": {"steps": "many"}}, False),
         ({"trian": {}}, False),
-        ({"stages": [{"name": "a", "train": {"steps": 3}}, {"name": "b", "teachers": {}, "student": {"dtype": "bfloat16"}}]}, True),
+        ({"stages": [{"name": "a", "train": {"steps": 3}}, {"name": "b", "teachers": {}, "student": {"revision": "x"}}]}, True),
         ({"stages": [{"train": {"steps": 3}}]}, False),
         ({"name": "a/b"}, False),
         ({"device": "mps"}, False),

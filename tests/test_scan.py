@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import opd
-from opd.config import PromptSource, load_recipe
+from opd.config import load_recipe
 from opd.data import scan as scanning
 from opd.data.scan import scan
+from opd.data.source import prompt_source
 from opd.data.sources import open_source, open_sources
 from opd.data.stream import PromptStream
 from opd.errors import DataError, RecipeError
@@ -46,7 +47,7 @@ def rows_with(late: dict[str, Any], count: int = 100) -> list[Any]:
 
 
 def look(path: Path, **settings: Any) -> Any:
-    spec = PromptSource(source=str(path), domain="a")
+    spec = prompt_source(str(path), domain="a")
     sources = open_sources([spec], bad_rows=settings.get("bad_rows", "stop"))
     return scan(sources, [spec], tiny_tokenizer(), **{"limit": LIMIT, "why": "so it is", **settings})
 
@@ -113,7 +114,7 @@ def test_lengths_are_remembered_by_content(tmp_path: Path, cache: Path, monkeypa
     assert calls
     other = tiny_tokenizer()
     other.chat_template = TEMPLATE
-    spec = PromptSource(source=str(path))
+    spec = prompt_source(str(path))
     calls.clear()
     scan([open_source(spec)], [spec], other, limit=LIMIT, why="")
     assert calls
@@ -127,7 +128,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path, cache: Pat
 
 def test_a_skipped_row_has_its_visit(tmp_path: Path) -> None:
     """Whatever is skipped, the others come in the order in which they would have come; resuming changes nothing."""
-    spec = PromptSource(source=str(write(tmp_path / "rows.jsonl", [{"prompt": str(number)} for number in range(10)])))
+    spec = prompt_source(str(write(tmp_path / "rows.jsonl", [{"prompt": str(number)} for number in range(10)])))
     unusable = np.isin(np.arange(10), [2, 7, 8])
 
     def stream(skip: bool) -> PromptStream:
@@ -153,10 +154,7 @@ def test_a_skipped_row_has_its_visit(tmp_path: Path) -> None:
 class Growing:
     """A source without end whose later prompts are longer: one of every four has 30 tokens more."""
 
-    name, size, fingerprint = "growing", None, None
-
-    def files(self) -> list[Path]:
-        return []
+    name, size = "growing", None
 
     def train(self, index: int) -> Prompt:
         long = index >= scanning.PROBE and index % 4 == 0
@@ -170,6 +168,12 @@ class Growing:
 
     def examples(self) -> list[Prompt]:
         return [self.train(0)]
+
+    def scan(self, scan: Any) -> scanning.ScannedSource:
+        return scanning.scan_endless(self, scan)
+
+    def keep_apart(self, others: Any) -> None:
+        pass
 
 
 def settings(models: dict[str, str], path: Path | None = None, **changes: Any) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def test_evaluation_is_decided_row_by_row(models: dict[str, str], tmp_path: Path
     """A first row without an answer switches nothing off; rows that cannot be judged are left out, and counted."""
     rows = [{"prompt": f"{number}+1="} | ({"answer": str(number + 1)} if number % 2 else {}) for number in range(40)]
     path = write(tmp_path / "rows.jsonl", rows)
-    source = open_source(PromptSource(source=str(path)))
+    source = open_source(prompt_source(str(path)))
     assert (source.size, len(source.held_out(100))) == (36, 4)
     run = opd.run(settings(models, path, eval={"prompts": 10}, train={"steps": 1}), out=tmp_path / "run")
     assert run.summary["stages"][0]["evals"]["a"]["n"] == 2

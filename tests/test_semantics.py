@@ -91,7 +91,13 @@ def gradients(student: LanguageModel, teachers: dict[str, LanguageModel], terms:
     student.module.requires_grad_(True)
     student.module.zero_grad()
     batch = TrainingBatch(rollouts, signals, scores or {})
-    result = train_step(student, batch, objective, KeepGradients(), train=Train(micro_tokens=budget, autocast=autocast))
+    result = train_step(
+        student,
+        batch,
+        objective,
+        KeepGradients(),
+        train=Train(micro_tokens=budget, precision="autocast" if autocast else "float32"),
+    )
     found = [in_order(pack, statistics, rollouts) for pack, statistics in result.statistics]
     return (
         sum(value for statistics in found for value in statistics.loss.values()),

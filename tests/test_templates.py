@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from opd.config import PromptSource
 from opd.data.render import render_completion, render_prompt
+from opd.data.source import prompt_source
 from opd.errors import DataError, ModelError
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import share_vocabulary
@@ -74,7 +74,7 @@ def test_what_a_template_may_use() -> None:
 )
 def test_arguments_that_opd_sets_are_refused_in_the_recipe_and_in_code(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} is set by opd"):
-        PromptSource(source="task:addition", chat_template_kwargs={key: False})
+        prompt_source("task:addition", chat_template_kwargs={key: False})
     with pytest.raises(DataError, match="is set by opd"):
         render_prompt(CHAT, with_template(TEMPLATE), {key: False})
 

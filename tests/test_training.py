@@ -178,7 +178,7 @@ def test_lora_and_gradient_checkpointing_and_autocast(models: dict[str, str], tm
     pytest.importorskip("peft")
     student = {"model": models["student"], "lora": {"rank": 4}, "gradient_checkpointing": True}
     run = opd.run(
-        recipe(models, student=student, train={"steps": 8, "lr": 2e-2, "autocast": True}), out=tmp_path / "run"
+        recipe(models, student=student, train={"steps": 8, "lr": 2e-2, "precision": "autocast"}), out=tmp_path / "run"
     )
     assert run.metrics[-1]["reverse_kl"] < run.metrics[0]["reverse_kl"]
     assert (run.model / "adapter" / "adapter_model.safetensors").is_file()

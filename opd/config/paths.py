@@ -7,9 +7,12 @@ something that is there. Everything else stays as it is: `org/name` on the hub, 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from opd.files import is_directory, is_file
 
 MODEL_FILES = (".gguf",)
 PROMPT_FILES = (
@@ -61,9 +64,9 @@ def _text(value: str, base: Path, place: Place) -> str:
         ):
             return _absolute(value, base, MODEL_FILES)
         case ("prompts",) | ("prompts", "source" | "eval_source"):
-            return _absolute(value, base, PROMPT_FILES)
+            return _prompts(value, base)
         case ("prompts", index) | ("prompts", index, "source" | "eval_source") if index.isdigit():
-            return _absolute(value, base, PROMPT_FILES)
+            return _prompts(value, base)
         case ("plugins", *_) if value.endswith(".py"):
             return _absolute(value, base, (".py",))
         case ("rewards", *_) if not set(place) & _REWARD_TEXTS:
@@ -72,6 +75,14 @@ def _text(value: str, base: Path, place: Place) -> str:
 
 
 _REWARD_TEXTS = {"kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}
+
+
+def _prompts(value: str, base: Path) -> str:
+    """`NAME:rows.jsonl` of a class of the user's own: the path behind its name."""
+    name = re.match(r"[A-Za-z_][\w-]*:", value)
+    if name is None or value.startswith(BUILT_IN) or is_file(base / value):
+        return _absolute(value, base, PROMPT_FILES)
+    return name[0] + _absolute(value.removeprefix(name[0]), base, PROMPT_FILES)
 
 
 def _absolute(value: str, base: Path, suffixes: tuple[str, ...]) -> str:
@@ -93,18 +104,3 @@ def _function(value: str, base: Path) -> str:
         return f"{os.path.abspath(base / os.path.expanduser(module))}:{function}"
     beside = base / f"{module}.py"
     return f"{os.path.abspath(beside)}:{function}" if is_file(beside) else value
-
-
-def is_directory(path: Path) -> bool:
-    """False, too, for names that no file system takes."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False

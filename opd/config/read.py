@@ -13,11 +13,12 @@ from pydantic import ValidationError
 
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
-from opd.config.paths import anchored, is_directory, is_file
+from opd.config.paths import anchored
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.errors import RecipeError
+from opd.files import is_directory, is_file
 from opd.plugins import load_plugins
 
 MISTAKES = 10  # named in one message

@@ -79,6 +79,12 @@ def _objective(stage: Stage) -> Iterator[str]:
     yield from refusals(StageView.of(stage))
 
 
+def _prompts(stage: Stage) -> Iterator[str]:
+    view = StageView.of(stage)
+    for number, source in enumerate(stage.prompts):
+        yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+
+
 def _teachers(stage: Stage) -> Iterator[str]:
     asked = list(dict.fromkeys(["teacher", *(role for term in stage.objective for role in term.roles)]))
     for name, kind in stage.teachers.items():
@@ -142,8 +148,6 @@ def _files(stage: Stage) -> Iterator[str]:
 def _device(stage: Stage) -> Iterator[str]:
     if stage.device == "cpu" and stage.sampler.compile:
         yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
-    if stage.train.autocast and stage.student.dtype == "bfloat16":
-        yield "train.autocast computes in bfloat16, which student.dtype bfloat16 does already. Set dtype: float32, or drop autocast."
 
 
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _teachers, _evaluation, _files, _device)
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _prompts, _teachers, _evaluation, _files, _device)

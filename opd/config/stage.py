@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from opd import families
 from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
+from opd.data.source import SOURCES, PromptSource
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
@@ -36,56 +37,8 @@ class Student(BaseModel):
     model_config = SETTINGS
     model: Address
     revision: Word | None = None
-    dtype: Dtype = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
-
-
-# What rendering a chat template is given by us, or would do with text that is still to be encoded.
-RESERVED_KWARGS = frozenset(
-    [
-        "conversation",
-        "messages",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)
-
-
-class PromptSource(BaseModel):
-    """Where prompts come from: `task:NAME`, `reasoning_gym:NAME`, a file, a folder, or a Hugging Face dataset."""
-
-    model_config = SETTINGS
-    source: Address
-    domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
-    share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
-    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
-    eval_source: Address | None = Field(
-        None, description="held-out prompts; default: the task's own held-out split, else the last rows"
-    )
-    limit: Positive | None = Field(None, description="use at most this many rows")
-    columns: dict[Word, Word] = Field(
-        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(RESERVED_KWARGS & value.keys())
-        if taken:
-            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
-        return value
 
 
 class Data(BaseModel):
@@ -169,6 +122,15 @@ class SamplerSpec(BaseModel):
     compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
 
 
+Precision = Literal["auto", "mixed", "float32", "autocast", "bfloat16"]
+WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
+    "mixed": "bfloat16",
+    "float32": "float32",
+    "autocast": "float32",
+    "bfloat16": "bfloat16",
+}
+
+
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
@@ -182,7 +144,14 @@ class Train(BaseModel):
     epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
-    autocast: bool = Field(False, description="bf16 autocast of the student's forward pass")
+    precision: Precision = Field(
+        "auto",
+        description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
+    )
+
+    def precision_on(self, device: str) -> Precision:
+        """What `auto` means on a device: `cuda`, `cuda:1`, `cpu`."""
+        return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
 class EarlyStop(BaseModel):
@@ -267,7 +236,7 @@ class Stage(BaseModel):
     name: Word = "main"
     student: Student
     teachers: dict[Word, Annotated[Any, Family("teacher", default="frozen")]] = Field(default_factory=dict)
-    prompts: list[PromptSource] = Field(min_length=1)
+    prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: SamplerSpec = SamplerSpec()
@@ -282,6 +251,33 @@ class Stage(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_precision(cls, raw: Any) -> Any:
+        """`student.dtype` and `train.autocast`, as recipes had them before `train.precision`, go on meaning what they meant."""
+        if not isinstance(raw, Mapping):
+            return raw
+        student, train = raw.get("student"), raw.get("train")
+        dtype = student.get("dtype") if isinstance(student, Mapping) else None
+        autocast = train.get("autocast") if isinstance(train, Mapping) else None
+        if dtype is None and autocast is None:
+            return raw
+        if dtype not in (None, "float32", "bfloat16") or autocast not in (None, True, False):
+            raise ValueError(
+                f"student.dtype {dtype!r} and train.autocast {autocast!r} are now train.precision: set that"
+            )
+        if autocast and dtype == "bfloat16":
+            raise ValueError(
+                "student.dtype bfloat16 with train.autocast: set train.precision to one of mixed and autocast"
+            )
+        if isinstance(train, Mapping) and train.get("precision", "auto") != "auto":
+            raise ValueError("train.precision replaces student.dtype and train.autocast: drop those")
+        rest = {key: value for key, value in (train or {}).items() if key != "autocast"}
+        found = {**raw, "train": {**rest, "precision": "autocast" if autocast else dtype or "float32"}}
+        if isinstance(student, Mapping):
+            found["student"] = {key: value for key, value in student.items() if key != "dtype"}
+        return found
 
     @model_validator(mode="after")
     def _plateau(self) -> Stage:
@@ -316,8 +312,7 @@ class Stage(BaseModel):
     @field_validator("prompts", mode="before")
     @classmethod
     def _prompts(cls, value: Any) -> Any:
-        rows = value if isinstance(value, list) else [value]
-        return [{"source": row} if isinstance(row, str) else row for row in rows]
+        return value if isinstance(value, list) else [value]
 
     @field_validator("objective", mode="before")
     @classmethod

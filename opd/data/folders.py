@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
+MANY_FILES = 100_000
 SAVED = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # facts about rows, not rows
 
 
@@ -38,10 +40,9 @@ def open_folder(path: Path, split: str) -> Rows:
 def _data_files(path: Path) -> list[Path]:
     """Of one kind: two kinds side by side are likely the same rows twice."""
     found: dict[str, list[Path]] = {}
-    for file in sorted(path.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+    for file in sorted(_visible_files(path)):
         kind = kind_of(file)
-        if kind is not None and file.is_file() and not hidden and file.name not in SAVED:
+        if kind is not None and file.is_file() and file.name not in SAVED:
             found.setdefault(kind, []).append(file)
     if len(found) > 1:
         found.pop(".json", None)  # beside other files most likely settings
@@ -52,6 +53,23 @@ def _data_files(path: Path) -> list[Path]:
             f"prompts {str(path)!r}: files of several kinds ({', '.join(found)}), which may be the same rows. Name one file."
         )
     (files,) = found.values()
+    return files
+
+
+def _visible_files(path: Path) -> list[Path]:
+    """All below the folder that is not hidden; a whole disk is no dataset."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"prompts {str(path)!r}: {error.filename!r} cannot be read ({error.strerror}).") from None
+
+    files: list[Path] = []
+    for folder, inner, names in os.walk(path, onerror=refuse):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+        if len(files) > MANY_FILES:
+            raise DataError(
+                f"prompts {str(path)!r}: more than {MANY_FILES:,} files in this folder. Name the folder of one dataset."
+            )
     return files
 
 

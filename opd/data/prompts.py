@@ -35,7 +35,7 @@ def row_prompt(row: Mapping[str, Any], identity: str, domain: str) -> Prompt:
     label = _label(own.get("domain"), domain)
     system = _system(own.get("system"))
     if isinstance(content, str) and content.strip():
-        if system is None:
+        if "system" not in row:
             return Prompt(id=identity, domain=label, text=content, fields=fields)
         content = [{"role": "user", "content": content}]
     messages = _messages(content, "prompt")

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import importlib.util
 import io
+import json
 import math
 import os
 import weakref
@@ -26,9 +28,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from opd.config.paths import is_directory, is_file
 from opd.data.parse import BadRow, csv_cells, csv_row, json_row, json_value, object_of, require_text, text_of
 from opd.errors import DataError
+from opd.files import is_directory, is_file
 
 Row = Mapping[str, Any]
 BLOCK = 1024  # rows of a table turned into Python at a time
@@ -97,12 +99,11 @@ def _facts(handle: int) -> tuple[int, int]:
 
 
 class ListRows:
-    """Rows of a JSON array, all in memory."""
+    """Rows that are all in memory: of a JSON array, or made by a program. The latter are known by their content."""
 
-    fingerprint: str | None = None
-
-    def __init__(self, path: Path, values: Sequence[Any]) -> None:
-        self.files, self._values = [path], values
+    def __init__(self, values: Sequence[Any], path: Path | None = None) -> None:
+        self.files, self._values = [] if path is None else [path], values
+        self.fingerprint = None if path is not None else _digest(values)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -193,29 +194,49 @@ class JoinedRows:
         return f"{part.files[0].name}, {part.place(inner)}"
 
 
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
 # Opening
 
 
+def on_disk(name: str) -> bool:
+    path = Path(name).expanduser()
+    return is_file(path) or is_directory(path)
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name is that of a file or folder, there or not. Else it is one on the hub: `name` or `owner/name`."""
+    path = Path(name).expanduser()
+    written = path.is_absolute() or name.startswith(("~", "./", "../")) or name.count("/") > 1
+    return written or kind_of(path) is not None or on_disk(name)
+
+
 def open_rows(name: str, split: str) -> Rows:
+    """Of a file, a folder, or a dataset on the hub."""
+    if looks_local(name):
+        return open_local(name, split)
+    from opd.data.folders import open_hub
+
+    return open_hub(name, split)
+
+
+def open_local(name: str, split: str) -> Rows:
     path = Path(name).expanduser()
     if is_directory(path):
         from opd.data.folders import open_folder
 
         return open_folder(path, split)
-    kind = kind_of(path)
-    if is_file(path):
-        if kind is None:
-            raise DataError(
-                f"prompts {name!r}: files of this kind cannot be read. Known: {', '.join(READERS)}, and .gz of text."
-            )
-        if split != "train":
-            raise DataError(f"prompts {name!r}: a file has no split {split!r}; splits are for datasets and folders.")
-        return open_file(path)
-    if kind is not None or path.is_absolute() or name.startswith(("~", "./", "../")) or name.count("/") > 1:
+    if not is_file(path):
         raise DataError(f"prompts {name!r}: no such file.")
-    from opd.data.folders import open_hub
-
-    return open_hub(name, split)
+    if kind_of(path) is None:
+        raise DataError(
+            f"prompts {name!r}: files of this kind cannot be read. Known: {', '.join(READERS)}, and .gz of text."
+        )
+    if split != "train":
+        raise DataError(f"prompts {name!r}: a file has no split {split!r}; splits are for datasets and folders.")
+    return open_file(path)
 
 
 def local_files(name: str) -> list[Path]:
@@ -280,11 +301,24 @@ def _json(path: Path) -> Rows:
         head = file.read(1)
         while head and head.isspace():
             head = file.read(1)
-        if head != b"[":
-            return _lines(path)
         file.seek(start)
-        values = json_value(text_of(file.read()))
-    return ListRows(path, values)
+        if head == b"[":
+            return ListRows(json_value(text_of(file.read())), path)
+        _require_rows(file)
+    return _lines(path)
+
+
+def _require_rows(file: BinaryIO) -> None:
+    """One object that holds the rows under a key is not one row a line."""
+    line = file.readline()
+    rest = file.read() if line.strip() == b"{" else file.read(1)  # an object written over several lines
+    try:
+        first = json_row(line + rest)
+    except BadRow:
+        return  # one row a line, or told when it is read
+    inner = [key for key, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if inner and not {"prompt", "messages"} & first.keys():
+        raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row a line")
 
 
 def _csv(path: Path, delimiter: str) -> TextRows:

@@ -11,19 +11,23 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.config import PromptSource
 from opd.data.render import render_prompts
-from opd.data.sources import PROGRESS, SHOWN, BadRows, RowSource, Source, Told, refusal, silent
+from opd.data.source import BadRows, PromptSource, Source, Told, silent
 from opd.errors import DataError, RunDirectoryError
 from opd.files import cache_directory, content_hash, read_sealed, write_sealed
 
+if TYPE_CHECKING:
+    from opd.data.row_source import RowSource
+
+SHOWN = 5  # bad rows that a message names
+PROGRESS = 5000  # rows between two signs of life
 PROBE = 256  # prompts looked at of a source without end
 SLACK = 1.25  # room for the later prompts of such a source, beyond the longest of those
 BATCH = 512
@@ -46,6 +50,28 @@ class Scanned:
         return max(longest, min(limit, max_prompt_tokens or int(longest * SLACK) + 8)) if self.open_ended else longest
 
 
+@dataclass(frozen=True)
+class Scan:
+    """How the sources of a stage are looked at: what a source is given for it."""
+
+    tokenizer: Any
+    limit: int  # the most tokens a prompt may have
+    why: str  # it is that many
+    completions: bool = False  # every row needs one
+    bad_rows: BadRows = "stop"
+    told: Told = silent
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """What one source holds."""
+
+    lengths: np.ndarray  # of the prompts that are used
+    unusable: np.ndarray | None = None  # which training rows are skipped; None: it has no end
+    note: str = ""
+
+
 def scan(
     sources: Sequence[Source],
     specs: Sequence[PromptSource],
@@ -58,45 +84,69 @@ def scan(
     told: Told = silent,
 ) -> Scanned:
     """`limit` is the most tokens a prompt may have, for the reason `why`; `completions`: every row needs one."""
-    longest, means, notes = 0, [], []
-    unusable: list[np.ndarray | None] = []
-    for source, spec in zip(sources, specs, strict=True):
-        if isinstance(source, RowSource):
-            lengths, reasons = row_lengths(source, spec, tokenizer, told)
-            bad = _judge(source, lengths, reasons, limit, why, completions)
-            skipped = int(bad.sum())
-            if skipped and (bad_rows == "stop" or skipped == len(bad)):
-                raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
-            if skipped:
-                first = "; ".join(list(reasons.values())[:SHOWN] or source.survey.reasons)
-                notes.append(f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})")
-            unusable.append(bad)
-            lengths = lengths[~bad]
-        else:
-            lengths = _probe(source, spec, tokenizer, limit, why)
-            unusable.append(None)
-        longest = max(longest, int(lengths.max()))
-        means.append(float(lengths.mean()))
-    shares = np.asarray([spec.share for spec in specs])
-    open_ended = any(source.size is None for source in sources) or prints_the_date(tokenizer)
-    return Scanned(longest, open_ended, float(np.average(means, weights=shares)), tuple(unusable), tuple(notes))
+    found = [
+        source.scan(Scan(tokenizer, limit, why, completions, bad_rows, told, spec.chat_template_kwargs))
+        for source, spec in zip(sources, specs, strict=True)
+    ]
+    return Scanned(
+        longest=max(int(one.lengths.max()) for one in found),
+        open_ended=any(source.size is None for source in sources) or prints_the_date(tokenizer),
+        mean=float(np.average([one.lengths.mean() for one in found], weights=[spec.share for spec in specs])),
+        unusable=tuple(one.unusable for one in found),
+        notes=tuple(one.note for one in found if one.note),
+    )
+
+
+def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
+    """Every row is rendered and counted."""
+    lengths, reasons = row_lengths(source, scan)
+    bad = _unusable(source, lengths, reasons, scan)
+    skipped = int(bad.sum())
+    if skipped and (scan.bad_rows == "stop" or skipped == len(bad)):
+        raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
+    first = "; ".join(list(reasons.values())[:SHOWN] or source.survey.reasons)
+    note = f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})" if skipped else ""
+    return ScannedSource(lengths[~bad], bad, note)
+
+
+def scan_endless(source: Source, scan: Scan) -> ScannedSource:
+    """The first prompts stand for the rest."""
+    prompts = [source.train(index) for index in range(PROBE)]
+    found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs)
+    for ids in found:
+        if isinstance(ids, DataError):
+            raise ids
+    lengths = np.asarray([len(ids) for ids in found if not isinstance(ids, DataError)])
+    if lengths.min() > scan.limit:
+        raise DataError(
+            f"prompts {source.name!r}: the shortest of {PROBE} prompts has {lengths.min():,} tokens, and at most "
+            f"{max(scan.limit, 0):,} fit ({scan.why})."
+        )
+    return ScannedSource(lengths[lengths <= scan.limit])
+
+
+def refusal(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
+    """The first few by line and reason, and how many there are."""
+    more = [f"… and {bad - len(reasons):,} more"] if bad > len(reasons) else []
+    remedy = "" if bad == count else " Mend them, or leave them out: `data: {bad_rows: skip}`."
+    return DataError(
+        f"prompts {name!r}: {bad:,} of {count:,} rows cannot be used.{remedy}\n  " + "\n  ".join([*reasons, *more])
+    )
 
 
 def prints_the_date(tokenizer: Any) -> bool:
     return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
-def _judge(
-    source: RowSource, lengths: np.ndarray, reasons: dict[int, str], limit: int, why: str, completions: bool
-) -> np.ndarray:
+def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], scan: Scan) -> np.ndarray:
     """Which training rows cannot be used. `reasons` gets the first few; those of malformed rows the survey has."""
-    bad = lengths < 0
+    limit, bad = scan.limit, lengths < 0
     for index in np.flatnonzero(lengths > limit)[:SHOWN]:
         reasons[int(index)] = (
-            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit ({why})"
+            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit ({scan.why})"
         )
     bad |= lengths > limit
-    if completions:
+    if scan.completions:
         missing = ~source.survey.complete[: source.size] & ~bad
         for index in np.flatnonzero(missing)[:SHOWN]:
             reasons[int(index)] = f"{source.place(int(index))}: no `completion`, which rollout.data_share needs"
@@ -104,25 +154,9 @@ def _judge(
     return bad
 
 
-def _probe(source: Source, spec: PromptSource, tokenizer: Any, limit: int, why: str) -> np.ndarray:
-    prompts = [source.train(index) for index in range(PROBE)]
-    found = render_prompts(prompts, tokenizer, spec.chat_template_kwargs)
-    for ids in found:
-        if isinstance(ids, DataError):
-            raise ids
-    lengths = np.asarray([len(ids) for ids in found if not isinstance(ids, DataError)])
-    if lengths.min() > limit:
-        raise DataError(
-            f"prompts {source.name!r}: the shortest of {PROBE} prompts has {lengths.min():,} tokens, and at most {max(limit, 0):,} fit ({why})."
-        )
-    return lengths[lengths <= limit]
-
-
-def row_lengths(
-    source: RowSource, spec: PromptSource, tokenizer: Any, told: Told = silent
-) -> tuple[np.ndarray, dict[int, str]]:
+def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, str]]:
     """Tokens of every training row, -1 where it cannot be used; and why not, for the first that cannot be rendered."""
-    place = _cache_file(source, spec, tokenizer)
+    place = _cache_file(source, scan.tokenizer)
     known = _remembered(place, source.size or 0) if place is not None else None
     if known is not None:
         return known
@@ -130,7 +164,7 @@ def row_lengths(
     reasons: dict[int, str] = {}
     usable, done = source.usable(), 0
     while batch := list(islice(usable, BATCH)):
-        found = render_prompts([source.train(index) for index in batch], tokenizer, spec.chat_template_kwargs)
+        found = render_prompts([source.train(index) for index in batch], scan.tokenizer, scan.template_kwargs)
         for index, ids in zip(batch, found, strict=True):
             if not isinstance(ids, DataError):
                 lengths[index] = len(ids)
@@ -138,7 +172,7 @@ def row_lengths(
                 reasons[index] = f"{source.place(index)}: {ids}"
         done += len(batch)
         if done % PROGRESS < BATCH:
-            told(source.name, done, len(lengths))
+            scan.told(source.name, done, len(lengths))
     if place is not None:
         _remember(place, lengths, reasons)
     return lengths, reasons
@@ -147,17 +181,17 @@ def row_lengths(
 # The cache
 
 
-def _cache_file(source: RowSource, spec: PromptSource, tokenizer: Any) -> Path | None:
+def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
     """Named after everything that lengths depend on; None where that cannot be told."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
         return None
-    contents = [source.fingerprint, *(content_hash(path) for path in source.files())]
+    fingerprint, files = source.contents
     facts = [
         FORMAT,
-        contents,
-        spec.model_dump(mode="json", exclude={"share"}),
+        [fingerprint, *(content_hash(path) for path in files)],
+        source.spec.model_dump(mode="json", exclude={"share"}),
         source.size,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.eos_token_id,

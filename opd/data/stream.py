@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.data.sources import Source
+from opd.data.source import Source
 from opd.errors import DataError
 from opd.types import Prompt
 

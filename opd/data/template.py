@@ -11,12 +11,30 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from opd.config.stage import RESERVED_KWARGS
 from opd.errors import DataError, ModelError
 
 STEPS = 2_000_000  # lines and calls that one rendering may take, a hundred times what real templates need
 SECONDS = 5.0  # of this thread's processor time, for lines that are long
 CHARACTERS = 20_000_000
+
+# What rendering a chat template is given by us, or would do with text that is still to be encoded.
+RESERVED_KWARGS = frozenset(
+    [
+        "conversation",
+        "messages",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
 
 
 class _OutOfSteps(Exception):

@@ -53,6 +53,7 @@ def _convert(file: Path, target: Path) -> None:
     _forget_quantisation(module)
     module.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    tokenizer.clean_up_tokenization_spaces = False  # decoding would say that it ignores it
     tokenizer.save_pretrained(target)
 
 

@@ -200,7 +200,7 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, layer in adapted_layers(module):
             base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-            merged[name] = base + layer.get_delta_weight(ADAPTER).to(base.dtype)
+            merged[name] = (base + layer.get_delta_weight(ADAPTER)).to(base.dtype)
     return merged
 
 

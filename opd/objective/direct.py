@@ -80,10 +80,10 @@ class Direct(CorrectedTerm):
     def _note(self, micro: MicroBatch, rows: np.ndarray, statistics: RowStatistics) -> None:
         assert statistics.reverse_kl is not None
         assert statistics.logprob is not None
-        micro.statistics.reverse_kl[rows] = statistics.reverse_kl.cpu().numpy()
-        micro.statistics.entropy[rows] = statistics.entropy.cpu().numpy()
+        micro.note("reverse_kl", rows, statistics.reverse_kl)
+        micro.note("entropy", rows, statistics.entropy)
         if self.correction is None:
-            micro.note_mismatch(rows, statistics.logprob.cpu().numpy())
+            micro.note_mismatch(rows, statistics.logprob)
 
     def _corrected(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> np.ndarray:
         """A direct loss at t depends on the tokens before t alone, so their ratios, truncated, are its correction."""

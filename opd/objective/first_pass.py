@@ -19,6 +19,7 @@ from torch import Tensor
 
 from opd.divergences import Projection, statistics, token_logprobs
 from opd.divergences.projection import MergeGroups, log_probs
+from opd.divergences.upload import upload
 from opd.objective.batch import ByRollout, TrainingBatch
 from opd.objective.micro import TeacherHead, autocast_head, teacher_projections, token_ids
 
@@ -62,8 +63,8 @@ def _compare(
     columns = {name: torch.full((count,), float("nan")) for name in names}
     ranks = {int(need[2]): torch.zeros(count) for need in needs if need[:2] == ("accepted", role)}
     everything = np.ones(count, dtype=bool)
-    for rows, teacher in teacher_projections(pack, batch.signals[role, "hidden"], teachers, everything, device):
-        student = projection.rows(torch.from_numpy(rows).to(device))
+    for rows, teacher in teacher_projections(pack, batch.signals[role, "hidden"], teachers, everything, projection):
+        student = projection.rows(upload(rows, device))
         if ("comparison", role) in needs:
             values = statistics(student, teacher, merge=merge)
             for name in names:

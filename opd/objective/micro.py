@@ -5,7 +5,7 @@ Axis legend: N = response tokens of the micro-batch, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class TeacherHead(Protocol):
     """Turns a teacher's hidden states into its distribution."""
 
+    name: str
+
     def project(self, hidden: Tensor) -> Projection: ...
 
 
@@ -33,7 +35,8 @@ class TeacherHead(Protocol):
 class TokenStatistics:
     """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed.
 
-    Untempered, whatever temperature a divergence has: runs are compared by them.
+    Untempered, whatever temperature a divergence has: runs are compared by them. What is computed on a device is written
+    here by `settle`, once per update: reading it at once would let the device run dry between micro-batches.
     """
 
     loss: dict[str, float] = field(default_factory=dict)
@@ -41,6 +44,19 @@ class TokenStatistics:
     entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
     mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log trainer - log sampler| of student tokens
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens: (clipped or masked, all)
+    _unread: list[Callable[[], None]] = field(default_factory=list)
+
+    def later(self, read: Callable[[], None]) -> None:
+        """Read from the device when `settle` is called, in the order of these calls."""
+        self._unread.append(read)
+
+    def settle(self, moved: bool = False) -> None:
+        """`moved`: the policy has been updated since the batch was drawn, so what differs from the sampler now is that."""
+        for read in self._unread:
+            read()
+        self._unread.clear()
+        if moved:
+            self.mismatch[:] = np.nan
 
     @classmethod
     def empty(cls, count: int) -> TokenStatistics:
@@ -87,7 +103,9 @@ class MicroBatch:
 
     def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection]]:
         """(rows, the teacher's projection of them), teacher after teacher; rows that are not open are left out."""
-        return teacher_projections(self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.device)
+        return teacher_projections(
+            self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
+        )
 
     # Log-probs of the sampled tokens, by policy
 
@@ -130,22 +148,45 @@ class MicroBatch:
         """log rho, trainer over sampler, of the student's tokens; 0 where somebody else wrote them. Noted as mismatch."""
         gap = self.proximal(rows, current) - self.sampler(rows)
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
-        self.statistics.mismatch[rows] = np.where(theirs, np.nan, gap.abs().cpu().numpy())
+        noted = gap.detach().abs()
+        self.statistics.later(
+            lambda: _put(self.statistics.mismatch, rows, np.where(theirs, np.nan, noted.cpu().numpy()))
+        )
         return gap.masked_fill(self.tensor(theirs), 0.0)
 
-    def note_mismatch(self, rows: np.ndarray, logprobs: np.ndarray) -> None:
+    def note_mismatch(self, rows: np.ndarray, logprobs: Tensor) -> None:
         """|log trainer - log sampler| of the policy itself, of the student's tokens."""
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
-        self.statistics.mismatch[rows] = np.abs(logprobs - sampler)
+        found = logprobs.detach()
+        self.statistics.later(lambda: _put(self.statistics.mismatch, rows, np.abs(found.cpu().numpy() - sampler)))
 
-    def estimate(self, rows: np.ndarray, values: np.ndarray) -> None:
+    def note(self, name: str, rows: np.ndarray, values: Tensor) -> None:
+        """Per-token statistics: `reverse_kl`, `entropy`."""
+        found = values.detach()
+        self.statistics.later(lambda: _put(getattr(self.statistics, name), rows, found.cpu().numpy()))
+
+    def note_loss(self, name: str, loss: Tensor) -> None:
+        found = loss.detach()
+        self.statistics.later(lambda: self.statistics.loss.update({name: float(found)}))
+
+    def estimate(self, rows: np.ndarray, values: np.ndarray | Tensor) -> None:
         """Reverse KL by one sample, where no term has computed it exactly."""
-        known = self.statistics.reverse_kl[rows]
-        self.statistics.reverse_kl[rows] = np.where(np.isnan(known), values, known)
+
+        def read() -> None:
+            known = self.statistics.reverse_kl[rows]
+            found = values.cpu().numpy() if isinstance(values, Tensor) else values
+            self.statistics.reverse_kl[rows] = np.where(np.isnan(known), found, known)
+
+        self.statistics.later(read)
 
     def count(self, name: str, touched: Tensor) -> None:
-        self.statistics.counts[name] = (int(touched.sum()), touched.numel())
+        number, every = touched.sum(), touched.numel()
+        self.statistics.later(lambda: self.statistics.counts.update({name: (int(number), every)}))
+
+
+def _put(into: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    into[rows] = values
 
 
 def autocast_head(projection: Projection) -> Projection:
@@ -156,7 +197,13 @@ def autocast_head(projection: Projection) -> Projection:
     device = projection.hidden.device.type
     if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
         return projection
-    dtype = torch.get_autocast_dtype(device)
+    return in_half(projection, torch.get_autocast_dtype(device))
+
+
+def in_half(projection: Projection, dtype: torch.dtype) -> Projection:
+    """With operands of a half precision; where the student computes in fp32 or fp64, the projection as it is."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return projection
     return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
 
 
@@ -165,9 +212,13 @@ def token_ids(pack: Pack, device: torch.device) -> Tensor:
 
 
 def teacher_projections(
-    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, device: torch.device
+    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, student: Projection
 ) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
-    """Micro-batches are ordered by teacher, so mostly there is one. Rows about which nothing was said are left out."""
+    """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's.
+
+    Rows about which nothing was said are left out.
+    """
+    device = student.hidden.device
     known = [signals[rollout.id] for rollout in pack.rollouts]
     owner = np.repeat([signal.teacher if signal.mask.any() else "" for signal in known], pack.response_lengths)
     open_N = open_N & np.concatenate([signal.mask for signal in known])
@@ -179,4 +230,4 @@ def teacher_projections(
         chosen = open_N[owner == name]
         if not chosen.all():
             hidden = hidden[upload(np.flatnonzero(chosen), device)]
-        yield rows, autocast_head(teachers[name].project(hidden))
+        yield rows, in_half(teachers[name].project(hidden), student.hidden.dtype)

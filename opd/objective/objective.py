@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from opd.objective.batch import TrainingBatch
 from opd.objective.first_pass import take_first_pass
 from opd.objective.micro import MicroBatch, TeacherHead, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
-from opd.objective.term import Term
-from opd.settings import Needs
+from opd.objective.term import AnyTerm, Term
+from opd.settings import Needs, by_hand
 from opd.types import Rollout, SignalKind
 
 if TYPE_CHECKING:
-    from opd.config import Rollouts, Train
+    from opd.config import Train
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
 
@@ -45,19 +45,45 @@ class PreparedBatch:
         return {name: value for term in self.terms for name, value in term.metrics.items()}
 
 
+class Drawing(Protocol):
+    """How rollouts are drawn, as far as an objective has to know: a recipe's `rollout`, or an `opd.Sampler`."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def teacher_mix(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class PlainDrawing:
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    teacher_mix: float = 0.0
+
+
 class Objective:
-    """`rollout` and `train` say how the batches are drawn and how often each is used; `stop_ids` are one event."""
+    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are one event.
+
+    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without `stop_ids` it
+    takes the student's.
+    """
 
     def __init__(
         self,
-        terms: Sequence[Term],
-        teachers: Mapping[str, TeacherHead],
-        rollout: Rollouts,
-        stop_ids: tuple[int, ...],
+        terms: Term | Mapping[str, Any] | Sequence[Term | Mapping[str, Any]],
+        teachers: TeacherHead | Mapping[str, TeacherHead] | None = None,
+        drawing: Drawing | None = None,
+        stop_ids: tuple[int, ...] | None = None,
         train: Train | None = None,
         seed: int = 0,
     ) -> None:
-        self.terms, self._teachers, self._rollout, self._merge = terms, teachers, rollout, (stop_ids,)
+        listed = [terms] if isinstance(terms, (Term, Mapping)) else terms
+        self.terms: list[Term] = by_hand("objective", list[AnyTerm], listed)
+        teachers = teachers if teachers is not None else {}
+        self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
+        self._drawing, self._stop_ids = drawing or PlainDrawing(), stop_ids
         self._updates, self._seed = train.epochs * train.minibatches if train is not None else 1, seed
         self.plateau: int | None = None  # the step after which evaluation stopped improving
 
@@ -82,27 +108,30 @@ class Objective:
         """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
         asked = self._needs(step).student
         if asked:
-            packs = cut(batch.rollouts)
-            take_first_pass(student, packs, batch, asked, self._teachers, self._merge, self._rollout.temperature)
+            packs, merge = cut(batch.rollouts), self._merge(student)
+            take_first_pass(student, packs, batch, asked, self.teachers, merge, self._drawing.temperature)
         terms = [
-            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self._rollout.max_new_tokens, self._seed)
+            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self._drawing.max_new_tokens, self._seed)
             for index, term, coefficient in self.active(step)
         ]
         return PreparedBatch(batch, terms)
+
+    def _merge(self, student: LanguageModel) -> tuple[tuple[int, ...], ...]:
+        return (student.stop_ids if self._stop_ids is None else self._stop_ids,)
 
     def __call__(
         self, student: LanguageModel, pack: Pack, prepared: PreparedBatch, weights: TokenWeights
     ) -> tuple[Tensor, TokenStatistics]:
         projection = autocast_head(student.predict(pack))
         micro = MicroBatch(
-            pack, projection, prepared.batch, self._teachers, self._merge,
-            self._rollout.temperature, self._rollout.teacher_mix, TokenStatistics.empty(projection.count),
+            pack, projection, prepared.batch, self.teachers, self._merge(student),
+            self._drawing.temperature, self._drawing.teacher_mix, TokenStatistics.empty(projection.count),
         )  # fmt: skip
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])
             if weight_N.any():  # tokens a term leaves alone cost nothing
                 loss = term.term.loss(term, micro, weight_N)
-                micro.statistics.loss[term.name] = float(loss.detach())
+                micro.note_loss(term.name, loss)
                 total = total + loss
         return total, micro.statistics

@@ -14,7 +14,6 @@ import numpy as np
 from opd.objective.batch import ByRollout, TrainingBatch
 from opd.objective.gates import GateView
 from opd.objective.term import Term
-from opd.objective.weights import token_weights
 from opd.types import Author, Rollout
 
 
@@ -35,12 +34,7 @@ class PreparedTerm:
 
     def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         """Of every token of an update's rollouts. They are its loss's only denominators."""
-        masks, groups = [self.counted[rollout.id] for rollout in rollouts], [rollout.group for rollout in rollouts]
-        weights = token_weights(masks, groups, self.term.aggregate, self.term.denominator)
-        return {
-            rollout.id: (weight * self.factor[rollout.id] * self.coefficient).astype(np.float32)
-            for rollout, weight in zip(rollouts, weights, strict=True)
-        }
+        return self.term.weights(self, rollouts)
 
 
 def prepare_term(

@@ -55,7 +55,7 @@ class K2(CorrectedTerm):
         teacher = micro.tensor(micro.teacher_logprobs(self.role, rows)).float()
         policy = micro.policy(rows)
         trained = micro.tensor(weight_N[rows] != 0)
-        micro.estimate(rows, (policy.detach() - teacher).cpu().numpy())
+        micro.estimate(rows, policy.detach() - teacher)
         losses, log_ratio = k2(policy, torch.where(trained, teacher, policy.detach())), micro.log_ratio(rows, policy)
         if self.correction is not None:
             weight, bites = self.correction.apply(log_ratio, micro.segment(rows))

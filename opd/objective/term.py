@@ -4,29 +4,32 @@ direct            divergence to the teacher, at every token of the chosen author
 policy_gradient   sampled token: an advantage (teacher log-ratio, outcome, both) times a surrogate's ratio
 k2                sampled token: half the squared log-ratio to the teacher, differentiated directly
 cross_entropy     negative log-likelihood of data, teacher, or chosen student tokens
+pairwise          a preference between two answers to the same prompt, the better-rewarded and the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from opd.objective.corrections import AnyCorrection
 from opd.objective.gates import AnyGate
 from opd.objective.schedule import Schedule
+from opd.objective.weights import token_weights
 from opd.settings import Choice, Family, Needs, OneOrMany, Short, StageView, changed
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from opd.config import Rollouts
     from opd.objective.batch import TrainingBatch
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
+    from opd.types import Rollout
 
 AuthorName = Literal["student", "teacher", "data"]
 
@@ -123,6 +126,15 @@ class Term(Choice):
     def prepare(self, prepared: PreparedTerm) -> Any:
         """What has to see the whole batch before it is cut up; kept as `prepared.state`."""
         return None
+
+    def weights(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+        """Of every token of an update's rollouts, by rollout id: `weight_N` of the loss, and its only denominators."""
+        masks, groups = [prepared.counted[rollout.id] for rollout in rollouts], [rollout.group for rollout in rollouts]
+        weights = token_weights(masks, groups, self.aggregate, self.denominator)
+        return {
+            rollout.id: (weight * prepared.factor[rollout.id] * prepared.coefficient).astype(np.float32)
+            for rollout, weight in zip(rollouts, weights, strict=True)
+        }
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         """Of one micro-batch, in which no group or pair is split: the sum over tokens of weight times loss."""

@@ -7,6 +7,7 @@ processes only have to all-reduce them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -40,3 +41,23 @@ def token_weights(
     else:
         per_token = np.full(len(masks), 1.0 / denominator)
     return [(mask * weight).astype(np.float32) for mask, weight in zip(masks, per_token, strict=True)]
+
+
+def pair_weights(
+    groups: Sequence[str], aggregate: Literal["pair_mean", "prompt_mean", "constant"], denominator: float = 1.0
+) -> list[float]:
+    """Weight of every pair of answers; `groups` names each pair's prompt.
+
+    pair_mean       every pair counts alike
+    prompt_mean     every prompt counts alike, pairs alike within it
+    constant        the sum over pairs, divided by a constant
+
+    >>> pair_weights(["a", "b", "b"], "prompt_mean")
+    [0.5, 0.25, 0.25]
+    """
+    if aggregate == "constant":
+        return [1.0 / denominator] * len(groups)
+    if aggregate == "pair_mean":
+        return [1.0 / len(groups) for _ in groups]
+    counts = Counter(groups)
+    return [1.0 / len(counts) / counts[group] for group in groups]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import RewardSpec
-from opd.data.sources import GYM, TASK
+from opd.data.generators import GYM, TASK
 from opd.data.tasks import get_task
 from opd.rewards import answers
 from opd.rewards.code import code

@@ -14,7 +14,7 @@ import torch
 
 from opd.config import Stage
 from opd.data.render import render_prompt
-from opd.data.sources import Source, Told, silent
+from opd.data.source import Source, Told, silent
 from opd.errors import DataError, RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of

@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import PromptSource, SamplerSpec
+from opd.config import SamplerSpec
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
 from opd.config.rewards import Rewards, read_rewards
-from opd.data.sources import Split, open_sources
+from opd.data.source import Split, prompt_source
+from opd.data.sources import open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Question, Score, evaluate
 from opd.models import load_model
@@ -58,9 +59,9 @@ def evaluate_model(
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     if temperature is not None and not k:
         raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
-    specs = [_source(source) for source in sources]
+    specs = [prompt_source(source) for source in sources]
     judged = parse_rewards(rewards)
-    opened = open_sources(specs, judged=bool(judged.domains))
+    opened = open_sources(specs, rewarded=bool(judged.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
     judge = check_rewards(judged, examples)
     chosen = [split or ("heldout" if source.size is None else "all") for source in opened]
@@ -130,13 +131,6 @@ def parse_rewards(text: str | None) -> Rewards:
         return Rewards.model_validate(read_rewards(raw["rewards"]))
     except ValidationError as error:
         raise RecipeError(f"--rewards: {_first(error)}") from None
-
-
-def _source(name: str) -> PromptSource:
-    try:
-        return PromptSource(source=name)
-    except ValidationError as error:
-        raise RecipeError(f"--prompts: {_first(error)}") from None
 
 
 def _first(error: ValidationError) -> str:

@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from opd.config import STAGE_PREFIX, PromptSource, Stage
-from opd.data.generators import GYM, TASK
-from opd.data.rows import local_files, open_rows
+from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.adapters import smol_models
@@ -50,7 +48,7 @@ def inputs_of(
                 require_hub(model, location)
                 here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
         for source in stage.prompts:
-            if (fingerprint := _fingerprint(source)) is not None:
+            if (fingerprint := source.fingerprint()) is not None:
                 here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
     return found
 
@@ -62,7 +60,11 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         for name, facts in recorded.items()
         if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
     ]
-    changed += [f"{name} ({facts['for']}) was not there then" for name, facts in now.items() if name not in recorded]
+    changed += [
+        f"{name} ({facts['for']}) was not there then"
+        for name, facts in now.items()
+        if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
+    ]
     if changed:
         raise RunDirectoryError(
             f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
@@ -105,7 +107,7 @@ def _inside(name: str, directory: Path | None) -> str:
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
     """(file, its name in the record, what it is for)."""
     for source in stage.prompts:
-        for path in _prompt_files(source):
+        for path in source.files():
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
@@ -123,18 +125,6 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
         (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
     ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
-
-
-def _prompt_files(source: PromptSource) -> list[Path]:
-    names = [name for name in (source.source, source.eval_source) if name and not name.startswith((TASK, GYM))]
-    return [path for name in names for path in local_files(name)]
-
-
-def _fingerprint(source: PromptSource) -> str | None:
-    """Of a dataset that is neither generated nor a file here."""
-    if source.source.startswith((TASK, GYM)) or Path(source.source).is_absolute() or _prompt_files(source):
-        return None
-    return open_rows(source.source, source.split).fingerprint
 
 
 def _model_files(name: str) -> Iterator[tuple[Path, str]]:

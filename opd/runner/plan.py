@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.stage import WEIGHTS
 from opd.models import lora_parameter_count, parameter_count
 from opd.runner.checks import check_stage
 from opd.text import plain
@@ -20,6 +21,7 @@ class Plan:
 
     stage: str
     device: str
+    precision: str
     student: str
     parameters: int
     trained: int
@@ -35,7 +37,7 @@ class Plan:
         size = sum(self.memory.values())
         parts = ", ".join(f"{name} {_size(value)}" for name, value in self.memory.items())
         return [
-            f"stage {self.stage} on {self.device}",
+            f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
             *(
@@ -78,9 +80,10 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
-        stage=stage.name, device=str(checked.device), student=stage.student.model, parameters=student, trained=trained,
+        stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts, memory=_memory(stage, config, student, trained, _held(stage, resolve), longest),
+        rollouts_per_step=rollouts,
+        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, resolve), longest),
     )  # fmt: skip
 
 
@@ -90,12 +93,17 @@ def _held(stage: Stage, resolve: Callable[[str], str]) -> int:
     return sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype] for ref in models)
 
 
-def _memory(stage: Stage, config: Any, student: int, trained: int, teachers: int, longest: int) -> dict[str, int]:
+def _memory(
+    stage: Stage, device: str, config: Any, student: int, trained: int, teachers: int, longest: int
+) -> dict[str, int]:
     """Rough sizes of what is alive at once. Activations: about 34 widths per layer and token, 2 with checkpointing."""
     width, layers, vocabulary = (
         int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
-    each = BYTES[stage.student.dtype]
+    precision = stage.train.precision_on(device)
+    own = WEIGHTS[precision]
+    each, half = BYTES[own], precision != "float32"
+    kept = 4 if half and stage.student.lora is None and precision == "mixed" else 0  # a master for every weight
     step = stage.rollout.prompts * stage.rollout.samples * longest
     tokens = max(min(stage.train.micro_tokens, step), longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
@@ -105,17 +113,13 @@ def _memory(stage: Stage, config: Any, student: int, trained: int, teachers: int
     heads = int(getattr(config, "num_key_value_heads", None) or queries)
     head = int(getattr(config, "head_dim", None) or width // queries)
     slots = stage.sampler.slots or 64
-    sampler = BYTES[stage.sampler.dtype or stage.student.dtype]
-    merged = (
-        student * sampler
-        if stage.student.lora is not None or stage.sampler.dtype not in (None, stage.student.dtype)
-        else 0
-    )
+    sampler = BYTES[stage.sampler.dtype or own]
+    merged = student * sampler if stage.student.lora is not None or stage.sampler.dtype not in (None, own) else 0
     return {
         "weights": student * each,
-        "gradients and AdamW": trained * (each + 8),
+        "gradients and AdamW": trained * ((each if precision == "bfloat16" else 4) + kept + 8),
         "teachers": teachers,
-        "activations": tokens * width * layers * per_layer * (2 if stage.train.autocast else each)
+        "activations": tokens * width * layers * per_layer * (2 if half else 4)
         + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
     }

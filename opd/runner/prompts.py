@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from opd.config import PromptSource, Stage
+from opd.config import Stage
 from opd.data.render import render_prompt
 from opd.data.scan import Scanned, scan
-from opd.data.sources import BadRows, Source, Told, open_sources, silent
+from opd.data.source import BadRows, PromptSource, Source, Told, silent
+from opd.data.sources import open_sources
 from opd.errors import DataError
 from opd.evaluation import Question
 from opd.runner.results import watched_domains
@@ -34,7 +35,7 @@ class Looked:
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
     judged = any(reward.kind != "verifier" for rewards in spec.rewards.domains.values() for reward in rewards)
-    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, judged=judged, told=told)
+    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, rewarded=judged, told=told)
 
 
 def look_at_prompts(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
+from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
@@ -29,7 +30,7 @@ from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group
 from opd.text import inline_code, plain
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling, TokenSampler
 
@@ -57,7 +58,7 @@ class StageRun:
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
-        self.student = load_model(resolve_model(student.model), dtype=student.dtype, revision=student.revision, lora=student.lora,
+        self.student = load_model(resolve_model(student.model), dtype=WEIGHTS[spec.train.precision_on(device)], revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
 
         def load(ref: ModelRef) -> LanguageModel:
@@ -111,7 +112,15 @@ class StageRun:
         for line in self._slower():
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
-        self.optimiser = Optimiser(self.student.trainable(), spec.train)
+        self.trainer = Trainer(
+            self.student,
+            self.objective,
+            spec.train,
+            seed=spec.seed,
+            teacher_of=self.routes.get("teacher", {}),
+            check_stop=self.check_stop,
+        )
+        self.optimiser = self.trainer.optimiser
         self.version = 0
         rollout = spec.rollout
         self.sampling = Sampling(

@@ -19,6 +19,7 @@ from opd.models.language_model import LanguageModel
 from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
+from opd.settings import by_hand
 from opd.types import Prompt, Rollout, SampleRequest, Sampling, TokenSampler
 
 ROOM = 256  # tokens of the shortest sequence there is room for
@@ -45,9 +46,10 @@ class Sampler:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.version = model, 0
+        self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
-        self._seed, self._settings = seed, SamplerSpec.model_validate(settings or {})
+        self._seed, self._settings = seed, by_hand("sampler", SamplerSpec, settings or {})
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
         self._room = 0

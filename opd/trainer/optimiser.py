@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,22 +13,47 @@ from torch import nn
 from opd.config import Train
 from opd.errors import ModelError
 
+MASTER = "master"  # of a checkpoint's tensors: NAME.master beside NAME.exp_avg
+
 
 class Optimiser:
+    """Weights of half precision are computed with, and trained through fp32 masters of theirs.
+
+    Their gradients are taken over as each micro-batch gives them, and added up in fp32. Weights that are fp32 themselves,
+    LoRA's among them, are their own masters. `train.precision: bfloat16` trains half weights as they are.
+    """
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], spec: Train) -> None:
         self._spec, self._parameters = spec, dict(parameters)
-        decayed = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-        others = [parameter for parameter in parameters.values() if parameter.ndim <= 1]  # norms and biases
+        self._masters = {
+            name: parameter
+            if parameter.dtype == torch.float32 or spec.precision == "bfloat16"
+            else nn.Parameter(parameter.detach().float())
+            for name, parameter in parameters.items()
+        }
+        self._halves = {
+            name: parameter for name, parameter in parameters.items() if parameter is not self._masters[name]
+        }
+        for name, parameter in self._halves.items():
+            parameter.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(self._masters[name])))
+        masters = self._masters.values()
+        decayed = [parameter for parameter in masters if parameter.ndim > 1]
+        others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.updates = 0  # applied so far
+        self._fused = all(parameter.is_cuda for parameter in masters)
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps
+            [group for group in groups if group["params"]],
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            fused=self._fused,
         )
 
     def clip(self) -> float:
         """The gradient norm, after which gradients are at most `clip` long."""
         limit = math.inf if self._spec.clip is None else self._spec.clip
-        return float(nn.utils.clip_grad_norm_(list(self._parameters.values()), limit))
+        return float(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
 
     def step(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 1); returns the learning rate used."""
@@ -34,19 +61,26 @@ class Optimiser:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
+        self._round()
         self.updates += 1
         self.adamw.zero_grad(set_to_none=True)
         return rate
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The weights to compute with, from their masters; in place, so that a sampler goes on sharing them."""
+        if self._halves:
+            torch._foreach_copy_(list(self._halves.values()), [self._masters[name] for name in self._halves])
 
     def discard(self) -> None:
         """Forget the gradients of an update that must not be applied."""
         self.adamw.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Moments by parameter name, for a checkpoint."""
-        found = {}
-        for name, parameter in self._parameters.items():
-            for key, value in self.adamw.state.get(parameter, {}).items():
+        """Moments by parameter name, and masters, for a checkpoint."""
+        found = {f"{name}.{MASTER}": self._masters[name].detach() for name in self._halves}
+        for name, master in self._masters.items():
+            for key, value in self.adamw.state.get(master, {}).items():
                 found[f"{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         return found
 
@@ -58,11 +92,29 @@ class Optimiser:
             raise ModelError(
                 f"optimiser state of {unknown[0]!r}, which the student does not train. Is it another model?"
             )
-        for name, (owner, _, key) in keys.items():
-            parameter = self._parameters[owner]
-            device = "cpu" if key == "step" else parameter.device  # where AdamW itself keeps its count
-            self.adamw.state[parameter][key] = tensors[name].to(device, copy=True)
+        with torch.no_grad():
+            for name, half in self._halves.items():  # where the checkpoint has none: saved in another precision
+                self._masters[name].copy_(half)
+            for name, (owner, _, key) in keys.items():
+                master = self._masters[owner]
+                if key == MASTER:
+                    master.copy_(tensors[name])
+                else:
+                    device = (
+                        "cpu" if key == "step" and not self._fused else master.device
+                    )  # where AdamW keeps its count
+                    self.adamw.state[master][key] = tensors[name].to(device, copy=True)
+        self._round()
         self.updates = updates
+
+
+def _take_over(master: weakref.ref[nn.Parameter], half: nn.Parameter) -> None:
+    """The gradient that a weight has just got goes to its master, as long as there is one."""
+    owner, grad = master(), half.grad
+    if owner is None or grad is None:
+        return
+    owner.grad = grad.float() if owner.grad is None else owner.grad.add_(grad)
+    half.grad = None
 
 
 def learning_rate(step: int, spec: Train) -> float:

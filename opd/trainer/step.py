@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from opd.config import Train
@@ -46,10 +45,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     with clock("update"):
         batch = TrainingBatch(rollouts, signals, rewards)
-        result = train_step(
-            run.student, batch, run.objective, run.optimiser, step=step, train=run.spec.train, seed=run.spec.seed,
-            teacher_of=run.routes.get("teacher", {}), check_stop=run.check_stop,
-        )  # fmt: skip
+        result = run.trainer.step(batch, step)
         run.publish(step=step)
 
     rewarding = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
@@ -94,22 +90,22 @@ def train_step(
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
         return micro_batches(rollouts, train.micro_tokens, device, teacher_of)
 
-    with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+    with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
         prepared = objective.prepare(student, batch, step, cut)
     result = StepResult(prepared.metrics)
     for rollouts in updates(batch.rollouts, train, seed, step):
         weights = prepared.weights(rollouts)
         seen: list[tuple[Pack, TokenStatistics]] = []
         for micro in cut(rollouts):
-            with torch.autocast(device.type, torch.bfloat16, enabled=train.autocast):
+            with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
                 loss, statistics = objective(student, micro, prepared, weights)
             if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                 loss.backward()
-            if result.norms:  # the policy has moved: what differs from the sampler now is that
-                statistics.mismatch[:] = np.nan
             seen.append((micro, statistics))
             check_stop()
         norm = optimiser.clip()
+        for _, statistics in seen:  # the device is waited for once per update
+            statistics.settle(moved=bool(result.norms))
         refuse_non_finite(step, seen, norm, optimiser)
         result.rate = optimiser.step(step)
         result.norms.append(norm)
@@ -154,5 +150,5 @@ def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm:
     optimiser.discard()
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "
-        "Lower train.lr, or set train.clip; with bfloat16 weights try float32."
+        "Lower train.lr, or set train.clip; or try train.precision: float32."
     )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from opd.config import PromptSource, Rollouts
+from opd.config import Rollouts
 from opd.data.render import render_prompt
+from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms

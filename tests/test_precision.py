@@ -1,0 +1,204 @@
+"""Mixed precision on the CPU: bf16 weights to compute with, fp32 masters to train, against float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import opd
+from opd.config import Train, load_recipe
+from opd.errors import RecipeError
+from opd.runner.plan import make_plan
+from opd.runner.stage import StageRun
+from opd.store import RolloutStore
+from opd.trainer.optimiser import Optimiser
+from tests.helpers import save_tiny, term, tiny_model
+from tests.test_resume import Crash, strike
+from tests.test_semantics import gradients, sampled_by, some_rollouts
+
+CALM = {"initializer_range": 0.1}  # weights as large as those of trained models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, seed=seed, **CALM) for seed, name in enumerate(("student", "teacher"))}
+
+
+def small(models: dict[str, str], precision: str, **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "student": models["student"],
+        "teachers": {"a": models["teacher"]},
+        "prompts": [{"source": "task:addition", "domain": "a"}],
+        "rollout": {"prompts": 6, "max_new_tokens": 6},
+        "sampler": {"slots": 8},
+        "train": {"steps": 6, "lr": 3e-3, "precision": precision, "micro_tokens": 24},
+        "eval": {"prompts": 0},
+        "checkpoint": {"every": 2, "keep": 9, "resume": "exact"},
+        "device": "cpu",
+    }
+    return base | changes
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen3"])
+def test_gradients_are_within_three_per_cent_of_float32(kind: str) -> None:
+    """Of each matrix, relative to its norm, and five of the norms' few weights; bf16 itself resolves 0.4 % of a number. Micro-batches add up in fp32."""
+    student, teacher = tiny_model(kind, **CALM), tiny_model(kind, 1, **CALM)
+    rollouts = sampled_by(student, some_rollouts())
+    _, exact, _ = gradients(student, {"t": teacher}, [term()], rollouts)
+    student.module.to(torch.bfloat16)
+    optimiser = Optimiser(student.trainable(), Train())
+    gradients(student, {"t": teacher}, [term()], rollouts, budget=16)
+    assert all(parameter.grad is None for parameter in student.module.parameters())
+    for name, master in optimiser._masters.items():
+        assert (master.dtype, master.grad.dtype) == (torch.float32, torch.float32)  # type: ignore[union-attr]
+        bound = 0.03 if master.ndim > 1 else 0.05
+        assert float((master.grad - exact[name]).norm() / exact[name].norm()) < bound, name
+
+
+SAME_TOKENS = {"prompts": 6, "max_new_tokens": 6, "data_share": 1.0}  # else a rounding draws others
+
+
+def test_a_run_follows_float32_and_keeps_its_masters(models: dict[str, str], tmp_path: Path) -> None:
+    found = {
+        precision: opd.run(small(models, precision, rollout=SAME_TOKENS), out=tmp_path / precision)
+        for precision in ("float32", "mixed")
+    }
+    curves = {name: np.array([line["reverse_kl"] for line in run.metrics]) for name, run in found.items()}
+    assert curves["float32"][-1] < 0.9 * curves["float32"][0]
+    np.testing.assert_allclose(curves["mixed"], curves["float32"], rtol=0.03)
+    model, state = (load_file(found["mixed"].model / name) for name in ("model.safetensors", "optimiser.safetensors"))
+    assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
+    for name, tensor in model.items():
+        assert state[f"{name}.master"].dtype == torch.float32
+        assert torch.equal(state[f"{name}.master"].bfloat16(), tensor)
+    exact = load_file(found["float32"].model / "model.safetensors")
+    start = load_file(Path(models["student"]) / "model.safetensors")
+    for name, tensor in exact.items():  # where training went, not only where it began
+        assert float((state[f"{name}.master"] - tensor).norm() / (tensor - start[name]).norm()) < 0.5, name
+
+
+def test_a_mixed_run_goes_on_bit_for_bit(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = opd.run(small(models, "mixed"), out=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        strike(patch, "opd.trainer.step:train_step", 4, Crash)
+        with pytest.raises(Crash):
+            opd.run(small(models, "mixed"), out=tmp_path / "cut")
+    again = opd.resume(tmp_path / "cut")
+    assert [line["loss"] for line in again.metrics] == [line["loss"] for line in whole.metrics]
+    for name in ("model.safetensors", "optimiser.safetensors"):
+        assert (again.model / name).read_bytes() == (whole.model / name).read_bytes()
+
+
+def test_updates_too_small_for_bf16_add_up() -> None:
+    model = tiny_model("llama", **CALM)
+    model.module.to(torch.bfloat16)
+    parameters = model.trainable()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimiser = Optimiser(parameters, Train(lr=1e-5, clip=None))
+    for step in range(1, 101):
+        for parameter in parameters.values():
+            parameter.backward(torch.ones_like(parameter))
+        optimiser.step(step)
+    name = "model.norm.weight"
+    assert float((optimiser._masters[name] - before[name].float()).mean()) == pytest.approx(-1e-3, rel=0.01)
+    assert not torch.equal(parameters["lm_head.weight"], before["lm_head.weight"])
+    assert torch.equal(parameters[name], before[name])  # 1 - 1e-3 is 1 in bf16, still
+
+
+def open_stage(recipe: dict[str, Any], directory: Path) -> StageRun:
+    store = RolloutStore(directory / "rollouts")
+    return StageRun(
+        load_recipe(recipe).stages[0],
+        store,
+        str,
+        check_stop=lambda: None,
+        on_phase=lambda _: None,
+        on_token=lambda: None,
+    )
+
+
+def test_the_sampler_shares_the_weights_it_computes_with(models: dict[str, str], tmp_path: Path) -> None:
+    run = open_stage(small(models, "mixed"), tmp_path)
+    own, theirs = (dict(model.module.named_parameters()) for model in (run.student, run.engine.model))  # type: ignore[attr-defined]
+    for parameter in own.values():
+        parameter.backward(torch.ones_like(parameter))
+    run.optimiser.step(1)
+    assert all(parameter.data_ptr() == theirs[name].data_ptr() for name, parameter in own.items())
+    assert run.student.dtype == torch.bfloat16
+
+
+def test_adapters_are_fp32_over_a_bf16_base(models: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    curves = []
+    for precision in ("float32", "mixed"):
+        student = {"model": models["student"], "lora": {"rank": 4}}
+        train = {"steps": 4, "lr": 2e-2, "precision": precision}
+        changes = {"student": student, "train": train, "rollout": SAME_TOKENS}
+        run = opd.run(small(models, precision, **changes), out=tmp_path / precision)
+        curves.append([line["reverse_kl"] for line in run.metrics])
+    np.testing.assert_allclose(curves[1], curves[0], rtol=0.05)
+    adapter = load_file(run.model / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert not [name for name in load_file(run.model / "optimiser.safetensors") if name.endswith(".master")]
+
+
+def test_a_run_goes_on_in_the_precision_of_its_device(models: dict[str, str], tmp_path: Path) -> None:
+    """What was mixed on a GPU takes its masters for weights where everything is float32."""
+    run = opd.run(small(models, "mixed"), out=tmp_path / "run")
+    state = load_file(run.model / "optimiser.safetensors")
+    model = tiny_model("llama", **CALM)
+    optimiser = Optimiser(model.trainable(), Train())
+    optimiser.restore(state, 6)
+    for name, parameter in model.trainable().items():
+        assert torch.equal(parameter, state[f"{name}.master"])
+
+
+MINIMAL = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "auto"),
+        (["train.autocast=true"], "autocast"),
+        (["student.dtype=float32", "train.autocast=true"], "autocast"),
+        (["student.dtype=bfloat16"], "bfloat16"),
+        (["student.dtype=float32", "train.autocast=false"], "float32"),
+        (["train.autocast=false"], "float32"),
+        (["train.precision=mixed"], "mixed"),
+    ],
+)
+def test_older_keys_mean_what_they_meant(overrides: list[str], expected: str) -> None:
+    assert load_recipe(MINIMAL, overrides).stages[0].train.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.autocast=true", "train.precision=mixed"], "train.precision replaces student.dtype and train.autocast"),
+        (["student.dtype=bfloat16", "train.autocast=true"], "one of mixed and autocast"),
+        (["student.dtype=int8"], "are now train.precision"),
+        (["train.precision=half"], "train.precision"),
+    ],
+)
+def test_older_keys_beside_new_ones_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(MINIMAL, overrides)
+
+
+def test_the_plan_says_the_precision() -> None:
+    train = load_recipe(MINIMAL).stages[0].train
+    assert (train.precision_on("cpu"), train.precision_on("cuda:1")) == ("float32", "mixed")
+    raw = {**MINIMAL, "device": "cpu", "eval": {"prompts": 0}}
+    assert "precision float32" in make_plan(load_recipe(raw))[0].lines()[0]
+    plans = [make_plan(load_recipe(raw, [f"train.precision={name}"]))[0] for name in ("float32", "mixed")]
+    assert plans[1].memory["weights"] * 2 == plans[0].memory["weights"]
+    assert plans[1].memory["gradients and AdamW"] > plans[0].memory["gradients and AdamW"]
