@@ -3,15 +3,15 @@
 import torch
 
 import opd
-from opd.config import SamplerSpec
 from opd.divergences import divergence
 from opd.sampling.collect import collect, make_requests
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import Sampling
 
 student, teacher = opd.load_model("tiny/generalist"), opd.load_model("tiny/arithmetic")
 stop = student.stop_ids
-engine = Engine(student.inference_copy(), SamplerSpec(), max_length=64, merge_stop=stop)  # shares the weights
+engine = Engine(student.inference_copy(), BuiltInSampler(), max_length=64, merge_stop=stop)  # shares the weights
 optimiser = torch.optim.AdamW(student.module.parameters(), lr=2e-4)
 for step in range(30):
     prompts = opd.prompts("task:addition", 64, start=64 * step)
