@@ -47,6 +47,8 @@ CHOICES: dict[str, str] = {
     "writer.mixed": "opd.sampling.writers:MixedWriter",
     "writer.teacher": "opd.sampling.writers:TeacherWriter",
     "writer.data": "opd.sampling.writers:DataWriter",
+    "stop_rule.patience": "opd.objective.stopping:Patience",
+    "stop_rule.target": "opd.objective.stopping:Target",
     "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",
     "source.task": "opd.data.generators:TaskPrompts",
     "source.reasoning_gym": "opd.data.generators:GymPrompts",

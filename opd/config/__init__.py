@@ -18,7 +18,6 @@ from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
     Data,
-    EarlyStop,
     Eval,
     Hub,
     Log,
@@ -37,7 +36,6 @@ __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
     "Data",
-    "EarlyStop",
     "Eval",
     "Hub",
     "Log",
