@@ -327,6 +327,54 @@ def test_an_interrupted_rollout_continues_as_if_nothing_had_happened(kind: str) 
 # Ending
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_samples_of_one_prompt_share_its_prefill(kind: str) -> None:
+    """Bit for bit what each gives alone, whatever order they come in, though slots change hands meanwhile."""
+    model, sampling = tiny_model(kind), Sampling(6, stop_ids=STOPS)
+    engine = make_engine(model)
+    prompts = make_requests((23, 3, 17, 10, 23), sampling)
+    requests = [
+        replace(prompt, id=f"{prompt.id}/{sample}", key=request_key(0, prompt.id, 0, sample))
+        for prompt in prompts
+        for sample in range(5)
+    ]
+    requests[7] = replace(requests[7], prefix_ids=np.array([5, 6, 8, 10], dtype=np.int32))
+    requests[12] = replace(requests[12], sampling=Sampling(1))
+    alone = {request.id: collect(engine, [request])[request.id].numbers for request in requests}
+    separate = sum(-(-(len(r.prompt_ids) + (0 if r.prefix_ids is None else 4)) // 5) for r in requests)
+    for order in (
+        list(range(25)),
+        np.random.default_rng(0).permutation(25).tolist(),
+        [i % 5 * 5 + i // 5 for i in range(25)],
+    ):
+        before = engine.prefill_rows
+        together = collect(engine, [requests[index] for index in order])
+        assert {name: response.numbers for name, response in together.items()} == alone
+        assert engine.prefill_rows - before < separate
+    before = engine.prefill_rows
+    collect(engine, requests)  # prompt by prompt: five pieces and four last ones, and so on
+    assert engine.prefill_rows - before <= 9 + 6 + 8 + 6 + 9
+
+
+def test_new_weights_end_the_sharing() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    prompt = make_requests((22,), Sampling(4))[0]
+    requests = [replace(prompt, id=str(sample), key=request_key(0, "p", 0, sample)) for sample in range(9)]
+    engine = make_engine(model, BuiltInSampler(slots=2, prefill_rows=3, prefill_chunk=5))
+    events: dict[str, list[Any]] = {}
+    for number, event in enumerate(engine.sample(requests)):
+        if isinstance(event, SampledToken):
+            events.setdefault(event.request_id, []).append(event[1:])
+        if number == 12:
+            engine.load(other.weights(1))
+    fresh = make_engine(other)
+    fresh.load(other.weights(1))
+    whole = [request for request in requests if all(numbers[-1] == 1 for numbers in events[request.id])]
+    assert len(whole) >= 4
+    for request in whole:
+        assert collect(fresh, [request])[request.id].numbers == events[request.id]
+
+
 def test_stop_ids_and_length() -> None:
     model = tiny_model()
     engine = make_engine(model)
