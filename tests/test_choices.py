@@ -57,6 +57,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
     "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},

@@ -104,6 +104,8 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         json.loads(shown.output)["$defs"]
     )
     assert {"Late", "Brevity", "Unlikelihood", "Brief"} <= set(recipe_schema()["$defs"])
+    stop = ["eval={every: 1, early_stop: {kind: drop, by: 0.1}}"]
+    assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == families.find("stop_rule", "drop")(by=0.1)
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
