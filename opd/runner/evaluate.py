@@ -58,7 +58,7 @@ def evaluate_model(
 ) -> Measured:
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     if temperature is not None and not k:
-        raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
+        raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
     specs = [prompt_source(source) for source in sources]
     judged = parse_rewards(rewards)
     opened = open_sources(specs, rewarded=bool(judged.domains))
