@@ -27,6 +27,8 @@ OWN = (
     "advantage.brevity",
     "form.unlikelihood",
     "writer.echo",
+    "teacher.blend",
+    "view.told",
     "tracker.table",
     "source.doubles",
 )
@@ -62,12 +64,18 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
+    assert 0 <= line["unshown/arithmetic"] < 1
+    assert line["reverse_kl"] > 0
     assert (run.directory / "table.txt").read_text() == f"1;{line['loss']}\n"
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
+    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {"kind": "told", "skip": 0, "share": 0.5}
+    (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
+    (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
+    assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
     assert resolved["stages"][0]["prompts"][1]["by"] == 2
     assert len(read_sealed(run.directory / "run.json")["inputs"]["main"]["doubles:60"]["fingerprint"]) == 64
     assert {entry.prompt_id.split("/")[0] for entry in run.rollouts.entries.values()} == {"task:addition", "doubles:60"}
@@ -86,13 +94,16 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     shown = CliRunner().invoke(app, ["schema", str(recipe)])
     assert shown.exit_code == 0, shown.output
-    assert {"Late", "Brevity", "Unlikelihood", "Doubles"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Doubles", "Blend", "Told"} <= set(json.loads(shown.output)["$defs"])
     assert {"Late", "Brevity", "Unlikelihood"} <= set(recipe_schema()["$defs"])
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
         ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
         ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("teachers.arithmetic.models=[tiny/arithmetic]", r"teachers\.arithmetic\.models"),
+        ("teachers.arithmetic.view.shar=1", "did you mean 'share'"),
+        ("rollout.teacher_share=0.1", "teacher_share needs a model.*of kind blend, has none"),
         ("rollout.writers.0.share=0", "no share"),
         ("rollout.data_share=0.8", "more than 1"),
         ("prompts.1.by=0", r"prompts\.1\.by: .*greater than or equal to 1"),

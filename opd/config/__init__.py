@@ -29,7 +29,6 @@ from opd.config.stage import (
     Stage,
     Store,
     Student,
-    TeacherSpec,
     Train,
 )
 from opd.objective.term import Term
@@ -51,7 +50,6 @@ __all__ = [
     "Stage",
     "Store",
     "Student",
-    "TeacherSpec",
     "Term",
     "Train",
     "find_recipe",
