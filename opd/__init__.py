@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from opd.models.packing import Pack
     from opd.objective.objective import Objective
     from opd.sampling.sampler import Sampler
+    from opd.teachers.teacher import Teacher
     from opd.trainer.trainer import Trainer
-    from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
+    from opd.types import Judgement, Prompt, Rollout, Sample
 
 __version__ = "0.1.0"
 PLACES = {
@@ -64,8 +65,9 @@ PLACES = {
     "opd.models.packing": ("Pack",),
     "opd.objective.objective": ("Objective",),
     "opd.sampling.sampler": ("Sampler",),
+    "opd.teachers.teacher": ("Teacher",),
     "opd.trainer.trainer": ("Trainer",),
-    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
+    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample"),
 }
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [

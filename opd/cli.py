@@ -82,7 +82,9 @@ def run(
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."),
+        typer.Option(
+            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+        ),
     ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
@@ -115,7 +117,8 @@ class Mode(StrEnum):
 def resume(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
     mode: Annotated[
-        Mode | None, typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume.")
+        Mode | None,
+        typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
     ] = None,
 ) -> None:
     """Continue a run that was killed, stopped, preempted or ran out of disk."""

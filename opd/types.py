@@ -212,8 +212,8 @@ class TokenSampler(Protocol):
     def load(self, weights: WeightsRef) -> None: ...
 
 
-class Teacher(Protocol):
-    """Whatever scores. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+class TeacherLike(Protocol):
+    """What a kind of teacher opens. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
 
     name: str
     role: str
