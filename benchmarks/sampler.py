@@ -28,10 +28,10 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from opd.config import SamplerSpec
 from opd.models.language_model import LanguageModel
 from opd.sampling.draws import request_key
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import SampledToken, SampleRequest, Sampling
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,7 +97,7 @@ def cpu(args: argparse.Namespace) -> dict[str, Any]:
     new = long_tailed(count, args.new_tokens)
     prompts = np.random.default_rng(2).integers(8, 41, count).tolist()
     requests = make_requests(prompts, new)
-    spec = SamplerSpec(slots=slots, prefill_rows=args.rows, prefill_chunk=args.chunk)
+    spec = BuiltInSampler(slots=slots, prefill_rows=args.rows, prefill_chunk=args.chunk)
     engine = Engine(model, spec, 48 + args.new_tokens, merge_stop=(1, 2))
     batches = [requests[i : i + slots] for i in range(0, count, slots)]
     generate(stock, batches[0][:2], 2)
@@ -173,7 +173,7 @@ def run_engine(
     model: LanguageModel, requests: list[SampleRequest], slots: int, length: int, compiled: bool
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    engine = Engine(model, SamplerSpec(slots=slots, compile=compiled), length, merge_stop=(1, 2))
+    engine = Engine(model, BuiltInSampler(slots=slots, compile=compiled), length, merge_stop=(1, 2))
     first = list(engine.sample(requests))
     torch.cuda.synchronize()
     first_seconds, seconds = time.perf_counter() - start, []

@@ -2,6 +2,7 @@
 
     pip install --no-deps trl==1.16.0        # never a dependency of opd; accelerate and datasets are in the dev extra
     python benchmarks/step.py                # writes benchmarks/results/step-cpu.json; `--alone` leaves TRL out
+    python benchmarks/step.py --device cuda  # larger shapes on a GPU, opd alone: see benchmarks/step_gpu.py
 
 Both get the same models, prompts, precision (fp32) and one thread, and write responses of the same forced lengths:
 most are short, a few reach the limit, as sampled answers do. A step is sampling, the teacher's forward pass, exact
@@ -524,7 +525,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SMOL_SHAPE["num_hidden_layers"], help="of the random model")
     parser.add_argument("--alone", action="store_true", help="measure opd without TRL")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: benchmarks/step_gpu.py")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        script = Path(__file__).with_name("step_gpu.py")
+        sys.exit(subprocess.call([sys.executable, str(script), "--steps", str(arguments.steps)]))
     if not arguments.alone and importlib.util.find_spec("trl") is None:
         sys.exit(INSTALL)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

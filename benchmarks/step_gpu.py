@@ -246,20 +246,19 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out = arguments.out or RESULTS / f"step-{arguments.device}-shapes.json"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for name in arguments.cases:
-        found[name] = measure(name, arguments)
-        print(json.dumps({name: {key: found[name][key] for key in ("seconds", "peak_gib", "mismatch")}}), flush=True)
     import torch
 
-    report = {
+    report: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/step_gpu.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if arguments.device != "cpu" else platform.processor(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "settings": arguments.set,
-        "cases": found,
+        "cases": {},
     }
-    arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    for name in arguments.cases:
+        found = report["cases"][name] = measure(name, arguments)
+        print(json.dumps({name: {key: found[key] for key in ("seconds", "peak_gib", "mismatch")}}), flush=True)
+        arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     print(f"written to {arguments.out}")
 
 

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 import transformers
 
-from opd.config import SamplerSpec, Store
+from opd.config import Store
 from opd.data.render import render_prompt
 from opd.data.source import prompt_source
 from opd.data.sources import open_source
 from opd.models import load_model
 from opd.sampling.draws import request_key
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
 from opd.types import SampledToken, SampleRequest, Sampling
 
@@ -94,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = load_model(args.model)
     requests = make_requests(model.tokenizer, args.requests, args.new_tokens)
     longest = max(request.prompt_ids.size for request in requests)
-    engine = Engine(model, SamplerSpec(), longest + args.new_tokens, merge_stop=model.stop_ids)
+    engine = Engine(model, BuiltInSampler(), longest + args.new_tokens, merge_stop=model.stop_ids)
     without_store(engine, requests[:2])
     pairs = []
     for pair in range(args.pairs):

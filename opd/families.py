@@ -51,6 +51,7 @@ CHOICES: dict[str, str] = {
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",
+    "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",
     "source.task": "opd.data.generators:TaskPrompts",
     "source.reasoning_gym": "opd.data.generators:GymPrompts",
     "source.file": "opd.data.row_source:FilePrompts",

@@ -32,8 +32,9 @@ from opd.errors import RecipeError
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
-    from opd.config import Rollouts, Stage, Train
+    from opd.config import Stage, Train
     from opd.objective.term import Term
+    from opd.sampling.rollouts import Rollouts
 
 MANY = 1_000_000_000  # no count in a recipe is larger
 
@@ -99,11 +100,12 @@ class StageView:
     terms: Sequence[Term]
     roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
     term: Term | None = None
+    device: str = "auto"
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
         roles = frozenset(teacher.role for teacher in stage.teachers.values())
-        return cls(stage.rollout, stage.train, stage.objective, roles)
+        return cls(stage.rollout, stage.train, stage.objective, roles, device=stage.device)
 
 
 class Choice(BaseModel):

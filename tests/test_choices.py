@@ -20,11 +20,16 @@ from opd.divergences.kinds import CustomDivergence
 from opd.errors import RecipeError
 from opd.objective.gates import Arrays, Gate, GateView
 from opd.objective.micro import autocast_head
+from opd.sampling.samplers import SAMPLERS
 from opd.settings import Choice, Family
 from tests.helpers import refusals, term, tiny_model
 from tests.test_semantics import gradients, sampled_by, some_rollouts
 
-FAMILIES = {"form": Family("form", key="form"), "source": SOURCES}  # whose choice is not named by `kind` alone
+FAMILIES = {
+    "form": Family("form", key="form"),
+    "source": SOURCES,
+    "sampler": SAMPLERS,
+}  # whose choice is not named by `kind` alone
 
 # Settings of every choice, away from its defaults
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -52,6 +57,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
     "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},
     "source.file": {"source": "rows.jsonl", "columns": {"prompt": "question"}, "limit": 9, "eval_source": "held.csv"},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opd.config import Lora, SamplerSpec
+from opd.config import Lora
 from opd.divergences import token_logprobs
 from opd.divergences.projection import log_probs
 from opd.errors import DataError, ModelError, TrainingError
@@ -20,12 +20,13 @@ from opd.models.language_model import LanguageModel
 from opd.models.load import load_model, tiny_models
 from opd.sampling.draws import request_key, uniforms, uniforms_at
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.sampling.sampling import RowSettings, draw
 from opd.types import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
 
 SIZE = len(CHARACTERS) + 2
-SPEC = SamplerSpec(slots=4, prefill_rows=3, prefill_chunk=5)
+SPEC = BuiltInSampler(slots=4, prefill_rows=3, prefill_chunk=5)
 STOPS = (EOS, 7, 9)
 
 
@@ -65,7 +66,7 @@ def make_requests(lengths: Sequence[int], sampling: Sampling, seed: int = 0) -> 
 
 
 def make_engine(
-    model: LanguageModel, spec: SamplerSpec = SPEC, max_length: int = 80, stop: tuple[int, ...] = STOPS
+    model: LanguageModel, spec: BuiltInSampler = SPEC, max_length: int = 80, stop: tuple[int, ...] = STOPS
 ) -> Engine:
     return Engine(model.inference_copy(), spec, max_length, merge_stop=stop)
 
@@ -248,7 +249,7 @@ def test_sampled_tokens_follow_the_model() -> None:
     model = tiny_model("llama_tied")
     prompt = np.array([5, 6, 7], dtype=np.int32)
     requests = [SampleRequest(str(i), prompt, request_key(0, "p", 0, i), Sampling(2)) for i in range(1500)]
-    spec = SamplerSpec(slots=64, prefill_rows=16, prefill_chunk=4)
+    spec = BuiltInSampler(slots=64, prefill_rows=16, prefill_chunk=4)
     responses = collect(make_engine(model, spec, max_length=8), requests)
     first = np.array([responses[str(i)].ids[0] for i in range(1500)])
     expected = exact(forced(model, prompt, [2]).logits()[0].detach().numpy(), 1.0, 1.0, 0)
@@ -259,14 +260,14 @@ def test_sampled_tokens_follow_the_model() -> None:
 # Independence of company
 
 
-WIDE = SamplerSpec(slots=16, prefill_rows=1, prefill_chunk=16)
+WIDE = BuiltInSampler(slots=16, prefill_rows=1, prefill_chunk=16)
 
 
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [("llama", SPEC), ("llama", WIDE), ("gemma2", SPEC), ("gemma3_text", SPEC), ("mistral", WIDE), ("olmo2", SPEC)],
 )
-def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spec: SamplerSpec) -> None:
+def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spec: BuiltInSampler) -> None:
     engine = make_engine(tiny_model(kind), spec, max_length=200)
     options = [Sampling(30), Sampling(9, 0.7), Sampling(90, 1.1, top_p=0.9), Sampling(17, 0.0)]
     lengths = (3, 17, 8, 30, 1, 12, 25, 5, 40)
@@ -283,7 +284,7 @@ def test_a_rollout_is_bitwise_the_same_alone_batched_and_permuted(kind: str, spe
 @pytest.mark.parametrize("slots", [3, 20, 64])
 def test_every_slot_gives_the_same_bits(kind: str, slots: int) -> None:
     """The end of a tensor is computed by other instructions than the rest; no slot may notice."""
-    engine = make_engine(tiny_model(kind), SamplerSpec(slots=slots, prefill_rows=3, prefill_chunk=7), max_length=100)
+    engine = make_engine(tiny_model(kind), BuiltInSampler(slots=slots, prefill_rows=3, prefill_chunk=7), max_length=100)
     (request,) = make_requests((9,), Sampling(12, 0.9, stop_ids=STOPS))
     for sampling in (request.sampling, replace(request.sampling, top_p=0.95)):
         copies = [replace(request, id=f"copy{index}", sampling=sampling) for index in range(engine.settings.slots)]
@@ -324,6 +325,54 @@ def test_an_interrupted_rollout_continues_as_if_nothing_had_happened(kind: str) 
 
 
 # Ending
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_samples_of_one_prompt_share_its_prefill(kind: str) -> None:
+    """Bit for bit what each gives alone, whatever order they come in, though slots change hands meanwhile."""
+    model, sampling = tiny_model(kind), Sampling(6, stop_ids=STOPS)
+    engine = make_engine(model)
+    prompts = make_requests((23, 3, 17, 10, 23), sampling)
+    requests = [
+        replace(prompt, id=f"{prompt.id}/{sample}", key=request_key(0, prompt.id, 0, sample))
+        for prompt in prompts
+        for sample in range(5)
+    ]
+    requests[7] = replace(requests[7], prefix_ids=np.array([5, 6, 8, 10], dtype=np.int32))
+    requests[12] = replace(requests[12], sampling=Sampling(1))
+    alone = {request.id: collect(engine, [request])[request.id].numbers for request in requests}
+    separate = sum(-(-(len(r.prompt_ids) + (0 if r.prefix_ids is None else 4)) // 5) for r in requests)
+    for order in (
+        list(range(25)),
+        np.random.default_rng(0).permutation(25).tolist(),
+        [i % 5 * 5 + i // 5 for i in range(25)],
+    ):
+        before = engine.prefill_rows
+        together = collect(engine, [requests[index] for index in order])
+        assert {name: response.numbers for name, response in together.items()} == alone
+        assert engine.prefill_rows - before < separate
+    before = engine.prefill_rows
+    collect(engine, requests)  # prompt by prompt: five pieces and four last ones, and so on
+    assert engine.prefill_rows - before <= 9 + 6 + 8 + 6 + 9
+
+
+def test_new_weights_end_the_sharing() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    prompt = make_requests((22,), Sampling(4))[0]
+    requests = [replace(prompt, id=str(sample), key=request_key(0, "p", 0, sample)) for sample in range(9)]
+    engine = make_engine(model, BuiltInSampler(slots=2, prefill_rows=3, prefill_chunk=5))
+    events: dict[str, list[Any]] = {}
+    for number, event in enumerate(engine.sample(requests)):
+        if isinstance(event, SampledToken):
+            events.setdefault(event.request_id, []).append(event[1:])
+        if number == 12:
+            engine.load(other.weights(1))
+    fresh = make_engine(other)
+    fresh.load(other.weights(1))
+    whole = [request for request in requests if all(numbers[-1] == 1 for numbers in events[request.id])]
+    assert len(whole) >= 4
+    for request in whole:
+        assert collect(fresh, [request])[request.id].numbers == events[request.id]
 
 
 def test_stop_ids_and_length() -> None:
@@ -377,7 +426,7 @@ def test_a_request_that_does_not_fit_is_refused() -> None:
 
 
 def test_slots_are_refilled() -> None:
-    engine = make_engine(tiny_model(), SamplerSpec(slots=4, prefill_rows=1, prefill_chunk=16))
+    engine = make_engine(tiny_model(), BuiltInSampler(slots=4, prefill_rows=1, prefill_chunk=16))
     lengths = [3, 40, 5, 8, 20, 2, 9, 4, 30, 6, 7, 3, 12, 25, 5, 10]
     requests = [
         replace(r, sampling=Sampling(n)) for r, n in zip(make_requests([5] * 16, Sampling(1)), lengths, strict=True)
@@ -504,7 +553,7 @@ def test_built_in_models_agree_with_generate() -> None:
         prompts = [np.array(model.tokenizer.encode(text), dtype=np.int32) for text in ("add 12+30", "reverse abc", "7")]
         sampling = Sampling(12, temperature=0.0, stop_ids=model.stop_ids)
         requests = [SampleRequest(str(i), prompt, i, sampling) for i, prompt in enumerate(prompts) if prompt.size]
-        responses = collect(make_engine(model, SamplerSpec(), 64, model.stop_ids), requests)
+        responses = collect(make_engine(model, BuiltInSampler(), 64, model.stop_ids), requests)
         for request in requests:
             compare_greedy(model, stock, request, responses[request.id].ids)
 
@@ -538,7 +587,7 @@ def test_smol_agrees_with_generate(smol_directory: Path) -> None:
         SampleRequest(str(i), np.array(model.tokenizer.encode(c), dtype=np.int32), i, sampling)
         for i, c in enumerate(chats)
     ]
-    engine = make_engine(model, SamplerSpec(slots=4), 160, model.stop_ids)
+    engine = make_engine(model, BuiltInSampler(slots=4), 160, model.stop_ids)
     responses = collect(engine, requests)
     for request in requests:
         compare_greedy(model, stock, request, responses[request.id].ids)

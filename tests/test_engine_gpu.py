@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from opd.config import SamplerSpec
 from opd.divergences import Projection, token_logprobs
 from opd.divergences.projection import log_probs
 from opd.models.attention import Packed
 from opd.sampling.draws import request_key, uniforms, uniforms_at
 from opd.sampling.engine import Engine
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import SampledToken, Sampling
 from tests.helpers import EOS, tiny_model, tiny_module
 from tests.test_engine import STOPS, collect, make_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SPEC = SamplerSpec(slots=8, prefill_rows=4, prefill_chunk=8)
+SPEC = BuiltInSampler(slots=8, prefill_rows=4, prefill_chunk=8)
 KINDS = ("llama", "llama_tied", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "olmo2", "gpt2")
 SHAPE = {
     "hidden_size": 128,
@@ -30,7 +30,7 @@ SHAPE = {
 }  # tame enough for bf16
 
 
-def cuda_engine(kind: str, dtype: torch.dtype = torch.float32, spec: SamplerSpec = SPEC, **config: Any) -> Engine:
+def cuda_engine(kind: str, dtype: torch.dtype = torch.float32, spec: BuiltInSampler = SPEC, **config: Any) -> Engine:
     model = tiny_model(kind, **config)
     model.module.to("cuda", dtype)
     return Engine(model.inference_copy(), spec, 200, merge_stop=STOPS)

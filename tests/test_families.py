@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from opd.config import Lora, SamplerSpec
+from opd.config import Lora
 from opd.divergences import divergence
 from opd.errors import ModelError
 from opd.models import load_model
@@ -19,6 +19,7 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import Rollout, SampleRequest, Sampling, TokenSampler
 from tests.families import FAMILIES, Family, load_family, page_rows, row
 from tests.helpers import EOS
@@ -48,7 +49,7 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
         close(logits(student, [ids]), wanted)
 
     assert_no_divergence(student, teacher, sequences)
-    sampler = open_sampler(student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=(EOS,))
+    sampler = open_sampler(student.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=(EOS,))
     assert_sampled_as_generated(sampler, stock, student.size, family.generates_with_cache)
 
     train_one_step(student, sequences)
@@ -83,7 +84,7 @@ def test_a_family_with_lora_samples_and_saves_what_it_trains(family: Family, tmp
     assert float((adapted - before).abs().max()) > 1e-3
     model.save(tmp_path / "trained")
     close(logits(load_model(str(tmp_path / "trained")), sequences), adapted)
-    sampler = open_sampler(model.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=(EOS,))
+    sampler = open_sampler(model.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=(EOS,))
     sampler.load(model.weights(1))
     rollout = collect(sampler, requests(1.0))[0]
     assert_logprobs(rollout, stock_of(tmp_path / "trained", model), model.size)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import opd
-from opd.config import SamplerSpec
 from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.attention import Packed
@@ -24,6 +23,7 @@ from opd.sampling.collect import collect
 from opd.sampling.engine import Engine
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import SampleRequest, Sampling
 from tests.families import family_named
 from tests.helpers import EOS, TEMPLATE, save_tiny, tiny_model, tiny_module, tiny_tokenizer
@@ -59,7 +59,7 @@ def test_longrope_goes_alone_beyond_its_original_context_and_packed_within() -> 
             for ids, ours in zip(sequences, found, strict=True):
                 expected = stock(input_ids=ids[None], use_cache=False).logits[0, :, : model.size]
                 torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    spec = SamplerSpec(slots=2)
+    spec = BuiltInSampler(slots=2)
     assert isinstance(open_sampler(model.inference_copy(), spec, 16, merge_stop=(EOS,)), Engine)
     assert isinstance(open_sampler(model.inference_copy(), spec, 17, merge_stop=(EOS,)), PlainSampler)
 
@@ -90,7 +90,7 @@ def test_a_window_that_attention_is_not_told_of_is_found_out_however_long_it_is(
 
 def test_the_plain_sampler_draws_what_the_engine_draws() -> None:
     model = tiny_model("llama")
-    engine = Engine(model.inference_copy(), SamplerSpec(slots=2), 32, merge_stop=(EOS,))
+    engine = Engine(model.inference_copy(), BuiltInSampler(slots=2), 32, merge_stop=(EOS,))
     plain = PlainSampler(model.inference_copy(), 32, merge_stop=(EOS,))
     for asked in (requests(), requests(0.0), requests(0.7, top_k=20, top_p=0.9), requests(stop_strings=("7", "a"))):
         for ours, theirs in zip(collect(plain, asked), collect(engine, asked), strict=True):
@@ -111,7 +111,7 @@ def test_two_models_cannot_be_mixed_where_one_does_not_fit_into_slots() -> None:
     llama, hybrid = tiny_model("llama"), loaded("LFM2")
     for model, other in ((llama, hybrid), (hybrid, llama)):
         with pytest.raises(ModelError, match="teacher_mix"):
-            open_sampler(model, SamplerSpec(), 32, merge_stop=(EOS,), partner=Partner(other, 0.5))
+            open_sampler(model, BuiltInSampler(), 32, merge_stop=(EOS,), partner=Partner(other, 0.5))
 
 
 def test_a_checkpoint_is_whole_or_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 import opd
-from opd.config import Rollouts, SamplerSpec
+from opd.config import Rollouts
 from opd.divergences.projection import log_probs
 from opd.errors import RecipeError
 from opd.models.packing import Pack
@@ -20,6 +20,7 @@ from opd.objective.schedule import Schedule
 from opd.sampling.collect import collect
 from opd.sampling.engine import Engine
 from opd.sampling.graphs import Partner
+from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
 from opd.trainer.gather import contrasts
 from opd.types import Author, Rollout, SampleRequest, Sampling
@@ -322,7 +323,7 @@ def test_the_survey_sees_what_the_update_sees(models: dict[str, str], tmp_path: 
 def test_mixed_sampling_draws_from_both_and_says_so() -> None:
     student, teacher, share = tiny_model("llama"), tiny_model("llama", 1), 0.3
     engine = Engine(
-        student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=STOPS, partner=Partner(teacher.inference_copy(), share)
+        student.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=STOPS, partner=Partner(teacher.inference_copy(), share)
     )  # fmt: skip
     sampling = Sampling(12, stop_ids=STOPS)
     prompts = [np.arange(3 + index, 9 + 2 * index, dtype=np.int32) for index in range(6)]
@@ -338,7 +339,7 @@ def test_mixed_sampling_draws_from_both_and_says_so() -> None:
         mixed = torch.logaddexp(s + np.log(1 - share), t + np.log(share)).gather(-1, ids)[:, 0]
         np.testing.assert_allclose(item.logprob, s.gather(-1, ids)[:, 0], atol=1e-4)
         np.testing.assert_allclose(item.logprob_sampled, mixed, atol=1e-4)
-    alone = collect(Engine(student.inference_copy(), SamplerSpec(slots=4), 64, merge_stop=STOPS), requests)
+    alone = collect(Engine(student.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=STOPS), requests)
     both = collect(engine, requests)
     assert any(not np.array_equal(one.response_ids, two.response_ids) for one, two in zip(alone, both, strict=True))
     assert all(item.response_ids[-1] == EOS or item.response_ids.size == 12 for item in both)

@@ -79,8 +79,9 @@ def _objective(stage: Stage) -> Iterator[str]:
     yield from refusals(StageView.of(stage))
 
 
-def _prompts(stage: Stage) -> Iterator[str]:
+def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
+    yield from stage.sampler.refuse(view)
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
 
@@ -145,9 +146,4 @@ def _files(stage: Stage) -> Iterator[str]:
         yield from tracker.refuse(StageView.of(stage))
 
 
-def _device(stage: Stage) -> Iterator[str]:
-    if stage.device == "cpu" and stage.sampler.compile:
-        yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
-
-
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _prompts, _teachers, _evaluation, _files, _device)
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _evaluation, _files)

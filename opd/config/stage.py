@@ -8,27 +8,19 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd import families
 from opd.config.names import check_name
 from opd.config.rewards import Rewards, read_rewards
 from opd.data.source import SOURCES, PromptSource
+from opd.models.settings import Lora
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
-from opd.settings import SETTINGS, Address, Count, Dtype, Family, Fraction, OneOrMany, Positive, Word
+from opd.sampling.rollouts import Rollouts
+from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
+from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
 
 
 def usual_objective() -> list[Term]:
     return [Direct()]
-
-
-class Lora(BaseModel):
-    """Low-rank adapters through peft."""
-
-    model_config = SETTINGS
-    rank: Positive = Field(16, le=65_536)
-    alpha: float = Field(32, gt=0, le=1e6)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: Word | list[Word] = Field("all-linear", description="peft target modules; never the output head")
 
 
 class Student(BaseModel):
@@ -48,78 +40,6 @@ class Data(BaseModel):
     bad_rows: Literal["stop", "skip"] = Field(
         "stop", description="stop: refuse to start, naming them; skip: leave them out, and count"
     )
-
-
-class Rollouts(BaseModel):
-    """Who writes the tokens of a step, how many, and how they are drawn."""
-
-    model_config = SETTINGS
-    prompts: Positive = Field(64, le=1_000_000)
-    samples: Positive = Field(1, le=65_536, description="rollouts per prompt (the group)")
-    max_new_tokens: Positive = 128
-    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: Count = Field(0, le=10_000, description="0: no limit")
-    stop: list[Word] = Field(
-        default_factory=list, max_length=64, description="stop strings, beside the models' stop ids"
-    )
-    data_share: Fraction = Field(
-        0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
-    )
-    teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
-    teacher_mix: float = Field(
-        0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
-    )
-    writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
-        default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
-    )
-    contrast: Count = Field(
-        0,
-        description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
-    )
-    max_prompt_tokens: Positive | None = Field(
-        None, description="longer prompts are bad rows; default: what the context leaves"
-    )
-    mixed_versions: Literal["allow", "refuse"] = Field(
-        "allow", description="a rollout that was interrupted and would go on with newer weights"
-    )
-
-    @model_validator(mode="after")
-    def _shares(self) -> Rollouts:
-        if 0 < self.temperature < 0.01:
-            raise ValueError(f"temperature {self.temperature}: 0 is greedy, else at least 0.01")
-        if self.data_share + self.teacher_share > 1:
-            raise ValueError("data_share + teacher_share is above 1")
-        if self.data_share + self.teacher_share + sum(writer.share for writer in self.writers) > 1 + 1e-9:
-            raise ValueError("data_share, teacher_share and the shares of writers add up to more than 1")
-        idle = [writer.name for writer in self.writers if not writer.share]
-        if idle:
-            raise ValueError(f"writer {idle[0]} has no share of the prompts: set `share`")
-        if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
-            raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
-        if self.contrast and self.samples == 1:
-            raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
-        return self
-
-    @property
-    def everyone(self) -> list[Any]:
-        """All writers, in the order in which a draw goes to them; the student has what the others leave."""
-        data = [families.find("writer", "data")(share=self.data_share)] if self.data_share else []
-        teacher = [families.find("writer", "teacher")(share=self.teacher_share)] if self.teacher_share else []
-        rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
-        student = families.find("writer", "mixed" if self.teacher_mix else "student")
-        return [*data, *teacher, *self.writers, student(share=min(rest if rest > 1e-9 else 0.0, 1.0))]
-
-
-class SamplerSpec(BaseModel):
-    """The built-in engine. `null` means: chosen from the model and the device, and printed in the plan."""
-
-    model_config = SETTINGS
-    slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
-    prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
-    prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
-    dtype: Dtype | None = Field(None, description="default: the student's")
-    compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
 
 
 Precision = Literal["auto", "mixed", "float32", "autocast", "bfloat16"]
@@ -239,7 +159,7 @@ class Stage(BaseModel):
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()
-    sampler: SamplerSpec = SamplerSpec()
+    sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
     objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
     rewards: Rewards = Rewards()
     train: Train = Train()

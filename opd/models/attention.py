@@ -120,8 +120,8 @@ class Packed:
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if softcap is None and sinks is None and varlen.fits(query, value):
-            return varlen.attend(query[0], key[0], value[0], self.bounds, max(self.lengths), scale, window)[None]
+        if softcap is None and sinks is None and varlen.fits_varlen(query, value):
+            return varlen.attend_varlen(query[0], key[0], value[0], self.bounds, max(self.lengths), scale, window)[None]
         return self.attend_padded(query, key, value, scale, window, softcap, sinks)
 
     def attend_padded(

@@ -27,8 +27,8 @@ from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
-    from opd.config import Lora
     from opd.models.packing import Row
+    from opd.models.settings import Lora
 
 
 class LanguageModel:

@@ -18,8 +18,8 @@ from opd.models.tokenizers import check_tokenizer
 from opd.text import first_line
 
 if TYPE_CHECKING:
-    from opd.config import Lora
     from opd.models.language_model import LanguageModel
+    from opd.models.settings import Lora
 
 GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

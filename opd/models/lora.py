@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from opd.errors import ModelError
 
 if TYPE_CHECKING:
-    from opd.config import Lora
+    from opd.models.settings import Lora
 
 ADAPTER = "default"
 EVERYTHING = "all-linear"

@@ -16,7 +16,7 @@ WIDEST = 256  # head dimension of the kernels, which also take multiples of 8 al
 OLDEST = (8, 0)  # compute capability
 
 
-def fits(query: Tensor, value: Tensor) -> bool:
+def fits_varlen(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take these: query (1, H, T, D), value (1, G, T, Dv)."""
     width = query.shape[-1]
     return (
@@ -30,7 +30,7 @@ def fits(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def attend(
+def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
     """query (H, T, D), key and value (G, T, D) with G dividing H -> (T, H, D). `window`: tokens seen, oneself included."""

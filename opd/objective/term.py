@@ -25,10 +25,10 @@ from opd.settings import Choice, Family, Needs, OneOrMany, Short, StageView, cha
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.config import Rollouts
     from opd.objective.batch import TrainingBatch
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
+    from opd.sampling.rollouts import Rollouts
     from opd.types import Rollout
 
 AuthorName = Literal["student", "teacher", "data"]

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import SamplerSpec
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
 from opd.config.rewards import Rewards, read_rewards
@@ -23,7 +22,7 @@ from opd.models import load_model
 from opd.rewards import check_rewards
 from opd.runner.checks import pick_device
 from opd.runner.prompts import HeldOutFilter
-from opd.sampling.choose import open_sampler
+from opd.sampling.samplers import BuiltInSampler
 from opd.text import cell, plain
 from opd.types import Sampling
 
@@ -91,7 +90,7 @@ def evaluate_model(
             f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
         )
     longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
-    engine = open_sampler(model.inference_copy(), SamplerSpec(), longest + max_new_tokens, merge_stop=model.stop_ids)
+    engine = BuiltInSampler().open(model.inference_copy(), longest + max_new_tokens, merge_stop=model.stop_ids)
     sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
     scores = evaluate(
         engine,

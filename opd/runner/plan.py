@@ -112,7 +112,7 @@ def _memory(
     )  # recurrent models have none, and state of about a width
     heads = int(getattr(config, "num_key_value_heads", None) or queries)
     head = int(getattr(config, "head_dim", None) or width // queries)
-    slots = stage.sampler.slots or 64
+    slots = stage.sampler.sequences()
     sampler = BYTES[stage.sampler.dtype or own]
     merged = student * sampler if stage.student.lora is not None or stage.sampler.dtype not in (None, own) else 0
     return {

@@ -21,7 +21,6 @@ from opd.models.language_model import LanguageModel
 from opd.objective.objective import Objective
 from opd.runner.checks import check_stage
 from opd.runner.prompts import Looked, response_limit
-from opd.sampling.choose import open_sampler, require_slots
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
@@ -103,12 +102,12 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         self.max_length = inputs.room + response_limit(spec)
         dtype = getattr(torch, spec.sampler.dtype) if spec.sampler.dtype else None
-        self.engine: TokenSampler = open_sampler(
-            self.student.inference_copy(dtype), spec.sampler, self.max_length, merge_stop=self.stop_ids
+        self.engine: TokenSampler = spec.sampler.open(
+            self.student.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids
         )
         if spec.rollout.teacher_mix:
             mixed = set(self.routes.get("teacher", {}).values())
-            require_slots([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
+            spec.sampler.require_mixing([self.student, *(self.teachers[name].model for name in mixed)], self.max_length)
         for line in self._slower():
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
@@ -172,8 +171,8 @@ class StageRun:
 
     def _engine(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         dtype = getattr(torch, self.spec.sampler.dtype) if partner is not None and self.spec.sampler.dtype else None
-        return open_sampler(
-            model.inference_copy(dtype), self.spec.sampler, self.max_length, merge_stop=self.stop_ids, partner=partner
+        return self.spec.sampler.open(
+            model.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
     def publish(self, version: int | None = None, step: int | None = None) -> None:

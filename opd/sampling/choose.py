@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opd.config import SamplerSpec
 from opd.errors import ModelError
 from opd.models.attention import Packed, Unknown
 from opd.models.language_model import LanguageModel
@@ -16,6 +15,7 @@ from opd.models.routes import PackedRoute
 from opd.sampling.engine import Engine
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
+from opd.sampling.samplers import BuiltInSampler
 from opd.sampling.slots import SlotCache, SlotLayout
 from opd.text import first_line
 
@@ -23,7 +23,7 @@ LENGTH = 9  # tokens of each of the probe's two sequences
 
 
 def open_sampler(
-    model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],
+    model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
     partner: Partner | None = None,
 ) -> Engine | PlainSampler:  # fmt: skip
     """The sampler takes the model over: give it an `inference_copy`."""

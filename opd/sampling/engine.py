@@ -1,6 +1,6 @@
 """The built-in sampler: continuous batching over a fixed number of slots.
 
-    engine = Engine(student.inference_copy(), SamplerSpec(), max_length=512, merge_stop=stop_ids)
+    engine = Engine(student.inference_copy(), BuiltInSampler(), max_length=512, merge_stop=stop_ids)
     for event in engine.sample(requests):        # a generator: requests are pulled as slots become free
         ...                                      # SampledToken, SampledToken, …, Finished, of many requests interleaved
 
@@ -9,6 +9,7 @@
                      └──────────── finished ◄───────────┘
 
 A rollout depends on its request and the weights only, never on what shares the batch: see `draws` and `graphs`.
+Samples of one prompt share its prefill: all but its last piece is copied from a slot that holds it already.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from opd.config import SamplerSpec
 from opd.divergences.lanes import LANES
 from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
 from opd.sampling.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
+from opd.sampling.samplers import BuiltInSampler
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
 
 
-def choose_settings(model: LanguageModel, spec: SamplerSpec, partner: Partner | None = None) -> Settings:
+def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner | None = None) -> Settings:
     """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
@@ -69,11 +70,27 @@ class Active:
     length: int  # columns in use once everything launched so far is done, the token to be fed next included
     position: int  # response tokens launched, the prefix included
     ids: list[int]  # response ids emitted, the prefix included
+    head: Head | None  # all of its prompt but the last piece; None: it has one piece
+    source: Active | None = None  # whose slot holds that already
     finished: bool = False
 
     @property
     def exhausted(self) -> bool:
         return self.position >= self.request.sampling.max_new_tokens
+
+    @property
+    def copyable(self) -> bool:
+        """Whether its head is in its slot, once everything launched so far is done."""
+        return len(self.rows) <= 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The beginning of a prompt, as whole pieces, read with the weights of a version."""
+
+    ids: bytes
+    columns: int
+    version: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +106,7 @@ class Engine:
     """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
-        self, model: LanguageModel, spec: SamplerSpec, max_length: int, *, merge_stop: tuple[int, ...],
+        self, model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
         partner: Partner | None = None,
     ) -> None:  # fmt: skip
         check_context(model, max_length)
@@ -101,7 +118,7 @@ class Engine:
         self.settings = choose_settings(model, spec, partner)
         self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile, partner)
         self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
-        self.decode_steps = self.prefill_calls = 0
+        self.decode_steps = self.prefill_calls = self.prefill_rows = 0
         self._busy = False
 
     def load(self, weights: WeightsRef) -> None:
@@ -129,6 +146,8 @@ class _Schedule:
         self.waiting: deque[Active] = deque()  # in a slot, prompt not prefilled yet
         self.decoding: dict[int, Active] = {}  # by slot
         self.launched: deque[Launched] = deque()
+        self.holders: dict[Head, Active] = {}  # a request whose slot holds it, or will once its rows are launched
+        self.held: dict[int, Head] = {}  # by slot
         self.lag = engine.lag
         self.idle = 0  # slot-steps wasted since the last prefill
 
@@ -157,6 +176,7 @@ class _Schedule:
             over = self.ended(active)
             if over is None:
                 self.free.pop()
+                self.share(active)
                 self.waiting.append(active)
             else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
                 yield Finished(request.id, over)
@@ -171,7 +191,41 @@ class _Schedule:
             )
             for first in range(0, ids.size, chunk)
         )
-        return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist())
+        columns = rows[-1].first
+        head = Head(ids[:columns].tobytes(), columns, self.engine.version) if columns else None
+        return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist(), head)
+
+    def share(self, active: Active) -> None:
+        """It takes its head from a slot that holds it, or becomes the one from which others take it."""
+        if active.slot in self.held and self.held[active.slot] != active.head:  # what the slot held is overwritten
+            lost = self.held.pop(active.slot)
+            if lost in self.holders and self.holders[lost].slot == active.slot:
+                del self.holders[lost]
+            for other in self.waiting:
+                if other.source is not None and other.source.slot == active.slot:
+                    self.read_whole(other)
+        if active.head is None:
+            return
+        active.source = self.holders.get(active.head)
+        if active.source is None:
+            self.hold(active)
+        else:
+            active.rows = deque([active.rows[-1]])
+
+    def hold(self, active: Active) -> None:
+        assert active.head is not None
+        self.holders[active.head], self.held[active.slot] = active, active.head
+
+    def read_whole(self, active: Active) -> None:
+        """Its head is not to be had any more."""
+        active.source, (last,) = None, active.rows
+        ids, _ = sequence_ids(active.request, self.engine.max_length)
+        chunk = self.settings.prefill_chunk
+        head = (
+            replace(last, ids=ids[first : first + chunk], first=first, last=False)
+            for first in range(0, last.first, chunk)
+        )
+        active.rows = deque([*head, last])
 
     # Calls
 
@@ -189,19 +243,33 @@ class _Schedule:
     def prefill(self) -> None:
         rows: list[PrefillRow] = []
         columns: list[tuple[int, Active]] = []
-        while self.waiting and len(rows) < self.settings.prefill_rows:
-            active = self.waiting[0]
-            rows.append(active.rows.popleft())
+        for active in self.ready():
+            while active.rows and len(rows) < self.settings.prefill_rows:
+                rows.append(active.rows.popleft())
             if not active.rows:
-                columns.append((len(rows) - 1, self.waiting.popleft()))
+                columns.append((len(rows) - 1, active))
+        copied = [active for _, active in columns if active.source is not None]
+        self.steps.copy([(a.source.slot, a.slot, a.head.columns) for a in copied if a.source and a.head])
         results = self.steps.prefill(rows)
-        if self.waiting and self.waiting[0].rows[0].first > 0:
-            self.steps.park(self.waiting[0].slot)
+        self.waiting = deque(active for active in self.waiting if active.rows)
+        for active in self.waiting:
+            if active.source is None and active.rows[0].first > 0:
+                self.steps.park(active.slot)
         self.engine.prefill_calls += 1
+        self.engine.prefill_rows += len(rows)
         self.idle = 0
+        for active in copied:
+            self.hold(active)
         for _, active in columns:
             self.decoding[active.slot] = active
         self.note(results, columns)
+
+    def ready(self) -> list[Active]:
+        """Requests that a call can take: what others hold for them has to be there before it."""
+        for active in self.waiting:
+            if active.source is not None and active.head is not None and active.head.version != self.engine.version:
+                self.read_whole(active)
+        return [active for active in self.waiting if active.source is None or active.source.copyable]
 
     def decode(self) -> None:
         longest = max(active.length for active in self.decoding.values())

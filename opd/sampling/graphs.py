@@ -1,4 +1,4 @@
-"""The two calls the sampler makes on the device, with fixed shapes: prefill (rows, chunk) and decode (slots, 1).
+"""The calls the sampler makes on the device, with fixed shapes: prefill (rows, chunk), decode (slots, 1), and copies.
 
 Everything a call needs lies in static tensors on the device and everything it changes is changed there, so a CUDA
 graph can replay it and the host can run ahead: a drawn token is the next step's input before the host has seen it.
@@ -110,6 +110,7 @@ class Steps:
         self._prefill_ints = self._zeros((rows, chunk + len(FIELDS)))
         self._prefill_floats = self._zeros((rows, 2), torch.float32)
         self._prefill_out = self._zeros((4, rows), torch.float64)
+        self._copy_slots = self._zeros((2, rows))
         self._decode_out = self._zeros((4, settings.slots), torch.float64)
         self._all_slots = torch.arange(settings.slots, device=self.device)
         self._chunk = torch.arange(chunk, device=self.device)
@@ -149,6 +150,16 @@ class Steps:
         """One token for every slot. `longest`: columns in use by the longest live slot, this step's included."""
         self._launch("decode", self._decode_step, self._span(longest), filtered)
         return Results(self._decode_out)
+
+    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(from slot, to slot, columns): keys and values. A few columns more do no harm: nobody has read them yet."""
+        moves = [move for move in moves if move[0] != move[1]]
+        if not moves:
+            return
+        slots = np.full((2, self.settings.prefill_rows), self.settings.slots, dtype=np.int64)
+        slots[:, : len(moves)] = np.array(moves).T[:2]
+        self._upload(self._copy_slots, slots)
+        self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
 
     def park(self, slot: int) -> None:
         """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no harm."""
@@ -191,19 +202,28 @@ class Steps:
     def _decode_step(self, span: int, filtered: bool) -> None:
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
-        hidden = self._decode_hidden(token[:, None], SlotLayout(self._all_slots, column[:, None], span, in_order=True))
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        hidden = self._decode_hidden(token[:, None], layout)
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        other = self._other(
-            token[:, None], SlotLayout(self._all_slots, column[:, None], span, in_order=True), self._all_slots * 0
-        )
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
         drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
         token.copy_(drawn.token)
         column.copy_(self._in_bounds(column + 1))
         settings.position.add_(1)
         _store(self._decode_out, drawn)
+
+    @torch.no_grad()
+    def _copy_step(self, span: int, filtered: bool) -> None:
+        source, target = self._copy_slots.unbind(0)
+        for cache in (self.cache, self.partner_cache):
+            for layer in cache.layers if cache is not None else ():
+                for tensor in (layer.keys, layer.values):
+                    near = tensor[:, :, :span]
+                    near[target] = near[source]
 
     def _hidden(self, ids: Tensor, layout: SlotLayout) -> Tensor:
         """(B, Q) -> (B, Q, D)"""

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from opd.config import SamplerSpec
 from opd.data.render import render_prompt, response_text
 from opd.models.language_model import LanguageModel
-from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
+from opd.sampling.samplers import SAMPLERS, SamplerKind
 from opd.settings import by_hand
 from opd.types import Prompt, Rollout, SampleRequest, Sampling, TokenSampler
 
@@ -49,7 +48,8 @@ class Sampler:
         self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
-        self._seed, self._settings = seed, by_hand("sampler", SamplerSpec, settings or {})
+        self._seed = seed
+        self._kind: SamplerKind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], settings or {})
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
         self._room = 0
@@ -83,9 +83,9 @@ class Sampler:
         needed = prompt_tokens + self.sampling.max_new_tokens
         if self._opened is None or needed > self._room:
             self._room = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
-            dtype = getattr(torch, self._settings.dtype) if self._settings.dtype else None
+            dtype = getattr(torch, self._kind.dtype) if self._kind.dtype else None
             copy = self.model.inference_copy(dtype)
-            self._opened = open_sampler(copy, self._settings, self._room, merge_stop=self.sampling.stop_ids)
+            self._opened = self._kind.open(copy, self._room, merge_stop=self.sampling.stop_ids)
         return self._opened
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from opd.config import Rollouts
 from opd.data.render import render_prompt
 from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
+from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler

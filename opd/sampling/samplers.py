@@ -1,0 +1,78 @@
+"""What draws the tokens: the samplers that a recipe can choose. No torch here; it comes with the one that is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from opd.settings import Choice, Dtype, Family, Positive, StageView
+from opd.types import TokenSampler
+
+if TYPE_CHECKING:
+    from opd.models.language_model import LanguageModel
+    from opd.sampling.graphs import Partner
+
+
+class SamplerKind(Choice):
+    """`open` makes it of a model, which it takes over: give it an `inference_copy`."""
+
+    family = "sampler"
+    key = "engine"
+    mixes: ClassVar[bool] = False  # whether a teacher can read along: `rollout.teacher_mix`
+
+    dtype: Dtype | None = Field(None, description="default: the student's")
+
+    def open(
+        self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
+    ) -> TokenSampler:
+        """`max_length`: tokens of the longest sequence. `merge_stop`: ids that are one event, the end."""
+        raise NotImplementedError
+
+    def require_mixing(self, models: Sequence[LanguageModel], max_length: int) -> None:
+        """Refuse models that cannot read along with each other, before anything is sampled."""
+
+    def sequences(self) -> int:
+        """How many it holds at once, as far as the plan can tell."""
+        return 1
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if view.rollout.teacher_mix and not self.mixes:
+            yield f"rollout.teacher_mix {view.rollout.teacher_mix}: the sampler {self.name} cannot draw from two models. Set it to 0."
+
+
+class BuiltInSampler(SamplerKind):
+    """The built-in engine, or one request at a time for models that need it. `null`: chosen from the model and the device."""
+
+    name = "builtin"
+    by_default = True
+    mixes = True
+
+    slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
+    prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
+    prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
+    compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
+
+    def open(
+        self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
+    ) -> TokenSampler:
+        from opd.sampling.choose import open_sampler
+
+        return open_sampler(model, self, max_length, merge_stop=merge_stop, partner=partner)
+
+    def require_mixing(self, models: Sequence[LanguageModel], max_length: int) -> None:
+        from opd.sampling.choose import require_slots
+
+        require_slots(models, max_length)
+
+    def sequences(self) -> int:
+        return self.slots or 64
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if self.compile and view.device == "cpu":
+            yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
+
+
+SAMPLERS = Family("sampler", key="engine", default=BuiltInSampler.name)
