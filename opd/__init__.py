@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
     from opd.objective.objective import Objective
+    from opd.rewards import Reward
     from opd.sampling.sampler import Sampler
     from opd.teachers.teacher import Teacher
     from opd.trainer.trainer import Trainer
-    from opd.types import Judgement, Prompt, Rollout, Sample
+    from opd.types import Prompt, RewardResult, Rollout, Sample
 
 __version__ = "0.1.0"
 PLACES = {
@@ -64,16 +65,16 @@ PLACES = {
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
     "opd.objective.objective": ("Objective",),
+    "opd.rewards": ("Reward",),
     "opd.sampling.sampler": ("Sampler",),
     "opd.teachers.teacher": ("Teacher",),
     "opd.trainer.trainer": ("Trainer",),
-    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample"),
+    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample"),
 }
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [
     "DataError",
     "DiskError",
-    "Judgement",
     "LanguageModel",
     "Mixture",
     "ModelError",
@@ -85,6 +86,8 @@ __all__ = [
     "Prompt",
     "Recipe",
     "RecipeError",
+    "Reward",
+    "RewardResult",
     "Rollout",
     "Run",
     "RunDirectoryError",

@@ -165,13 +165,13 @@ def test_sft_learns_the_data(models: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("objective", [{"form": "policy_gradient"}, {"form": "direct"}])
 def test_both_forms_approach_the_teacher(models: dict[str, str], tmp_path: Path, objective: dict) -> None:
     changes = {
-        "rollout": {"prompts": 64, "max_new_tokens": 8},
+        "rollout": {"prompts": 32, "max_new_tokens": 8},
         "objective": objective,
-        "train": {"steps": 30, "lr": 1e-2},
+        "train": {"steps": 22, "lr": 2e-2},
     }
-    run = opd.run(recipe(models, eval={"prompts": 0}, sampler={"slots": 64}, **changes), out=tmp_path / "run")
+    run = opd.run(recipe(models, eval={"prompts": 0}, sampler={"slots": 32}, **changes), out=tmp_path / "run")
     kl = [line["reverse_kl"] for line in run.metrics]
-    assert np.mean(kl[-5:]) < 0.7 * np.mean(kl[:3])
+    assert np.mean(kl[-4:]) < 0.7 * np.mean(kl[:3])
 
 
 def test_lora_and_gradient_checkpointing_and_autocast(models: dict[str, str], tmp_path: Path) -> None:
@@ -187,8 +187,10 @@ def test_lora_and_gradient_checkpointing_and_autocast(models: dict[str, str], tm
 
 def test_a_bf16_sampler_shows_as_mismatch(models: dict[str, str], tmp_path: Path) -> None:
     gaps = []
-    for index, sampler in enumerate(({"slots": 8}, {"slots": 8, "dtype": "bfloat16"})):
-        run = opd.run(recipe(models, sampler=sampler, objective={"form": "policy_gradient"}), out=tmp_path / str(index))
+    for index, dtype in enumerate(("float32", "bfloat16")):
+        sampler = {"slots": 8, "prefill_rows": 1, "prefill_chunk": 8, "dtype": dtype}
+        changes = {"objective": {"form": "policy_gradient"}, "train": {"steps": 1}, "eval": {"prompts": 0}}
+        run = opd.run(recipe(models, sampler=sampler, **changes), out=tmp_path / str(index))
         gaps.append(run.metrics[0]["mismatch"])
     assert gaps[0] < 1e-5
     assert gaps[1] > 1e-4
@@ -219,12 +221,12 @@ def test_stages_hand_their_models_on(models: dict[str, str], tmp_path: Path) -> 
 def test_best_checkpoint_early_stopping_and_retention(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opd.evaluation import Score
+    from opd.evaluation import Measures
     from opd.runner.stage import StageRun
 
     values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
     monkeypatch.setattr(
-        StageRun, "evaluate", lambda self, engine: {"a": Score(n=4, greedy=next(values), greedy_stderr=0.0)}
+        StageRun, "evaluate", lambda self, engine: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)}
     )
     spec = {"prompts": 4, "every": 1, "teachers": False, "early_stop": {"patience": 3}}
     run = opd.run(

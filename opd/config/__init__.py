@@ -13,7 +13,6 @@ from opd.config.read import (
     shipped_recipes,
     validate,
 )
-from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
@@ -42,8 +41,6 @@ __all__ = [
     "Log",
     "Lora",
     "Recipe",
-    "RewardSpec",
-    "Rewards",
     "Rollouts",
     "Stage",
     "Store",

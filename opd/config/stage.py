@@ -9,11 +9,11 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.names import check_name
-from opd.config.rewards import Rewards, read_rewards
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
 from opd.objective.term import AnyTerm, Term
+from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
@@ -161,7 +161,7 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
     objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
-    rewards: Rewards = Rewards()
+    rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -238,11 +238,6 @@ class Stage(BaseModel):
     @classmethod
     def _objective(cls, value: Any) -> Any:
         return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: Any) -> Any:
-        return read_rewards(value)
 
     @field_validator("log", mode="before")
     @classmethod

@@ -183,6 +183,7 @@ class Pipeline:
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
+            run.rewarder.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
-    run.rewards.drain()  # what evaluation rewarded is not this step's
+    run.rewarder.drain()  # what evaluation rewarded is not this step's
 
     gathered = sample_and_reward(run, clock)
     rollouts, rewards = gathered.rollouts, gathered.rewards
@@ -48,15 +48,9 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
         result = run.trainer.step(batch, step)
         run.publish(step=step)
 
-    rewarding = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
-    extra = {
-        "lr": result.rate,
-        "grad_norm": max(result.norms),
-        **gathered.metrics,
-        **shown,
-        **result.metrics,
-        **rewarding,
-    }
+    rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
+    extra |= gathered.metrics | shown | result.metrics | rewarding
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )
