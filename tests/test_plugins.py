@@ -216,6 +216,20 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
 
 
+def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:
+    small = ["train.steps=1", "rollout={prompts: 3, max_new_tokens: 6}", "eval.prompts=0", "device=cpu", "log={}"]
+    runs = [
+        opd.run(str(recipe), overrides=[*small, f"sampler={{engine: {engine}}}"], out=tmp_path / engine)
+        for engine in ("builtin", "one_by_one")
+    ]
+    one, other = ([rollout.response_ids.tolist() for rollout in run.rollouts.where().load()] for run in runs)
+    assert sorted(one) == sorted(other)
+    with pytest.raises(RecipeError, match="the sampler one_by_one cannot draw from two models"):
+        load_recipe(str(recipe), ["rollout={teacher_mix: 0.2}", "sampler={engine: one_by_one}"])
+    with pytest.raises(RecipeError, match="slots belongs to sampler builtin, not to one_by_one"):
+        load_recipe(str(recipe), ["sampler={engine: one_by_one, slots: 4}"])
+
+
 def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:
     """Files behind a prefix are found beside the recipe, and hashed; rows that a program makes are known by their content."""
     (recipe.parent / "rows.txt").write_text("add 11+11\nadd 12+12\n")
