@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
@@ -76,15 +75,18 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
 def pinned(stage: Stage, recorded: Inputs) -> Stage:
     """The stage with every hub model at the commit that the run began with."""
 
-    def at(model: Any) -> Any:
-        if model.model.startswith(STAGE_PREFIX):
-            return model
-        location = locate(model.model, model.revision)
+    def commit(model: str, revision: str | None) -> str | None:
+        if model.startswith(STAGE_PREFIX):
+            return None
+        location = locate(model, revision)
         found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
-        return model.model_copy(update={"revision": found["commit"]}) if found else model
+        return found["commit"] if found else None
 
-    teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
-    return stage.model_copy(update={"student": at(stage.student), "teachers": teachers})
+    student, found = stage.student, commit(stage.student.model, stage.student.revision)
+    teachers = {name: kind.pinned(commit) for name, kind in stage.teachers.items()}
+    if found is not None:
+        student = student.model_copy(update={"revision": found})
+    return stage.model_copy(update={"student": student, "teachers": teachers})
 
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
@@ -116,7 +118,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
     found = [(stage.student.model, stage.student.revision, "student")]
-    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    found += [
+        (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
+    ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
 
