@@ -51,6 +51,8 @@ CHOICES: dict[str, str] = {
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",
+    "stop_rule.patience": "opd.objective.stopping:Patience",
+    "stop_rule.target": "opd.objective.stopping:Target",
     "reward.verifier": "opd.rewards.verifier:Verifier",
     "reward.exact": "opd.rewards.texts:Exact",
     "reward.numeric": "opd.rewards.texts:Numeric",

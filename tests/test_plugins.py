@@ -104,6 +104,8 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         json.loads(shown.output)["$defs"]
     )
     assert {"Late", "Brevity", "Unlikelihood", "Brief"} <= set(recipe_schema()["$defs"])
+    stop = ["eval={every: 1, early_stop: {kind: drop, by: 0.1}}"]
+    assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == families.find("stop_rule", "drop")(by=0.1)
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
@@ -225,6 +227,20 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
     found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
+
+
+def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:
+    small = ["train.steps=1", "rollout={prompts: 3, max_new_tokens: 6}", "eval.prompts=0", "device=cpu", "log={}"]
+    runs = [
+        opd.run(str(recipe), overrides=[*small, f"sampler={{engine: {engine}}}"], out=tmp_path / engine)
+        for engine in ("builtin", "one_by_one")
+    ]
+    one, other = ([rollout.response_ids.tolist() for rollout in run.rollouts.where().load()] for run in runs)
+    assert sorted(one) == sorted(other)
+    with pytest.raises(RecipeError, match="the sampler one_by_one cannot draw from two models"):
+        load_recipe(str(recipe), ["rollout={teacher_mix: 0.2}", "sampler={engine: one_by_one}"])
+    with pytest.raises(RecipeError, match="slots belongs to sampler builtin, not to one_by_one"):
+        load_recipe(str(recipe), ["sampler={engine: one_by_one, slots: 4}"])
 
 
 def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:

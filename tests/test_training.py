@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import opd
 from opd.config import load_recipe
 from opd.errors import DataError, ModelError, RecipeError, Stopped, TokenizerMismatch, TrainingError
+from opd.objective.stopping import STOP_RULES, EvaluationHistory
 from opd.runner import pipeline
 from opd.runner.checkpoint import verify_checkpoint
 from opd.runner.plan import make_plan
@@ -236,6 +237,46 @@ def test_best_checkpoint_early_stopping_and_retention(
     assert stage["best"]["step"] == 2  # before 0.5, step 1: 0.1, step 2: 0.9
     assert stage["steps"] == 5
     assert [path.name for path in run.checkpoints] == ["step-000002", "step-000005"]
+
+
+def test_a_stage_stops_once_it_is_good_enough(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opd.evaluation import Measures
+    from opd.runner.stage import StageRun
+
+    values = iter([0.5, 0.8, 0.1, 0.6, 0.7, 0.2])  # before, both teachers, after every step
+    monkeypatch.setattr(
+        StageRun, "evaluate", lambda self, engine: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)}
+    )
+    spec = {"prompts": 4, "every": 1, "early_stop": {"kind": "target", "of_teacher": 0.85}}
+    run = opd.run(recipe(models, eval=spec, train={"steps": 20}), out=tmp_path / "run")
+    assert run.summary["stages"][0]["steps"] == 2
+    assert "early stop after step 2" in (run.directory / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "history", "stops"),
+    [
+        ({}, [0.1, 0.1, 0.1], False),
+        ({}, [0.1, 0.1, 0.1, 0.1], True),
+        ({"patience": 2}, [None, None], True),
+        ({"patience": 2}, [0.1, None, 0.2, None], False),
+        ({"patience": 1}, [0.1, 0.2, 0.2], True),
+        ({"kind": "target", "value": 0.5}, [0.4, 0.5, 0.3], True),
+        ({"kind": "target", "value": 0.5}, [0.4, None], False),
+        ("target", [0.79], False),
+        ("target", [0.8], True),
+        ({"kind": "target", "of_teacher": 0.5}, [0.4], True),
+    ],
+    ids=str,
+)
+def test_stop_rules(settings: Any, history: list[float | None], stops: bool) -> None:
+    rule: Any = STOP_RULES.read(settings)
+    assert rule.should_stop(EvaluationHistory(history, teacher=0.8)) is stops
+    assert rule.should_stop(EvaluationHistory(history)) is (
+        stops and (rule.name == "patience" or rule.value is not None)
+    )
 
 
 def test_trackers(models: dict[str, str], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from opd.settings import Family
 from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import open_teachers
-from opd.teachers.views import Group, View, behind, question, shown
+from opd.teachers.views import Group, View, behind, question, texts_for
 from opd.trainer.step import train_step
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed
 from tests.helpers import TEMPLATE, term, tiny_model, tiny_tokenizer
@@ -71,7 +71,7 @@ def test_a_view_without_its_field_shows_nothing() -> None:
         assert view(kind="template", template=template).render(ASKED, member, shared(ASKED, member)) is None
     plain = replace(ASKED, messages=None, text="one")
     assert question(view(kind="template", template="{prompt}{answer}").rewrite(plain) or ASKED) == "onetwo"
-    seen = shown(view(kind="same"), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, context=2)
+    seen = texts_for(view(kind="same"), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, context=2)
     assert seen == [None]  # longer than the teacher can read
     with pytest.raises(ValidationError, match="at least one field"):
         view(kind="template", template="nothing {{here}}")
@@ -86,7 +86,7 @@ def test_views_must_keep_the_response() -> None:
 
     member = rollout("p", [5], [8, 9])
     with pytest.raises(RecipeError, match=r"view broken.*pair the response"):
-        shown(Broken(), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, 99)
+        texts_for(Broken(), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, 99)
 
 
 def test_scores_line_up_by_response_position_under_any_spans() -> None:

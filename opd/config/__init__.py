@@ -17,7 +17,6 @@ from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
     Data,
-    EarlyStop,
     Eval,
     Hub,
     Log,
@@ -35,7 +34,6 @@ __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
     "Data",
-    "EarlyStop",
     "Eval",
     "Hub",
     "Log",

@@ -12,6 +12,7 @@ from opd.config.names import check_name
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
+from opd.objective.stopping import STOP_RULES, StopRule
 from opd.objective.term import AnyTerm, Term
 from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
@@ -74,11 +75,6 @@ class Train(BaseModel):
         return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
-class EarlyStop(BaseModel):
-    model_config = SETTINGS
-    patience: Positive = Field(3, description="evaluations without a better metric")
-
-
 class Eval(BaseModel):
     """pass@1 and pass@k on held-out prompts, before, after and every `every` steps."""
 
@@ -92,7 +88,9 @@ class Eval(BaseModel):
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
     metric: Word = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
-    early_stop: EarlyStop | None = None
+    early_stop: Annotated[StopRule, STOP_RULES] | None = Field(
+        None, description="when to stop before the last step: patience, target, or a rule of your own"
+    )
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )

@@ -33,7 +33,7 @@ class ModelRef(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Opening:
+class Supplies:
     """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
 
     student: LanguageModel
@@ -66,7 +66,7 @@ class TeacherKind(Choice):
         """What it is called in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
 
-    def open(self, name: str, opening: Opening) -> TeacherLike:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError
 
 
@@ -93,8 +93,8 @@ class FrozenTeacher(TeacherKind):
         found = commit(self.model, self.revision)
         return self if found is None else self.model_copy(update={"revision": found})
 
-    def open(self, name: str, opening: Opening) -> TeacherLike:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.local import LocalTeacher
 
         (ref,) = self.reads()
-        return LocalTeacher(name, self.role, opening.load(ref), self.batch_tokens, opening.stop_ids)
+        return LocalTeacher(name, self.role, supplies.load(ref), self.batch_tokens, supplies.stop_ids)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
-from opd.teachers.kinds import ModelRef, Opening, TeacherKind
+from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
 from opd.types import TeacherLike
 
 
@@ -21,5 +21,5 @@ def open_teachers(
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
     stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()})
-    opening = Opening(student, stop_ids, models.__getitem__)
-    return {name: kind.open(name, opening) for name, kind in kinds.items()}, stop_ids
+    supplies = Supplies(student, stop_ids, models.__getitem__)
+    return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids

@@ -167,7 +167,7 @@ def _texts(fields: Mapping[str, Any]) -> dict[str, str]:
 # A batch
 
 
-def shown(
+def texts_for(
     view: View, rollouts: Sequence[Rollout], prompts: Mapping[str, Prompt], groups: Mapping[str, Group], context: int
 ) -> list[Rendered | None]:
     """What each rollout looks like to a teacher that can read `context` tokens; None: nothing, or more than it can read."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
-from opd.teachers.views import Group, SameView, shown
+from opd.teachers.views import Group, SameView, texts_for
 from opd.trainer.metrics import Clock
 from opd.trainer.signal_store import ask
 from opd.types import Prompt, Rollout, Signal, SignalKind
@@ -84,7 +84,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
         signals[role, kind] = answers
         for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = shown(view, asked, batch.prompts, batch.groups, teacher.context)
+            seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
             if view.name != SameView.name:
                 metrics[f"unshown/{name}"] = sum(text is None for text in seen) / len(seen)
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, kind), strict=True):
