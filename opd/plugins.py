@@ -53,8 +53,8 @@ def load_announced() -> None:
 
 def versions(plugins: Sequence[str]) -> dict[str, str]:
     """Package -> version, of the modules that a recipe names."""
-    owners = importlib.metadata.packages_distributions()
     packages = [name.split(".")[0] for name in plugins if not name.endswith(".py")]
+    owners = importlib.metadata.packages_distributions() if packages else {}  # reads about every package there is
     return {
         package: importlib.metadata.version(owners[package][0]) if package in owners else "unknown"
         for package in packages

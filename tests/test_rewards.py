@@ -743,7 +743,7 @@ def shower(name: str, texts: list[str]) -> None:
 
 def test_no_text_takes_long_in_process() -> None:
     """Rewards that run in the training process are linear in the text."""
-    size = 200_000
+    size = 60_000
     pieces = ["1,111", "\\frac{1", "\\boxed{", "1e", "1 ", "-", "1/", "```\n", "9", "."]
     texts = [*(piece * (size // len(piece)) for piece in pieces), "\\boxed{" + "{" * size, "1" + " " * size + "/"]
     for text in texts:
@@ -753,4 +753,4 @@ def test_no_text_takes_long_in_process() -> None:
             == 0.0
         )
         answers.blocks(text)
-        assert time.process_time() - begun < 5, text[:20]
+        assert time.process_time() - begun < 2, text[:20]

@@ -17,7 +17,6 @@ from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
     Data,
-    EarlyStop,
     Eval,
     Hub,
     Log,
@@ -27,7 +26,6 @@ from opd.config.stage import (
     Stage,
     Store,
     Student,
-    TeacherSpec,
     Train,
 )
 from opd.objective.term import Term
@@ -36,7 +34,6 @@ __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
     "Data",
-    "EarlyStop",
     "Eval",
     "Hub",
     "Log",
@@ -46,7 +43,6 @@ __all__ = [
     "Stage",
     "Store",
     "Student",
-    "TeacherSpec",
     "Term",
     "Train",
     "find_recipe",

@@ -12,6 +12,7 @@ from opd.config.names import check_name
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
+from opd.objective.stopping import STOP_RULES, StopRule
 from opd.objective.term import AnyTerm, Term
 from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
@@ -31,20 +32,6 @@ class Student(BaseModel):
     revision: Word | None = None
     lora: Lora | None = None
     gradient_checkpointing: bool = False
-
-
-class TeacherSpec(BaseModel):
-    """A model that judges. It judges the domain it is named after, unless `domains` says otherwise."""
-
-    model_config = SETTINGS
-    model: Address
-    revision: Word | None = None
-    role: Word = Field("teacher", description="terms ask for signals by role")
-    domains: list[Word] | None = Field(
-        None, min_length=1, description="default: its own name, or every domain if it is alone in its role"
-    )
-    dtype: Dtype = "float32"
-    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
 
 class Data(BaseModel):
@@ -88,11 +75,6 @@ class Train(BaseModel):
         return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
-class EarlyStop(BaseModel):
-    model_config = SETTINGS
-    patience: Positive = Field(3, description="evaluations without a better metric")
-
-
 class Eval(BaseModel):
     """pass@1 and pass@k on held-out prompts, before, after and every `every` steps."""
 
@@ -106,7 +88,9 @@ class Eval(BaseModel):
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
     metric: Word = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
-    early_stop: EarlyStop | None = None
+    early_stop: Annotated[StopRule, STOP_RULES] | None = Field(
+        None, description="when to stop before the last step: patience, target, or a rule of your own"
+    )
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )
@@ -169,7 +153,7 @@ class Stage(BaseModel):
     model_config = SETTINGS
     name: Word = "main"
     student: Student
-    teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
+    teachers: dict[Word, Annotated[Any, Family("teacher", default="frozen")]] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()

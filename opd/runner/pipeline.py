@@ -226,7 +226,7 @@ class Pipeline:
 
     def _enough(self, run: StageRun, result: StageResult) -> bool:
         stop = run.spec.eval.early_stop
-        return stop is not None and result.evaluations_since_best >= stop.patience
+        return stop is not None and stop.should_stop(result.evaluations(run.spec.eval.metric))
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:
@@ -254,7 +254,7 @@ class Pipeline:
         measures = run.evaluate(run.engine)
         metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
-        if result.plateau is None and result.evaluations_since_best >= spec.plateau:
+        if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better
 

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from opd.errors import RecipeError
 from opd.evaluation import Measures
+from opd.objective.stopping import EvaluationHistory
 from opd.text import cell, plain
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "evaluations_since_best", "plateau", "history", "skipped")  # fmt: skip
+         "plateau", "history", "skipped")  # fmt: skip
 
 
 @dataclass
@@ -34,7 +35,6 @@ class StageResult:
     best: Path | None = None
     best_value: float | None = None
     best_step: int | None = None
-    evaluations_since_best: int = 0
     plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
@@ -45,8 +45,17 @@ class StageResult:
         better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
             self.best_value, self.best_step = value, step
-        self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
         return better
+
+    def evaluations(self, metric: str) -> EvaluationHistory:
+        """What stop rules look at."""
+        values = [
+            _mean(metric, {key: value for key, value in line.items() if key in self.before}) for line in self.history
+        ]
+        level = _mean(
+            metric, {domain: found.value for domain in self.before if (found := self.teacher_measures(domain))}
+        )
+        return EvaluationHistory(values, level)
 
     def teacher_measures(self, domain: str) -> Measures | None:
         return self.teachers.get(self.teacher_of.get(domain, ""), {}).get(domain)
@@ -115,8 +124,14 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
 
 def watched(measures: Mapping[str, Measures], metric: str) -> float | None:
     """None: nothing of it could be rewarded."""
-    values = [measures[domain].value for domain in watched_domains(metric, list(measures))]
-    known = [value for value in values if value is not None]
+    watched_domains(metric, list(measures))
+    return _mean(metric, {domain: found.value for domain, found in measures.items()})
+
+
+def _mean(metric: str, values: Mapping[str, float | None]) -> float | None:
+    """Over the domains behind the metric, as far as they are known."""
+    domain = metric.partition("/")[2]
+    known = [value for name, value in values.items() if value is not None and domain in ("", name)]
     return sum(known) / len(known) if known else None
 
 
