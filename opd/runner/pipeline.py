@@ -236,7 +236,7 @@ class Pipeline:
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
         self._progress.evaluated(
-            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+            0, {domain: found.value for domain, found in before.items() if found.value is not None}
         )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
@@ -253,9 +253,9 @@ class Pipeline:
         if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
             return False
         self._on_phase("evaluate")
-        scores = run.evaluate(run.engine)
-        metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
-        better = result.note_evaluation(step, scores, watched(scores, spec.metric))
+        measures = run.evaluate(run.engine)
+        metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
+        better = result.note_evaluation(step, measures, watched(measures, spec.metric))
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better
