@@ -83,14 +83,15 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts,
-        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, resolve), longest),
+        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve), longest),
     )  # fmt: skip
 
 
-def _held(stage: Stage, resolve: Callable[[str], str]) -> int:
+def _held(stage: Stage, device: str, resolve: Callable[[str], str]) -> int:
     """Bytes of the teachers' weights; a model that several of them name is there once."""
     models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
-    return sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype] for ref in models)
+    usual = WEIGHTS[stage.train.precision_on(device)]
+    return sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models)
 
 
 def _memory(
