@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
 from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
-from opd.types import Teacher
+from opd.types import TeacherLike
 
 
 def open_teachers(
     kinds: Mapping[str, TeacherKind], student: LanguageModel, load: Callable[[ModelRef], LanguageModel]
-) -> tuple[dict[str, Teacher], tuple[int, ...]]:
+) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
     models: dict[ModelRef, LanguageModel] = {}
     for ref in (ref for kind in kinds.values() for ref in kind.reads()):
