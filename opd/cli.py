@@ -82,7 +82,9 @@ def run(
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Use this very directory, and go on if a run has begun there: for job scripts."),
+        typer.Option(
+            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+        ),
     ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
@@ -115,10 +117,11 @@ class Mode(StrEnum):
 def resume(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
     mode: Annotated[
-        Mode | None, typer.Option(help="How unfinished rollouts go on; default: the recipe's checkpoint.resume.")
+        Mode | None,
+        typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
     ] = None,
 ) -> None:
-    """Go on with a run that was killed, stopped, preempted or ran out of disk."""
+    """Continue a run that was killed, stopped, preempted or ran out of disk."""
     from opd.runner.run import resume as go_on
 
     go_on(run, mode=mode.value if mode else None, quiet=False)

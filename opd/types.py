@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `rollout.draws`.
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `sampling.draws`.
 
     `prefix_ids` are response tokens that exist already (an interrupted rollout); sampling goes on behind them.
     """
@@ -212,8 +212,8 @@ class TokenSampler(Protocol):
     def load(self, weights: WeightsRef) -> None: ...
 
 
-class Teacher(Protocol):
-    """Whatever scores. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+class TeacherLike(Protocol):
+    """What a kind of teacher opens. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
 
     name: str
     role: str

@@ -26,7 +26,9 @@ def sample(text: str, domain: str = "d") -> Sample:
 def quick(given: Any) -> Rewards:
     """The callables with a time limit of a second."""
     rewards = with_callables(Rewards(), given)
-    domains = {key: [kind.model_copy(update={"time_limit": 1.0}) for kind in kinds] for key, kinds in rewards.domains.items()}  # fmt: skip
+    domains = {
+        key: [kind.model_copy(update={"time_limit": 1.0}) for kind in kinds] for key, kinds in rewards.domains.items()
+    }
     return rewards.model_copy(update={"domains": domains})
 
 

@@ -136,6 +136,27 @@ def test_recipes_that_earlier_versions_wrote_are_read(changes: dict[str, Any]) -
     assert term(**found.model_dump()) == found
 
 
+def test_stages_that_earlier_versions_wrote_are_read() -> None:
+    """Every key of a source, whatever it was; a sampler and a stop rule without a name."""
+    prompt = {"domain": None, "share": 1.0, "split": "train", "eval_source": None, "limit": None, "columns": {}, "options": {},
+              "chat_template_kwargs": {}}  # fmt: skip
+    addresses = ["task:addition", "reasoning_gym:chain_sum", "/data/rows.jsonl", "owner/name"]
+    stage = Stage.model_validate(
+        {
+            "student": "tiny/generalist",
+            "prompts": [{"source": address} | prompt for address in addresses],
+            "sampler": {"slots": None, "prefill_rows": None, "prefill_chunk": None, "dtype": None, "compile": False},
+            "eval": {"early_stop": {"patience": 4}},
+        }
+    )
+    assert [source.name for source in stage.prompts] == ["task", "reasoning_gym", "file", "dataset"]
+    assert stage == Stage.model_validate(stage.model_dump(mode="json"))
+    assert (stage.sampler.name, stage.eval.early_stop) == (
+        "builtin",
+        spelled_out(Family("stop_rule"), "patience", {"patience": 4}),
+    )
+
+
 def test_a_key_of_another_choice_is_a_mistake() -> None:
     for wrong, words in (
         ({"beta": 0.3}, "beta belongs to divergence jsd, not to reverse_kl"),

@@ -16,7 +16,7 @@ from opd.models.settings import Lora
 from opd.runner.plan import make_plan
 from opd.settings import Family
 from opd.teachers.kinds import Supplies
-from opd.types import SignalNeed, Teacher
+from opd.types import SignalNeed, TeacherLike
 from tests.helpers import save_tiny, tiny_model
 from tests.test_resume import SCORED, Crash, same_run, small, strike
 from tests.test_teachers import rollout
@@ -31,7 +31,7 @@ ROLLOUTS = [rollout("1", [5, 6, 7], [8, 9, 1]), rollout("2", [10], [11, 12])]
 INSTRUCTED = {"kind": "instruction", "instruction": "Be concise."}
 
 
-def opened(student: LanguageModel, **settings: Any) -> Teacher:
+def opened(student: LanguageModel, **settings: Any) -> TeacherLike:
     kind: Any = Family("teacher").read(settings)
     return kind.open("t", Supplies(student, (1,), lambda ref: pytest.fail(f"{ref} is loaded")))
 
@@ -43,7 +43,7 @@ def trained(student: LanguageModel, amount: float) -> None:
             parameter.add_(amount * torch.randn_like(parameter))
 
 
-def logprobs(teacher: Teacher) -> torch.Tensor:
+def logprobs(teacher: TeacherLike) -> torch.Tensor:
     signals = teacher.score(ROLLOUTS, SignalNeed("logprobs_at"))
     assert {signal.teacher_version for signal in signals} == {teacher.version}
     return torch.cat([torch.from_numpy(signal.values) for signal in signals])

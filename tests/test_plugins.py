@@ -208,6 +208,10 @@ class Moody(opd.Reward):
     name = "moody"
     calm: float = 1.0
 
+    def refuse(self, view):
+        if self.calm > 1:
+            yield f"calm {self.calm} is no mood. Lower it."
+
     def reward(self, sample):
         if sample.text == "hang": time.sleep(60)
         if sample.text == "die": os._exit(1)
@@ -222,11 +226,27 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
         (tmp_path / name / "mine.py").write_text(text)
     recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 1}}
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
+    with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
+        load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.calm=2"])
     plugins.moved(tmp_path / "run" / "mine.py")
     (tmp_path / "recipe" / "mine.py").write_text("raise RuntimeError('not the copy')")
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
     found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
+
+
+def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:
+    small = ["train.steps=1", "rollout={prompts: 3, max_new_tokens: 6}", "eval.prompts=0", "device=cpu", "log={}"]
+    runs = [
+        opd.run(str(recipe), overrides=[*small, f"sampler={{engine: {engine}}}"], out=tmp_path / engine)
+        for engine in ("builtin", "one_by_one")
+    ]
+    one, other = ([rollout.response_ids.tolist() for rollout in run.rollouts.where().load()] for run in runs)
+    assert sorted(one) == sorted(other)
+    with pytest.raises(RecipeError, match="the sampler one_by_one cannot draw from two models"):
+        load_recipe(str(recipe), ["rollout={teacher_mix: 0.2}", "sampler={engine: one_by_one}"])
+    with pytest.raises(RecipeError, match="slots belongs to sampler builtin, not to one_by_one"):
+        load_recipe(str(recipe), ["sampler={engine: one_by_one, slots: 4}"])
 
 
 def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:

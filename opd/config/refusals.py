@@ -84,6 +84,9 @@ def _choices(stage: Stage) -> Iterator[str]:
     yield from stage.sampler.refuse(view)
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+    for domain, rewards in stage.rewards.domains.items():
+        for number, reward in enumerate(rewards):
+            yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
 
 
 def _teachers(stage: Stage) -> Iterator[str]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from opd.objective.batch import TrainingBatch
 from opd.objective.first_pass import take_first_pass
-from opd.objective.micro import MicroBatch, TeacherHead, TokenStatistics, autocast_head
+from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
 from opd.settings import Needs, by_hand
-from opd.types import Rollout, SignalKind
+from opd.types import Rollout, SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.config import Train
@@ -73,7 +73,7 @@ class Objective:
     def __init__(
         self,
         terms: Term | Mapping[str, Any] | Sequence[Term | Mapping[str, Any]],
-        teachers: TeacherHead | Mapping[str, TeacherHead] | None = None,
+        teachers: TeacherLike | Mapping[str, TeacherLike] | None = None,
         drawing: Drawing | None = None,
         stop_ids: tuple[int, ...] | None = None,
         train: Train | None = None,

@@ -7,7 +7,6 @@ went on with other prompts or another teacher would be neither of the two. Hub m
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
-from opd.models.adapters import smol_models
+from opd.models.adapters import base_of, is_adapter, smol_models
 from opd.models.directory import reading_model
 from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
 
@@ -61,14 +60,14 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
     ]
     changed += [
-        f"{name} ({facts['for']}) was not there then"
+        f"{name} ({facts['for']}) did not exist then"
         for name, facts in now.items()
         if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
     ]
     if changed:
         raise RunDirectoryError(
-            f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
-            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Put them back, or start a new run: "
+            f"stage {stage!r}: these inputs have changed since {directory} was started: {'; '.join(changed[:5])}"
+            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Restore them, or start a new run: "
             f"opd run {directory / 'resolved.yaml'}"
         )
 
@@ -92,7 +91,7 @@ def pinned(stage: Stage, recorded: Inputs) -> Stage:
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
     if now is None:
-        return "is gone"
+        return "is missing"
     kind = next(key for key in then if key != "for")
     return f"has changed: {kind} {then[kind][:12]}… then, {now.get(kind, 'none')[:12]}… now"
 
@@ -129,8 +128,8 @@ def _model_files(name: str) -> Iterator[tuple[Path, str]]:
     """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
     if name in (shipped := tiny_models() | smol_models()):
         yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
-        if (base := _base(shipped[name])) is not None:
-            yield from _model_files(base)
+        if is_adapter(shipped[name]):
+            yield from _model_files(base_of(name, shipped[name]))
         return
     path = _smol() if name == "smol" else Path(name).expanduser()
     if path.suffix == ".gguf":
@@ -138,8 +137,8 @@ def _model_files(name: str) -> Iterator[tuple[Path, str]]:
             yield path, name if name == "smol" else str(path.absolute())
     elif path.is_dir():
         yield from ((file, str(file.absolute())) for file in _weights(path))
-        if (base := _base(path)) is not None:
-            yield from _model_files(base)
+        if is_adapter(path):
+            yield from _model_files(base_of(name, path))
 
 
 def _smol() -> Path:
@@ -153,22 +152,6 @@ def _weights(directory: Path) -> list[Path]:
     return sorted(
         path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
     )
-
-
-def _base(directory: Path) -> str | None:
-    """The model below an adapter that was saved alone."""
-    config = directory / "adapter_config.json"
-    if not config.is_file() or (directory / "config.json").is_file():
-        return None
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        return None  # loading it says what is wrong
-    if not isinstance(found, str):
-        return None
-    return (
-        str(directory / found) if (directory / found).is_dir() else found
-    )  # as it is loaded: beside the adapter first
 
 
 def _hub_name(location: Location) -> str:

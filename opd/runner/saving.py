@@ -77,9 +77,9 @@ class StageCheckpoints:
         if result.saved == result.steps and not self._saver.busy:
             return last
         if not result.steps:
-            return "no step was finished, so the student is what it was; what was sampled is in the store"
+            return "no step was finished, so the student is unchanged; what was sampled is in the store"
         if run.optimiser.updates != self._boundary.updates:
-            return f"step {result.steps + 1} was half done and is not saved; {last}"
+            return f"step {result.steps + 1} was only half done, so it is not saved; {last}"
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
             return f"the weights are not finite; {last}"
         if preempted and (self._saver.busy or self._save_seconds() > grace_left() / 2):

@@ -1,7 +1,7 @@
 """Kinds of teacher: where what scores comes from. One class each, with its settings; no torch here.
 
 A kind says which signals it `offers` and which models it reads, so that recipes are refused before anything is loaded; `open`
-makes the teacher, which from then on is used through the protocol `opd.types.Teacher` alone.
+makes the teacher, which from then on is used through the protocol `opd.types.TeacherLike` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
-from opd.types import SignalKind, Teacher
+from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -75,7 +75,7 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class FrozenTeacher(TeacherKind):
         found = commit(self.model, self.revision)
         return self if found is None else self.model_copy(update={"revision": found})
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.local import LocalTeacher
 
         (ref,) = self.reads()

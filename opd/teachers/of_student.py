@@ -12,7 +12,7 @@ from pydantic import Field
 
 from opd.settings import Positive, StageView
 from opd.teachers.kinds import Supplies, TeacherKind
-from opd.types import Teacher
+from opd.types import TeacherLike
 
 if TYPE_CHECKING:
     from opd.teachers.following import FollowingTeacher
@@ -38,7 +38,7 @@ class SelfTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return not lora
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.following import copy_of
         from opd.teachers.local import LocalTeacher
 
@@ -57,7 +57,7 @@ class BaseTeacher(StudentTeacher):
         if not view.lora:
             yield "kind base is the model below the student's adapters, and it has none. Set student.lora, or use kind: self."
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.local import LocalTeacher
 
         return LocalTeacher(name, self.role, supplies.student.base(), self.batch_tokens, supplies.stop_ids)
@@ -73,7 +73,7 @@ class EmaTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return True
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         return _following(self, name, supplies, every=1, rate=self.rate)
 
 
@@ -95,7 +95,7 @@ class RefreshTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return True
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         return _following(self, name, supplies, every=self.every, rate=1.0)
 
 
@@ -110,7 +110,7 @@ class LiveTeacher(StudentTeacher):
             yield "kind live reads what the student reads, so the two never differ. Give it a `view`."
         yield from refuse_chasing(self, view, 1, self.force)
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.following import LiveStudent
 
         return LiveStudent(name, self.role, supplies.student, self.batch_tokens, supplies.stop_ids)

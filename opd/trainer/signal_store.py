@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, Teacher
+from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 
 def ask(
-    run: StageRun, teacher: Teacher, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], kind: SignalKind
+    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], kind: SignalKind
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
@@ -44,7 +44,7 @@ def ask(
     return [known[rollout.id] for rollout in rollouts]
 
 
-def _nothing(teacher: Teacher, view: str, rollout: Rollout) -> Signal:
+def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
     """About a rollout for which the teacher's view has nothing to show."""
     size = rollout.response_ids.size
     return Signal(
@@ -52,7 +52,7 @@ def _nothing(teacher: Teacher, view: str, rollout: Rollout) -> Signal:
     )
 
 
-def _stored(run: StageRun, teacher: Teacher, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
+def _stored(run: StageRun, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
     """What the same teacher, in the same version, said of the same texts."""
     found = run.store.signals(list(shown), teacher.role, kind)
     return {
