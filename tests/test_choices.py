@@ -328,14 +328,15 @@ def test_under_autocast_heads_reach_the_kernels_in_bf16(monkeypatch: pytest.Monk
     from opd.divergences import compute
     from opd.divergences.plan import heads_obstacle
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     weight = torch.randn(11, 4, requires_grad=True)
     hidden = torch.randn(5, 4, requires_grad=True)
     assert autocast_head(Projection(hidden, weight)).hidden.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         routed = autocast_head(Projection(hidden, weight))
         assert (routed.hidden.dtype, routed.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-        assert "differ" not in heads_obstacle([routed])
+        with monkeypatch.context() as here:
+            here.setenv("TRITON_INTERPRET", "1")  # else the device is the obstacle
+            assert "differ" not in heads_obstacle([routed])
         loss = compute.divergence("reverse_kl", routed, routed.detach(), backend="chunked").loss
     assert loss.dtype == torch.float32
     assert routed.logits().dtype == torch.float32

@@ -149,8 +149,8 @@ class OutcomeAdvantage(AdvantagePart):
             )
         if view.rollout.samples == 1 and self.baseline in ("group", "leave_one_out"):
             yield (
-                f"outcome_weight {self.outcome_weight:g} with baseline: {self.baseline} and rollout.samples 1: a sample alone in "
-                "its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
+                f"outcome_weight {self.outcome_weight:g} with baseline: {self.baseline} and rollout.samples 1: a "
+                "sample alone in its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
             )
 
     def leaves_out(self, batch: TrainingBatch) -> set[str]:

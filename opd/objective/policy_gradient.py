@@ -107,7 +107,7 @@ class PolicyGradient(CorrectedTerm):
         return micro.tensor(value_N[rows]).float()
 
     def _exact_kl(self, micro: MicroBatch, rows: np.ndarray) -> np.ndarray:
-        """(N,) KL(student || teacher): what the log-ratio averages to, so adding it leaves the gradient's mean alone."""
+        """(N,) KL(student || teacher), the log-ratio's mean: adding it leaves the gradient's mean as it is."""
         from opd.divergences import statistics
 
         open_N, kl_N = np.zeros(micro.projection.count, dtype=bool), np.zeros(micro.projection.count)

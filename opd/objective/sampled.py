@@ -43,8 +43,8 @@ class K2(CorrectedTerm):
         drawn = view.rollout
         if drawn.temperature != 1:
             yield (
-                f"rollout.temperature {drawn.temperature:g} with form: k2, whose gradient is reverse KL's only on samples of the "
-                "policy itself. Sample at temperature 1, or use policy_gradient."
+                f"rollout.temperature {drawn.temperature:g} with form: k2, whose gradient is reverse KL's only on "
+                "samples of the policy itself. Sample at temperature 1, or use policy_gradient."
             )
         if drawn.teacher_mix:
             yield "rollout.teacher_mix with form: k2, which has no importance weight. Use policy_gradient."

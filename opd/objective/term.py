@@ -48,7 +48,10 @@ class Term(Choice):
     on: list[AuthorName] | None = Field(
         None,
         min_length=1,
-        description="authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher for cross_entropy",
+        description=(
+            "authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher "
+            "for cross_entropy"
+        ),
     )
     coefficient: Annotated[Schedule, Short("value", int, float)] = Schedule()
     gate: Annotated[list[AnyGate], OneOrMany()] = Field(
@@ -76,7 +79,10 @@ class Term(Choice):
     # What it asks for
 
     def needs(self, updates: int = 1) -> Needs:
-        """Of the form and its gates. `updates`: optimiser steps per batch; with one, the proximal policy is the current one."""
+        """Of the form and its gates.
+
+        `updates`: optimiser steps per batch; with one, the proximal policy is the current one.
+        """
         needs = self.form_needs(updates)
         for gate in self.gate:
             needs |= gate.needs(self.role)
@@ -162,11 +168,15 @@ class CorrectedTerm(Term):
         drawn = view.rollout
         if drawn.top_p < 1 or drawn.top_k > 0:
             yield (
-                f"rollout: top_p {drawn.top_p:g}, top_k {drawn.top_k} with a {self.name} term that weighs by ratios. Importance ratios "
-                "are undefined for tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
+                f"rollout: top_p {drawn.top_p:g}, top_k {drawn.top_k} with a {self.name} term that weighs by ratios. "
+                "Importance ratios are undefined for tokens that truncated sampling can never draw; set top_p: 1 and "
+                "top_k: 0, or use form: direct."
             )
         if drawn.temperature == 0:
-            yield f"rollout.temperature 0 with a {self.name} term: greedy tokens carry no gradient. Sample at temperature 1."
+            yield (
+                f"rollout.temperature 0 with a {self.name} term: greedy tokens carry no gradient. "
+                "Sample at temperature 1."
+            )
 
 
 AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]

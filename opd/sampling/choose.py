@@ -23,9 +23,13 @@ LENGTH = 9  # tokens of each of the probe's two sequences
 
 
 def open_sampler(
-    model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
+    model: LanguageModel,
+    spec: BuiltInSampler,
+    max_length: int,
+    *,
+    merge_stop: tuple[int, ...],
     partner: Partner | None = None,
-) -> Engine | PlainSampler:  # fmt: skip
+) -> Engine | PlainSampler:
     """The sampler takes the model over: give it an `inference_copy`."""
     if partner is not None:
         require_slots([model, partner.model], max_length)

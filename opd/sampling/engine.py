@@ -106,9 +106,14 @@ class Engine:
     """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
-        self, model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
+        self,
+        model: LanguageModel,
+        spec: BuiltInSampler,
+        max_length: int,
+        *,
+        merge_stop: tuple[int, ...],
         partner: Partner | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_context(model, max_length)
         if partner is not None and partner.model.size < model.size:
             raise ModelError(

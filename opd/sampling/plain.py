@@ -79,9 +79,12 @@ class PlainSampler:
             return torch.tensor([value], dtype=dtype, device=device)
 
         settings = RowSettings(
-            temperature=row(sampling.temperature, torch.float32), top_p=row(sampling.top_p, torch.float32),
-            top_k=row(sampling.top_k, torch.int64), key=row(request.key, torch.int64), position=row(position, torch.int64),
-        )  # fmt: skip
+            temperature=row(sampling.temperature, torch.float32),
+            top_p=row(sampling.top_p, torch.float32),
+            top_k=row(sampling.top_k, torch.int64),
+            key=row(request.key, torch.int64),
+            position=row(position, torch.int64),
+        )
         return draw(logits_V[None], settings, self.stop, filters(sampling))
 
     def _cache_is_right(self) -> bool:
