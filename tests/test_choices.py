@@ -68,6 +68,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
+    "reward.verifier": {"weight": 2.0}, "reward.exact": {"field": "solution", "extract": "boxed", "ignore": ["case"]},
+    "reward.numeric": {"tolerance": 0.1, "absolute": 0.5, "time_limit": 3.0}, "reward.format": {"pattern": "a+", "whole": True},
+    "reward.maths": {"field": "solution"}, "reward.code": {"partial": True, "memory": 64, "processes": 2, "disk": 1},
+    "reward.json": {"json_schema": {"type": "object"}}, "reward.custom": {"function": "module:function", "fresh": False},
+    "reward.python callable": {"function": "brevity"},
     "tracker.tensorboard": {}, "tracker.wandb": {}, "tracker.trackio": {},
     "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},
 }  # fmt: skip
