@@ -191,7 +191,7 @@ def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
     assert [source.source for source in first.prompts] == [str(mine / "rows.jsonl"), "task:addition", str(shell / "late.parquet")]  # fmt: skip
     assert first.prompts[0].eval_source == str(tmp_path / "held.csv")
     assert first.rewards.domains["a"][0].function == f"{mine / 'scores.py'}:brevity"
-    assert [spec.function for spec in first.rewards.domains["b"]] == [
+    assert [spec.model_dump().get("function") for spec in first.rewards.domains["b"]] == [
         f"{mine / 'scores.py'}:brevity",
         "elsewhere:brevity",
         None,

@@ -18,6 +18,7 @@ from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
+from opd.teachers.kinds import AnyTeacher
 
 
 def usual_objective() -> list[Term]:
@@ -153,7 +154,7 @@ class Stage(BaseModel):
     model_config = SETTINGS
     name: Word = "main"
     student: Student
-    teachers: dict[Word, Annotated[Any, Family("teacher", default="frozen")]] = Field(default_factory=dict)
+    teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()

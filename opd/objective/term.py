@@ -97,6 +97,11 @@ class Term(Choice):
         return tuple(dict.fromkeys(role for role, _ in self.needs().signals))
 
     @property
+    def minimises(self) -> str:
+        """The divergence to its role's model that it minimises, if it does."""
+        return ""
+
+    @property
     def authors(self) -> tuple[AuthorName, ...]:
         return self.usual_authors if self.on is None else tuple(self.on)
 
