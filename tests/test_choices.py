@@ -56,6 +56,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
+    "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05},
+    "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
