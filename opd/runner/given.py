@@ -85,8 +85,8 @@ class GivenPrompts:
             path = directory / FOLDER / name
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 raise RunDirectoryError(
-                    f"{path} holds other prompts than those given now. Go on with them: opd.resume({str(directory)!r}). "
-                    "Or give these another directory."
+                    f"{path} holds other prompts than those given now. To continue with them: opd.resume({str(directory)!r}). "
+                    "To use these, choose another directory."
                 )
 
 

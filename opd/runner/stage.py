@@ -235,11 +235,11 @@ class StageRun:
                         temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewarder)  # fmt: skip
 
     def evaluate_teachers(self) -> dict[str, dict[str, Measures]]:
-        """Every teacher of the role `teacher` that can answer, on every domain: its own, and what it has forgotten."""
+        """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
         return {
             name: self.evaluate(self._engine(self.teachers[name].model))
             for name in dict.fromkeys(self.routes.get("teacher", {}).values())
-            if self.spec.teachers[name].has_model
+            if self.spec.teachers[name].has_model and not self.spec.teachers[name].of_student
         }
 
     def evaluate_weight_average(self) -> dict[str, Measures]:
