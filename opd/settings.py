@@ -103,13 +103,21 @@ class StageView:
     term: Term | None = None
     device: str = "auto"
     teachers_evaluated: bool = True
+    lora: bool = False  # whether the student has adapters
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
         roles = frozenset(teacher.role for teacher in stage.teachers.values())
         evaluated = bool(stage.eval.prompts and stage.eval.teachers)
+        lora = stage.student.lora is not None
         return cls(
-            stage.rollout, stage.train, stage.objective, roles, device=stage.device, teachers_evaluated=evaluated
+            stage.rollout,
+            stage.train,
+            stage.objective,
+            roles,
+            device=stage.device,
+            teachers_evaluated=evaluated,
+            lora=lora,
         )
 
 

@@ -121,6 +121,9 @@ class SignalNeed:
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
+    hidden: Mapping[str, Signal] | None = (
+        None  # what it has said already, by rollout: log-probs follow from hidden states
+    )
 
 
 @dataclass(frozen=True, eq=False)

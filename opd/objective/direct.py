@@ -44,6 +44,10 @@ class Direct(CorrectedTerm):
             )
         return self
 
+    @property
+    def minimises(self) -> str:
+        return self.divergence.name
+
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
         return Needs(signals=((self.role, "hidden"),), student=frozenset(proximal))

@@ -57,6 +57,10 @@ class PolicyGradient(CorrectedTerm):
         return self
 
     @property
+    def minimises(self) -> str:
+        return self.divergence.name if self.advantage.of_teacher else ""
+
+    @property
     def parts(self) -> Iterable[Choice]:
         return [*super().parts, *self.advantage.parts, self.surrogate]
 

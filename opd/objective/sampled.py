@@ -31,6 +31,10 @@ class K2(CorrectedTerm):
             raise ValueError("prefix is for form: direct; k2 is corrected by icepop, tis or mis")
         return self
 
+    @property
+    def minimises(self) -> str:
+        return "reverse_kl"
+
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
         return Needs(signals=((self.role, "logprobs_at"),), student=frozenset(proximal))
