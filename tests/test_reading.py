@@ -228,12 +228,12 @@ def test_a_stage_clears_what_it_does_not_want() -> None:
 
     def teachers(stage: dict[str, Any]) -> dict[str, str]:
         found = load_recipe({**base, "stages": [{"name": "x", **stage}]}).stages[0]
-        return {name: f"{spec.model} {spec.dtype}" for name, spec in found.teachers.items()}
+        return {name: f"{spec.model} {spec.dtype or 'usual'}" for name, spec in found.teachers.items()}
 
-    assert teachers({}) == {"a": "tiny/arithmetic float32"}
+    assert teachers({}) == {"a": "tiny/arithmetic usual"}
     assert teachers({"teachers": {"a": {"dtype": "bfloat16"}}}) == {"a": "tiny/arithmetic bfloat16"}
     assert teachers({"teachers": {}, **sft}) == teachers({"teachers": None, **sft}) == {}
-    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting float32"}
+    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting usual"}
     cleared = load_recipe({**base, "stages": [{"name": "x", "rewards": {}, "seed": None, "rollout": None}]}).stages[0]
     assert (cleared.rewards.domains, cleared.seed, cleared.rollout.data_share) == ({}, 0, 0)
 
