@@ -120,7 +120,7 @@ def register(choice: C) -> C:
         raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
     if choice.family not in {known.split(".")[0] for known in CHOICES}:
         raise ValueError(
-            f"{choice.family!r} is no family; there are {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
+            f"unknown family {choice.family!r}; known: {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
         )
     _registered[entry] = choice
     return choice

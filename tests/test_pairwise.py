@@ -191,7 +191,7 @@ def test_what_is_noted() -> None:
 
 
 def test_mistakes_of_a_recipe() -> None:
-    assert "pairwise compares the samples of a prompt, and rollout.samples is 1" in refusals(
+    assert "pairwise compares the samples of a prompt, but rollout.samples is 1" in refusals(
         Rollouts(samples=1), term(form="pairwise")
     )
     assert not refusals(Rollouts(samples=2), term(form="pairwise"))

@@ -149,7 +149,7 @@ def _check(
     size: int,
 ) -> None:
     if student.count != count:
-        raise ValueError(f"student has {student.count} tokens, teacher {count}")
+        raise ValueError(f"student has {student.count} tokens, but teacher has {count}")
     if isinstance(weight, Tensor) and weight.shape != (count,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({count},)")
     if (ids is not None) != (truncation.support == "ids"):

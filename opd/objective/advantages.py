@@ -130,7 +130,9 @@ class OutcomeAdvantage(AdvantagePart):
         if "overlong_buffer" in given and self.overlong != "penalise":
             raise ValueError("overlong_buffer belongs to overlong: penalise")
         if self.baseline == "none" and self.std:
-            raise ValueError("std divides what a baseline has centred: set a baseline")
+            raise ValueError(
+                "`std` divides rewards that a baseline has centred: set `baseline` to group, leave_one_out or batch"
+            )
         return self
 
     @property
@@ -205,7 +207,7 @@ class TeacherAdvantage(AdvantagePart):
                 "kl_baseline belongs to the plain log-ratio: drop discount, whiten, clip and extrapolation"
             )
         if self.teacher_weight == 0 and changed(self) - {"teacher_weight"}:
-            raise ValueError("teacher_weight is 0, so what shapes the teacher's part does nothing")
+            raise ValueError("teacher_weight is 0, so the other settings of the teacher's part do nothing")
         return self
 
     @property

@@ -95,7 +95,7 @@ class TIS(Correction):
     @model_validator(mode="after")
     def _no_mean(self) -> TIS:
         if self.level == "geometric":
-            raise ValueError("a geometric mean is a measure to reject by: use kind: mis")
+            raise ValueError("level: geometric is for rejecting rollouts, not for weighting tokens: use kind: mis")
         return self
 
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:

@@ -75,11 +75,11 @@ class Gate(Choice):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.compares_samples and view.rollout.samples == 1:
-            yield f"gate {self.name} compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+            yield f"gate {self.name} compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
         others = view.term.authors_beside_student(view.rollout) if view.term is not None else []
         if self.by_student and others:
             yield (
-                f"gate {self.name} goes by the student's log-prob of what it sampled, and the term also trains on "
+                f"gate {self.name} uses the student's log-prob of the tokens it sampled, but the term also trains on "
                 f"{others[0]} tokens. Set `on: [student]`."
             )
 
@@ -255,7 +255,7 @@ class Turns(Gate):
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
         yield (
-            "gate turns compares the turns of a rollout, and every rollout of this recipe has one turn, which would "
+            "gate turns compares the turns of a rollout, but every rollout of this recipe has one turn, which would "
             "weigh 1. Remove the gate: it is for episodes with an environment."
         )
 

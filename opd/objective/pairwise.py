@@ -139,7 +139,7 @@ class Pairwise(Term):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.rollout.samples == 1:
-            yield "pairwise compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+            yield "pairwise compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
         yield from super().refuse(view)
 
     def prepare(self, prepared: PreparedTerm) -> list[Pair]:

@@ -69,11 +69,11 @@ class Term(Choice):
         if "denominator" in given and self.aggregate != "constant":
             raise ValueError(f"denominator belongs to aggregate: constant, not to {self.aggregate}")
         if "gated" in given and not self.gate:
-            raise ValueError("gated says what becomes of tokens that a gate closes: there is no gate")
+            raise ValueError("`gated` says what becomes of tokens that a gate closes, but the term has no gate")
         if not self.roles and "role" in given:
-            raise ValueError("nobody is asked, so `role` does nothing")
+            raise ValueError("the term asks no teacher, so `role` does nothing")
         if self.by_ratio and self.on not in (None, ["student"]):
-            raise ValueError(f"{self.name} trains on tokens whose sampling log-prob is known, so `on` is [student]")
+            raise ValueError(f"{self.name} trains only on tokens that the student sampled, so `on` must be [student]")
         return self
 
     # What it asks for

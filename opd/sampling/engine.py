@@ -117,7 +117,8 @@ class Engine:
         check_context(model, max_length)
         if partner is not None and partner.model.size < model.size:
             raise ModelError(
-                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot draw for it."
+                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot "
+                "draw for it."
             )
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec, partner)

@@ -170,7 +170,9 @@ class Steps:
         self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
 
     def park(self, slot: int) -> None:
-        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no harm."""
+        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no
+        harm.
+        """
         self.column[slot].fill_(self.max_length - 1)
 
     @torch.inference_mode()
@@ -344,7 +346,9 @@ class Steps:
 
 
 def _waits_for_the_device(call: Callable[[], None]) -> str:
-    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or nothing."""
+    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or
+    nothing.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()

@@ -1,8 +1,8 @@
 """The sampler for models whose state does not fit into slots: one request at a time, through the model's own cache.
 
-Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on its
-request and the weights only. Used for recurrent and hybrid models, for attention that does not come through transformers'
-interface, and for sequences beyond a rotary limit.
+Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on
+its request and the weights only. Used for recurrent and hybrid models, for attention that does not come through
+transformers' interface, and for sequences beyond a rotary limit.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class PlainSampler:
 
 
 class Reader:
-    """Reads one growing sequence. Without a cache the whole of it is read again for every token: slow, and always right."""
+    """Reads one growing sequence.
+
+    Without a cache the whole of it is read again for every token: slow, and always right.
+    """
 
     def __init__(self, sampler: PlainSampler, cached: bool | None = None) -> None:
         self.model = sampler.model

@@ -114,7 +114,7 @@ class RolloutStore:
     def finish(self, id: str, stop: StopReason) -> None:
         """The rollout counts, i.e. may be read and trained on, once this record is durable behind its tokens."""
         if stop not in STOPS[1:]:
-            raise StoreError(f"rollout {id!r}: stop {stop!r} is none of {', '.join(map(str, STOPS[1:]))}")
+            raise StoreError(f"rollout {id!r}: stop {stop!r} must be one of {', '.join(map(str, STOPS[1:]))}")
         live = self._taking(id)
         del self._open[id]
         self._commit.add(Waiting(records.FINISH, live.number, facts=stop, live=live))
@@ -166,9 +166,7 @@ class RolloutStore:
         """Log a call to an environment and its result, both plain JSON. `order` counts the rollout's calls from 0."""
         live = self._taking(id)
         if order != live.calls:
-            raise StoreError(
-                f"rollout {id!r}: environment call {order} was to be logged, but call {live.calls} is next"
-            )
+            raise StoreError(f"rollout {id!r}: environment call {order} cannot be logged: call {live.calls} is next")
         try:
             data = records.environment(live.number, order, call, result)
         except (TypeError, ValueError) as error:

@@ -68,7 +68,7 @@ class Selection:
             return np.array(STOPS, dtype=object)[index["stop"][self.rows]]
         if name in NAMED:
             return np.array([_names(index, row)[NAMED.index(name)] for row in self.rows], dtype=object)
-        raise UserError(f"column {name!r}: there is none; known are {', '.join(KNOWN)}.")
+        raise UserError(f"unknown column {name!r}; known: {', '.join(KNOWN)}.")
 
     def load(self) -> list[Rollout]:
         return self._store.load_rows(self.rows)
