@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from opd.settings import Needs, StageView
-from opd.teachers.views import QUESTION, Group, Text, View, asking, behind, fields_of, filled, question, written
+from opd.teachers.views import QUESTION, Group, Text, View, asking, behind, field_texts, fields_of, filled, question
 from opd.types import Prompt, Rendered, Rollout
 
 SIBLING = "sibling"
@@ -56,7 +56,7 @@ class SiblingView(RewardedView):
             other for other in others if other.sample > rollout.sample
         ]  # in turn, so that not all see the same one
         answer = group.answer((later or others)[0])
-        known = {**written(prompt.fields), QUESTION: question(prompt), SIBLING: answer}
+        known = {**field_texts(prompt.fields), QUESTION: question(prompt), SIBLING: answer}
         if not answer or any(name not in known for name in fields_of(self.template)):
             return None
         return group.behind(asking(prompt, filled(self.template, known)), rollout, self.skip)

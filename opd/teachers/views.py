@@ -115,7 +115,7 @@ class TemplateView(View):
         return value
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
-        known = {QUESTION: question(prompt), **written(prompt.fields)}
+        known = {QUESTION: question(prompt), **field_texts(prompt.fields)}
         if any(name not in known for name in fields_of(self.template)):
             return None
         return asking(prompt, filled(self.template, known))
@@ -164,7 +164,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
-def written(fields: Mapping[str, Any]) -> dict[str, str]:
+def field_texts(fields: Mapping[str, Any]) -> dict[str, str]:
     """Fields that hold something that can be written."""
     return {name: str(value) for name, value in fields.items() if value is not None and value != ""}
 
