@@ -83,7 +83,7 @@ class Eval(BaseModel):
     every: Count = Field(0, description="steps; 0: only before and after")
     prompts: Count = Field(200, le=20_000, description="held-out prompts per domain; 0: no evaluation")
     greedy: bool = True
-    k: Count = Field(0, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
+    k: Count = Field(0, le=65_536, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
     max_new_tokens: Positive | None = Field(None, description="default: rollout.max_new_tokens")
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
