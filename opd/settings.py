@@ -198,6 +198,15 @@ class Family:
     def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
         self.name, self.key, self.default = name, key, default
 
+    @property
+    def word(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def expected(self) -> str:
+        """What may stand in its place, in words."""
+        return f"the name of a {self.word}, or a mapping with `{self.key}`"
+
     def names(self) -> list[str]:
         return families.names(self.name)
 
@@ -206,7 +215,7 @@ class Family:
 
     def find(self, name: object) -> type[Choice]:
         if not isinstance(name, str) or name not in self.names():
-            raise ValueError(f"unknown {self.name} {name!r}; {nearest(str(name), self.names())}")
+            raise ValueError(f"unknown {self.word} {name!r}; {nearest(str(name), self.names())}")
         return families.find(self.name, name)
 
     def read(self, value: Any) -> Choice:
@@ -217,7 +226,7 @@ class Family:
             return value
         value = self.spelled_out(value)
         if not isinstance(value, Mapping):
-            raise ValueError(f"expected the name of a {self.name}, or a mapping with `{self.key}`")
+            raise ValueError(f"expected {self.expected}")
         settings = dict(value)
         chosen = self.choose(settings)
         self._drop_idle(settings, chosen)
@@ -232,9 +241,10 @@ class Family:
 
     def choose(self, settings: dict[str, Any]) -> type[Choice]:
         """The class that settings are of; what names it is taken out of them."""
-        if self.key not in settings and self.default is None:
-            raise ValueError(f"`{self.key}` is missing: which {self.name}? Known: {', '.join(self.names())}")
-        return self.find(settings.pop(self.key, self.default))
+        named = settings.pop(self.key, None)
+        if named is None and self.default is None:
+            raise ValueError(f"`{self.key}` is missing: which {self.word}? Known: {', '.join(self.names())}")
+        return self.find(self.default if named is None else named)
 
     def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
         """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""
@@ -262,7 +272,7 @@ class Family:
                 continue
             if not any(_is_default(owner, key, settings[key]) for owner in owners):
                 names = " and ".join(owner.name for owner in owners)
-                raise ValueError(f"{key} belongs to {self.name} {names}, not to {chosen.name}")
+                raise ValueError(f"{key} belongs to {self.word} {names}, not to {chosen.name}")
             del settings[key]
 
     def _owners(self, key: str) -> list[type[Choice]]:

@@ -93,7 +93,7 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     (moved / "summary.json").unlink()
     opd.resume(moved)
     (moved / "plugins" / "mine.py").write_text("print('other')")
-    with pytest.raises(RunDirectoryError, match=r"mine\.py was altered"):
+    with pytest.raises(RunDirectoryError, match=r"mine\.py has been altered"):
         opd.resume(moved)
 
 

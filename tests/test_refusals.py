@@ -23,7 +23,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"metric": "pass@1/a", "prompts": 0}}, "eval.metric 'pass@1/a' is watched in evaluations"),
     ({"eval": {"every": 5, "teachers": False, "early_stop": "target"}}, "compares with the teachers, and none is evaluated"),
     ({"eval": {"every": 5, "early_stop": {"kind": "target", "value": 0.5, "of_teacher": 1}}}, "two targets"),
-    ({"eval": {"every": 5, "early_stop": {"kind": "target", "patience": 5}}}, "patience belongs to stop_rule patience"),
+    ({"eval": {"every": 5, "early_stop": {"kind": "target", "patience": 5}}}, "patience belongs to stop rule patience"),
     ({"eval": {"metric": "accuracy"}}, "eval.metric"),
     ({"eval": {"weight_average": True}}, "weight_average"),
     ({"rollout": {"teacher_mix": 0.2, "data_share": 0.5, "teacher_share": 0.5}}, "teacher_mix"),

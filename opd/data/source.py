@@ -141,6 +141,10 @@ class SourceFamily(Family):
     def __init__(self) -> None:
         super().__init__("source")
 
+    @property
+    def expected(self) -> str:
+        return "an address, such as task:addition or rows.jsonl, or a mapping with `source`"
+
     def spelled_out(self, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
 
