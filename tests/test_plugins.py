@@ -140,7 +140,7 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         ),
         (
             "import opd\nfrom opd.objective.gates import Gate\n@opd.register\nclass Mine(Gate):\n    family, name = 'nothing', 'mine'\n",
-            "no family",
+            "unknown family",
         ),
     ],
 )
