@@ -26,8 +26,18 @@ NAME = re.compile(r"step-(?:[0-9]{6}|[1-9][0-9]{6,})")
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetensors"
 
 
-def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int, ...], card: str,
-                    tensors: dict[str, Any], state: dict[str, Any]) -> Path:  # fmt: skip
+def checkpoint_directory(root: Path, stage: str, step: int) -> Path:
+    return root / "checkpoints" / stage / f"step-{step:06d}"
+
+
+def save_checkpoint(
+    directory: Path,
+    student: LanguageModel,
+    stop_ids: tuple[int, ...],
+    card: str,
+    tensors: dict[str, Any],
+    state: dict[str, Any],
+) -> Path:
     """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
     from safetensors.torch import save_file
 
