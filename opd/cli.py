@@ -137,9 +137,10 @@ class Split(StrEnum):
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
     prompts: Annotated[list[str], typer.Option(help="A file, a folder, a task or a dataset; repeat for several.")],
-    k: Annotated[int, typer.Option(min=0, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
+    k: Annotated[int, typer.Option(min=0, max=65_536, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
     n: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per domain; default: all of a file, 200 of a task.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Prompts per domain; default: all of a file, 200 of a task."),
     ] = None,
     split: Annotated[
         Split | None, typer.Option(help="Which prompts; default: all of a file, a task's held-out ones.")

@@ -121,6 +121,9 @@ class SignalNeed:
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
+    hidden: Mapping[str, Signal] | None = (
+        None  # what it has said already, by rollout: log-probs follow from hidden states
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +167,10 @@ class TopK:
 
 @dataclass(frozen=True)
 class EnvironmentRecord:
-    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout. Both are plain JSON."""
+    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout.
+
+    Both are plain JSON.
+    """
 
     order: int
     call: Any
@@ -175,8 +181,8 @@ class EnvironmentRecord:
 class RewardResult:
     """The reward for one sample. None means there is none: the sample is masked and counted, never a zero.
 
-    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward that an
-    evaluation counts as right.
+    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward
+    that an evaluation counts as right.
     """
 
     reward: float | None

@@ -67,7 +67,10 @@ def read(tmp_path: Path, text: str | bytes) -> Any:
         (TEXT + "rollout: {samples: 70000}\n", ["rollout.samples"]),
         (TEXT + "rollout: {max_new_tokens: 2000000000}\n", ["rollout.max_new_tokens"]),
         (TEXT + "sampler: {slots: 70000}\n", ["sampler.slots"]),
-        (TEXT + "device: mps\n", ["device"]),
+        (TEXT + "device: mps\n", ["device: expected auto | cpu | cuda | cuda:N; got 'mps'"]),
+        (TEXT + "hub: {repo: a b}\n", ["hub.repo: expected NAME or OWNER/NAME; got 'a b'"]),
+        (TEXT + "eval: {k: 99999999999}\n", ["eval.k"]),
+        ("student: {model: a, lora: {targets: ''}}\nprompts: task:addition\n", ["student.lora.targets: string should"]),
         (TEXT + "threads: 1000000000\n", ["threads"]),
         (TEXT + "rollout: {stop: ['']}\n", ["rollout.stop"]),
         (TEXT + "rollout: {temperature: 1.0e-30}\n", ["temperature"]),
@@ -158,11 +161,15 @@ def test_stages_that_a_file_system_takes_for_one() -> None:
         load_recipe({**MINIMAL, "stages": [{"name": "Warm"}, {"name": "warm"}]})
 
 
-@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "a\nb", "x" * 300, "runs/..", "a/\u202eb"])
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "a\nb", "x" * 300, "runs/..", "a/\u202eb", "~nobody-here/x"])
 def test_where_no_run_is_written(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunDirectoryError):
         check_output(path)
+
+
+def test_a_home_is_a_home() -> None:
+    assert check_output("~/runs/first") == Path.home() / "runs" / "first"
 
 
 def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
@@ -191,7 +198,7 @@ def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
     assert [source.source for source in first.prompts] == [str(mine / "rows.jsonl"), "task:addition", str(shell / "late.parquet")]  # fmt: skip
     assert first.prompts[0].eval_source == str(tmp_path / "held.csv")
     assert first.rewards.domains["a"][0].function == f"{mine / 'scores.py'}:brevity"
-    assert [spec.function for spec in first.rewards.domains["b"]] == [
+    assert [spec.model_dump().get("function") for spec in first.rewards.domains["b"]] == [
         f"{mine / 'scores.py'}:brevity",
         "elsewhere:brevity",
         None,

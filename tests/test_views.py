@@ -182,7 +182,7 @@ def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
         load_recipe({**RECIPE, "teachers": teachers, "objective": two[0]})
         for key in ("rollout.teacher_share=0.5", "rollout.teacher_mix=0.1", "eval.weight_average=true"):
             with pytest.raises(
-                RecipeError, match=r"needs a model in this process, and teachers\.a, of kind sampled_only"
+                RecipeError, match=r"needs a model in this process, but teachers\.a, of kind sampled_only"
             ):
                 load_recipe(
                     {**RECIPE, "teachers": {**teachers, "c": {"kind": "sampled_only"}}, "objective": two[0]}, [key]

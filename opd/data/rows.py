@@ -322,7 +322,10 @@ def _require_rows(file: BinaryIO) -> None:
 
 
 def _csv(path: Path, delimiter: str) -> TextRows:
-    """Records may span lines: the reader says where one ends. Bytes that are not UTF-8 do not hide quotes or line ends."""
+    """Records may span lines: the reader says where one ends.
+
+    Bytes that are not UTF-8 do not hide quotes or line ends.
+    """
     bounds, numbers = array("q"), array("q")
     with _binary(path) as file:
         position = file.tell()

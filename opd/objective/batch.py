@@ -1,4 +1,4 @@
-"""A batch to train on, with everything known about it: rollouts, rewards, the teachers' signals, the student's first pass."""
+"""A batch to train on and what is known about it: rollouts, rewards, signals, the student's first pass."""
 
 from __future__ import annotations
 

@@ -64,10 +64,11 @@ class PlainDrawing:
 
 
 class Objective:
-    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are one event.
+    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are
+    one event.
 
-    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without `stop_ids` it
-    takes the student's.
+    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without
+    `stop_ids` it takes the student's.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Objective:
     def prepare(
         self, student: LanguageModel, batch: TrainingBatch, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
     ) -> PreparedBatch:
-        """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
+        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first."""
         asked = self._needs(step).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
@@ -124,9 +125,15 @@ class Objective:
     ) -> tuple[Tensor, TokenStatistics]:
         projection = autocast_head(student.predict(pack))
         micro = MicroBatch(
-            pack, projection, prepared.batch, self.teachers, self._merge(student),
-            self._drawing.temperature, self._drawing.teacher_mix, TokenStatistics.empty(projection.count),
-        )  # fmt: skip
+            pack,
+            projection,
+            prepared.batch,
+            self.teachers,
+            self._merge(student),
+            self._drawing.temperature,
+            self._drawing.teacher_mix,
+            TokenStatistics.empty(projection.count),
+        )
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])

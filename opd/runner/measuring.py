@@ -33,11 +33,11 @@ def measure_student(run: StageRun) -> dict[str, Measures]:
 
 
 def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
-    """Every teacher of the role `teacher` that can answer, on every domain: its own, and what it has forgotten."""
+    """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
     return {
         name: measure(run, run.samplers.of(run.teachers[name].model))
         for name in dict.fromkeys(run.teacher_of.values())
-        if run.spec.teachers[name].has_model
+        if run.spec.teachers[name].has_model and not run.spec.teachers[name].of_student
     }
 
 

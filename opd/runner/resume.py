@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.errors import RunDirectoryError, StoreError
 from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
-from opd.runner.checkpoint import NAME, TENSORS, read_state, step_of, steps_in, verify_checkpoint
+from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.runner.results import StageResult
 from opd.store import Position, RolloutStore
+from opd.teachers.pool import restore_teachers
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -200,10 +201,12 @@ def drop_before(folder: Path) -> None:
 
 
 def restore(run: StageRun, checkpoint: Path) -> None:
-    """Student, optimiser, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
+    """Student, optimiser, teachers, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
     run.student.restore(checkpoint)
     run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
+    followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
+    restore_teachers(run.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none that move
     run.stream.restore(state["stream"])
     if run.trajectories.consumed is not None:
         run.trajectories.consumed = min(state["rollouts"], len(run.store))

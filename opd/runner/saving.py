@@ -16,6 +16,7 @@ from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
 from opd.runner.resume import Boundary, drop_before, sync_lines
 from opd.runner.stage import StageRun
+from opd.teachers.pool import teacher_tensors
 from opd.text import inline_code
 
 SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
@@ -105,16 +106,17 @@ class StageCheckpoints:
             "unreported": self.unreported,
             "newest": run.trajectories.newest if self.unreported else [],  # whose samples are not written yet
             "result": result.state(),
+            "teachers": {name: teacher.version for name, teacher in run.teachers.items()},
         }
         student = run.student.snapshot() if background else run.student
-        tensors = run.optimiser.tensors()
+        tensors, teachers = run.optimiser.tensors(), teacher_tensors(run.teachers)
         if background:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            tensors, teachers = _copied(tensors), _copied(teachers)
         card, best = model_card(run.spec, result.steps, self.metrics), result.best
 
         def write() -> None:
             sync_lines(self._root)
-            save_checkpoint(where, student, run.stop_ids, card, tensors, state)
+            save_checkpoint(where, student, run.stop_ids, card, tensors, state, teachers)
             point_latest(where)
             drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
@@ -131,6 +133,10 @@ class StageCheckpoints:
             return self._saver.seconds
         model = sum(parameter.nbytes for parameter in self._run.student.module.parameters())
         return (model + sum(tensor.nbytes for tensor in self._run.optimiser.tensors().values())) / SAVE_RATE
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:

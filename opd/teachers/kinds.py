@@ -6,13 +6,13 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from opd.settings import Address, Choice, Dtype, Family, Positive, Word
+from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
 from opd.types import SignalKind, TeacherLike
 
@@ -47,6 +47,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -65,6 +66,14 @@ class TeacherKind(Choice):
     def title(self) -> str:
         """What it is called in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
+
+    def copies_student(self, lora: bool) -> bool:
+        """Whether it holds the student's weights a second time."""
+        return False
+
+    def warn(self, view: StageView) -> Iterable[str]:
+        """What may be meant as it is, but has gone wrong for others."""
+        return ()
 
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, SameView, texts_for
 from opd.trainer.metrics import Clock
 from opd.trainer.signal_store import ask
-from opd.types import Prompt, Rollout, Signal, SignalKind
+from opd.types import Prompt, Rollout, Signal, SignalKind, SignalNeed
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -79,15 +79,16 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
-    for role, kind in run.objective.needs(step):
+    for role, kind in sorted(run.objective.needs(step), key=lambda need: need[1] != "hidden"):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
+        need = SignalNeed(kind, hidden=signals.get((role, "hidden")) if kind == "logprobs_at" else None)
         for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
             seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
             if view.name != SameView.name:
                 metrics[f"unshown/{name}"] = sum(text is None for text in seen) / len(seen)
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, kind), strict=True):
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
     return signals, metrics

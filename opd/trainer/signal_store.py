@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def ask(
-    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], kind: SignalKind
+    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], need: SignalNeed
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
-    view = run.spec.teachers[teacher.name].view.name
+    view, kind = run.spec.teachers[teacher.name].view.name, need.kind
     known = {
         rollout.id: _nothing(teacher, view, rollout)
         for rollout, text in zip(rollouts, seen, strict=True)
@@ -33,7 +33,7 @@ def ask(
     if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
-    answers = teacher.score(rest, SignalNeed(kind), [shown[rollout.id] for rollout in rest]) if rest else []
+    answers = teacher.score(rest, need, [shown[rollout.id] for rollout in rest]) if rest else []
     for rollout, signal in zip(rest, answers, strict=True):
         known[rollout.id] = signal
         if kind != "hidden" or run.spec.store.hidden:
