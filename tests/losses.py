@@ -22,7 +22,6 @@ from typing import Any
 STEPS = 10
 PLAIN = ["eval.prompts=0", "device=cpu", "threads=1"]
 NUMBERS = ("loss", "reverse_kl", "entropy", "mismatch", "grad_norm", "score")
-RENAMED = {"score": "reward"}  # earlier versions called it so, and are compared with
 BASE: dict[str, Any] = {
     "student": "tiny/generalist",
     "teachers": {
@@ -127,11 +126,17 @@ def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str
         child.join()
     if not lines:
         raise SystemExit(f"{recipe if isinstance(recipe, str) else recipe['objective']}: not one step was reported")
-    return [{name: _exact(line.get(RENAMED.get(name, name))) for name in NUMBERS} for line in lines[:steps]]
+    return [
+        {
+            name: None if value is None else float(value).hex()
+            for name, value in zip(NUMBERS, _numbers(line), strict=True)
+        }
+        for line in lines[:steps]
+    ]
 
 
-def _exact(value: float | None) -> str | None:
-    return None if value is None else float(value).hex()
+def _numbers(line: Mapping[str, Any]) -> list[Any]:
+    return [line.get("reward", line.get("score")) if name == "score" else line.get(name) for name in NUMBERS]
 
 
 def _lines(run: Path) -> list[Mapping[str, Any]]:

@@ -228,12 +228,12 @@ def test_a_stage_clears_what_it_does_not_want() -> None:
 
     def teachers(stage: dict[str, Any]) -> dict[str, str]:
         found = load_recipe({**base, "stages": [{"name": "x", **stage}]}).stages[0]
-        return {name: f"{spec.model} {spec.dtype}" for name, spec in found.teachers.items()}
+        return {name: f"{spec.model} {spec.dtype or 'usual'}" for name, spec in found.teachers.items()}
 
-    assert teachers({}) == {"a": "tiny/arithmetic float32"}
+    assert teachers({}) == {"a": "tiny/arithmetic usual"}
     assert teachers({"teachers": {"a": {"dtype": "bfloat16"}}}) == {"a": "tiny/arithmetic bfloat16"}
     assert teachers({"teachers": {}, **sft}) == teachers({"teachers": None, **sft}) == {}
-    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting float32"}
+    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting usual"}
     cleared = load_recipe({**base, "stages": [{"name": "x", "rewards": {}, "seed": None, "rollout": None}]}).stages[0]
     assert (cleared.rewards.domains, cleared.seed, cleared.rollout.data_share) == ({}, 0, 0)
 
@@ -322,6 +322,14 @@ def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.D
         ({"teachers": {"a": {"modl": "smol"}}}, False),
         ({"prompts": ["task:addition", {"source": "rows.jsonl", "share": 2}]}, True),
         ({"prompts": [{"share": 2}]}, False),
+        ({"prompts": [{"source": "task:addition", "options": {"digits": 3}}, {"source": "sort", "kind": "task"}]}, True),
+        ({"prompts": [{"source": "task:addition", "split": "test"}]}, False),
+        ({"prompts": [{"source": "owner/name", "split": "test"}, {"source": "owner/name", "kind": "dataset"}]}, True),
+        ({"prompts": [{"source": "rows.jsonl", "options": {"digits": 3}}]}, False),
+        ({"sampler": "builtin"}, True),
+        ({"sampler": {"slots": 4}, "eval": {"every": 1, "early_stop": "target"}}, True),
+        ({"sampler": {"slot": 4}}, False),
+        ({"eval": {"early_stop": {"kind": "target", "patience": 3}}}, False),
         ({"objective": [{"form": "direct", "coefficient": 0.5}, {"form": "k2", "gate": ["correct", {"kind": "random"}]}]}, True),
         ({"objective": {"form": "policy_gradient", "surrogate": "ppo", "correction": "icepop", "gate": "wrong"}}, True),
         ({"objective": {"gate": "nothing"}}, False),

@@ -115,6 +115,23 @@ def test_nothing_unpickles() -> None:
         assert not re.search(r"\bpickle\b(?!d)|torch\.load\(|trust_remote_code=True", text), path
 
 
+def test_pages_say_something_and_links_lead_somewhere() -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in REPOSITORY.glob("*.md")}
+    pages |= {path: path.read_text(encoding="utf-8") for path in REPOSITORY.glob("docs/*.md")}
+    headings = {
+        path: {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"(?m)^#+ (.*)$", text)}
+        for path, text in pages.items()
+    }
+    for path, text in pages.items():
+        assert len(text) > 200, path
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", text):
+            other = (path.parent / target).resolve() if target else path
+            assert other.exists(), f"{path.name}: {target}"
+            assert not anchor or anchor in headings[other], f"{path.name}: {target}#{anchor}"
+        for name in re.findall(r"`((?:opd|benchmarks|examples|tests)/[\w/.-]+\.(?:py|yaml|json))`", text):
+            assert (REPOSITORY / name).exists(), f"{path.name}: {name}"
+
+
 def test_every_command_and_recipe_is_documented() -> None:
     import typer.main
 

@@ -61,6 +61,7 @@ def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction]
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor not in (asked, answers, nowhere):
             os.dup2(nowhere, descriptor, inheritable=descriptor <= LAST_STANDARD)
+    sys.stdin, sys.stdout, sys.stderr = open(os.devnull), open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115
     _tie_to_parent()
     if os.getppid() != owner:
         return

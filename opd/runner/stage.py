@@ -62,9 +62,10 @@ class StageRun:
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
+        own = WEIGHTS[spec.train.precision_on(device)]
         self.student = load_model(
             resolve_model(student.model),
-            dtype=WEIGHTS[spec.train.precision_on(device)],
+            dtype=own,
             revision=student.revision,
             lora=student.lora,
             gradient_checkpointing=student.gradient_checkpointing,
@@ -72,7 +73,7 @@ class StageRun:
         )
 
         def load(ref: ModelRef) -> LanguageModel:
-            return load_model(resolve_model(ref.model), dtype=ref.dtype, revision=ref.revision, device=device)
+            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=ref.revision, device=device)
 
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
         if not self.stop_ids:

@@ -29,7 +29,7 @@ class ModelRef(NamedTuple):
 
     model: str
     revision: str | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = None  # None: what the student computes in
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class FrozenTeacher(TeacherKind):
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = Field(None, description="default: what the student computes in (train.precision)")
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
     def reads(self) -> Sequence[ModelRef]:

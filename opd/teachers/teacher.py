@@ -47,12 +47,14 @@ class Teacher:
             )
         if student is None and not kind.reads():
             raise UserError(f"{name}: a teacher of kind {kind.name!r} needs its student: opd.Teacher(…, student)")
+        precision = "float32" if student is None else str(student.dtype).removeprefix("torch.")
         place = device or ("cpu" if student is None else str(student.device))
+        usual = "float32" if student is None else str(student.dtype).removeprefix("torch.")
         loaded: dict[ModelRef, LanguageModel] = {}
 
         def load(ref: ModelRef) -> LanguageModel:
             if ref not in loaded:
-                loaded[ref] = load_model(ref.model, dtype=ref.dtype, revision=ref.revision, device=place)
+                loaded[ref] = load_model(ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=place)
             return loaded[ref]
 
         beside = student if student is not None else load(kind.reads()[0])
