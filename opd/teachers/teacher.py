@@ -47,7 +47,6 @@ class Teacher:
             )
         if student is None and not kind.reads():
             raise UserError(f"{name}: a teacher of kind {kind.name!r} needs its student: opd.Teacher(…, student)")
-        precision = "float32" if student is None else str(student.dtype).removeprefix("torch.")
         place = device or ("cpu" if student is None else str(student.device))
         usual = "float32" if student is None else str(student.dtype).removeprefix("torch.")
         loaded: dict[ModelRef, LanguageModel] = {}
