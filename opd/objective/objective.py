@@ -94,8 +94,11 @@ class Objective:
         return [item for item in terms if item[2] != 0]
 
     def needs(self, step: int) -> list[tuple[str, SignalKind]]:
-        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing."""
-        return list(self._needs(step).signals)
+        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing.
+
+        Hidden states come first: log-probs follow from them.
+        """
+        return sorted(self._needs(step).signals, key=lambda need: need[1] != "hidden")
 
     def _needs(self, step: int) -> Needs:
         needs = Needs()
