@@ -107,7 +107,6 @@ class StageRun:
     def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
-        tokenizer = self.student.tokenizer
         for note in inputs.notes:
             self.say(f"{spec.name}: {note}")
         self.questions, self._room = inputs.questions, inputs.room
@@ -140,6 +139,12 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
+        self.trajectories = self._trajectories(inputs.room, on_token)
+        self.publish(version=0)
+
+    def _trajectories(self, room: int, on_token: Callable[[], None]) -> Trajectories:
+        """Who writes the answers, and how they come into the store."""
+        spec, rollout, tokenizer = self.spec, self.spec.rollout, self.student.tokenizer
         desk = Desk(
             tokenizer,
             rollout.max_new_tokens,
@@ -150,7 +155,7 @@ class StageRun:
             mixed=self.samplers.mixed,
             template_kwargs=lambda visit: spec.prompts[visit.source].chat_template_kwargs,
         )
-        self.trajectories = Trajectories(
+        return Trajectories(
             stage=spec.name,
             seed=spec.seed,
             spec=rollout,
@@ -159,12 +164,11 @@ class StageRun:
             sampling=self.sampling,
             store=self.store,
             desk=desk,
-            max_prompt_tokens=inputs.room,
+            max_prompt_tokens=room,
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,
         )
-        self.publish(version=0)
 
     def publish(self, version: int | None = None, step: int | None = None) -> None:
         """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
