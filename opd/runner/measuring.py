@@ -8,7 +8,7 @@ from opd.runner.stage import StageRun
 from opd.types import Sampling, TokenSampler
 
 
-def measure(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]:
+def measure_answers(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]:
     """By domain; nothing where there are no questions."""
     if not run.questions:
         return {}
@@ -29,13 +29,13 @@ def measure(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]:
 
 
 def measure_student(run: StageRun) -> dict[str, Measures]:
-    return measure(run, run.engine)
+    return measure_answers(run, run.engine)
 
 
 def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
     """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
     return {
-        name: measure(run, run.samplers.of(run.teachers[name].model))
+        name: measure_answers(run, run.samplers.of(run.teachers[name].model))
         for name in dict.fromkeys(run.teacher_of.values())
         if run.spec.teachers[name].has_model and not run.spec.teachers[name].of_student
     }
@@ -43,4 +43,4 @@ def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
 
 def measure_weight_average(run: StageRun) -> dict[str, Measures]:
     models = [run.teachers[name].model for name in dict.fromkeys(run.teacher_of.values())]
-    return measure(run, run.samplers.of(weight_average(models)))
+    return measure_answers(run, run.samplers.of(weight_average(models)))
