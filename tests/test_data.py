@@ -269,6 +269,7 @@ def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest
         ("reasoning_gym:chain_sum", "reasoning_gym"),
         ("rows.jsonl", "file"),
         ("/somewhere/else", "file"),
+        ("~nobody-of-this-name/rows.jsonl", "file"),
         ("owner/name", "file"),
         ("odd:name.jsonl", "file"),
         ("owner/other", "dataset"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import opd
 from opd.config import Train, load_recipe
-from opd.errors import RecipeError
+from opd.errors import RecipeError, UserError
 from opd.runner.plan import make_plan
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
@@ -162,6 +162,16 @@ def test_a_run_goes_on_in_the_precision_of_its_device(whole: opd.Run) -> None:
     optimiser.restore(state, 6)
     for name, parameter in model.trainable().items():
         assert torch.equal(parameter, state[f"{name}.master"])
+
+
+def test_by_hand_a_student_is_as_it_was_loaded() -> None:
+    objective = opd.Objective({"form": "cross_entropy"})
+    for precision, dtype in (("mixed", torch.float32), ("float32", torch.bfloat16)):
+        student = tiny_model("llama")
+        student.module.to(dtype)
+        with pytest.raises(UserError, match=f"train.precision {precision} computes with"):
+            opd.Trainer(student, objective, {"precision": precision})
+        opd.Trainer(student, objective)
 
 
 MINIMAL = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"}

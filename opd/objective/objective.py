@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from opd.objective.first_pass import take_first_pass
 from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
-from opd.settings import Needs, by_hand
+from opd.settings import Needs, OneOrMany, by_hand
 from opd.types import Rollout, SignalKind, TeacherLike
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class Objective:
         train: Train | None = None,
         seed: int = 0,
     ) -> None:
-        listed = [terms] if isinstance(terms, (Term, Mapping)) else terms
-        self.terms: list[Term] = by_hand("objective", list[AnyTerm], listed)
+        self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], OneOrMany()], terms)
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self._drawing, self._stop_ids = drawing or PlainDrawing(), stop_ids
@@ -94,8 +93,11 @@ class Objective:
         return [item for item in terms if item[2] != 0]
 
     def needs(self, step: int) -> list[tuple[str, SignalKind]]:
-        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing."""
-        return list(self._needs(step).signals)
+        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing.
+
+        Hidden states come first: log-probs follow from them.
+        """
+        return sorted(self._needs(step).signals, key=lambda need: need[1] != "hidden")
 
     def _needs(self, step: int) -> Needs:
         needs = Needs()

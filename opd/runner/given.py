@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import RunDirectoryError
+from opd.errors import RecipeError, RunDirectoryError
 from opd.files import write_whole
 
 if TYPE_CHECKING:
@@ -58,6 +58,15 @@ class GivenPrompts:
             for stage in recipe.stages
         ]
         return recipe.model_copy(update={"stages": stages})
+
+    def require_used(self, recipe: Recipe) -> None:
+        names = {source["source"] for source in self.sources}
+        read = {source.source for stage in recipe.stages for source in stage.prompts}
+        if not names & read:
+            raise RecipeError(
+                f"prompts= is read by no stage: {', '.join(stage.name for stage in recipe.stages)} have prompts of their own. "
+                "Take them out of the recipe, or do not give any."
+            )
 
     def write(self, directory: Path) -> None:
         (directory / FOLDER).mkdir(exist_ok=True)

@@ -97,6 +97,8 @@ def run(
     overrides = tuple(overrides)
     given = None if prompts is None else GivenPrompts.of(prompts)
     loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
+    if given is not None:
+        given.require_used(loaded)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opd.data.stream import Visit
-from opd.objective.batch import Signals
+from opd.objective.batch import Signals, need_beside
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, SameView, texts_for
 from opd.trainer.metrics import Clock
 from opd.trainer.signal_store import ask
-from opd.types import Prompt, Rollout, Signal, SignalKind, SignalNeed
+from opd.types import Prompt, Rollout, Signal, SignalKind
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -79,10 +79,10 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
-    for role, kind in sorted(run.objective.needs(step), key=lambda need: need[1] != "hidden"):
+    for role, kind in run.objective.needs(step):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
-        need = SignalNeed(kind, hidden=signals.get((role, "hidden")) if kind == "logprobs_at" else None)
+        need = need_beside(signals, role, kind)
         for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
             seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from opd.config import Train
+from opd.config.stage import WEIGHTS
 from opd.errors import UserError
 from opd.models.language_model import LanguageModel
-from opd.objective.batch import Rewards, TrainingBatch
+from opd.objective.batch import Rewards, TrainingBatch, need_beside
 from opd.objective.objective import Objective
 from opd.settings import by_hand
 from opd.teachers.router import by_teacher
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.step import StepResult, train_step
-from opd.types import Rollout, Signal, SignalKind, SignalNeed
+from opd.types import Rollout, Signal, SignalKind
 
 
 class Trainer:
@@ -36,9 +39,20 @@ class Trainer:
     ) -> None:
         self.student, self.objective = student, objective
         self.train: Train = by_hand("train", Train, train if train is not None else {})
+        self._require_precision()
         self.optimiser = Optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
+
+    def _require_precision(self) -> None:
+        """A student that was loaded by hand is as it was loaded."""
+        half = any(parameter.dtype == torch.bfloat16 for parameter in self.student.module.parameters())
+        wanted = WEIGHTS.get(self.train.precision)
+        if wanted is not None and (wanted == "bfloat16") != half:
+            raise UserError(
+                f"train.precision {self.train.precision} computes with {wanted} weights, and the student has others. "
+                f"Load it with dtype={wanted!r}, or leave precision out."
+            )
 
     def batch(self, rollouts: Sequence[Rollout], rewards: Rewards | None = None) -> TrainingBatch:
         """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
@@ -49,7 +63,7 @@ class Trainer:
             table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
             answers = signals[role, kind] = {}
             for name, asked in by_teacher(rollouts, table).items():
-                found = self.objective.teachers[name].score(asked, SignalNeed(kind))
+                found = self.objective.teachers[name].score(asked, need_beside(signals, role, kind))
                 answers |= {rollout.id: signal for rollout, signal in zip(asked, found, strict=True)}
         return TrainingBatch(rollouts, signals, rewards or {})
 
