@@ -56,6 +56,8 @@ CHOICES: dict[str, str] = {
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",
+    "view.sibling": "opd.teachers.group_views:SiblingView",
+    "view.revision": "opd.teachers.group_views:RevisionView",
     "stop_rule.patience": "opd.objective.stopping:Patience",
     "stop_rule.target": "opd.objective.stopping:Target",
     "reward.verifier": "opd.rewards.verifier:Verifier",

@@ -59,6 +59,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05},
     "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "view.sibling": {"threshold": 0.5, "template": "{sibling}"}, "view.revision": {"wrong": "again", "correct": "so", "threshold": 0.5},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},

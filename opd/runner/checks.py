@@ -78,9 +78,10 @@ def check_stage(
         scored = {domain for domain, teacher in table[kind.role].items() if teacher == name}
         _require_shown(name, kind.view, scored, sources, tokenizers[""])
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
-    if any(term.needs().rewards for term in spec.objective) and not any(map(rewarder.covers, examples)):
+    choices = [*spec.objective, *(kind.view for kind in spec.teachers.values())]
+    if any(choice.needs().rewards for choice in choices) and not any(map(rewarder.covers, examples)):
         raise RecipeError(
-            "the objective uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
+            "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
     warnings = [
