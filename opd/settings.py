@@ -197,10 +197,7 @@ class Family:
 
     def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
         self.name, self.key, self.default = name, key, default
-
-    @property
-    def word(self) -> str:
-        return self.name.replace("_", " ")
+        self.word = name.replace("_", " ")  # in messages
 
     @property
     def expected(self) -> str:
