@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -47,6 +46,8 @@ def load_announced() -> None:
     global _announced  # noqa: PLW0603
     if _announced:
         return
+    import importlib.metadata  # slow, and `opd --help` needs none of it
+
     for point in importlib.metadata.entry_points(group=GROUP):
         _load_module(point.module)
     _announced = True
@@ -54,6 +55,8 @@ def load_announced() -> None:
 
 def versions(plugins: Sequence[str]) -> dict[str, str]:
     """Package -> version, of the modules that a recipe names."""
+    import importlib.metadata
+
     packages = [name.split(".")[0] for name in plugins if not name.endswith(".py")]
     owners = importlib.metadata.packages_distributions() if packages else {}  # reads about every package there is
     return {

@@ -23,7 +23,7 @@ from opd.evaluation import Measures
 from opd.runner.evaluate import measures_table
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult, results_table
-from opd.runner.stage import model_card
+from opd.runner.saving import model_card
 from opd.runner.trackers import Experiment, TensorBoard, Wandb, open_trackers
 from opd.text import PlainFormatter, cell, inline_code, plain, printable
 from tests.test_progress import METRICS

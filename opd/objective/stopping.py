@@ -1,4 +1,7 @@
-"""When training has brought what it can: rules over the evaluations of a stage, and what a plateau is. No torch here."""
+"""When training has brought what it can: rules over the evaluations of a stage, and what a plateau is.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,8 @@ class Target(StopRule):
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.value is None and not (view.teachers_evaluated and "teacher" in view.roles):
             yield (
-                "eval.early_stop target compares with the teachers, and none is evaluated. Set eval.teachers: true, or the "
-                "`value` to reach."
+                "eval.early_stop target compares with the teachers, and none is evaluated. Set eval.teachers: true, or "
+                "the `value` to reach."
             )
 
 

@@ -28,8 +28,19 @@ MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetenso
 TEACHERS = "teachers/weights.safetensors"  # of teachers that follow the student
 
 
-def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int, ...], card: str,
-                    tensors: dict[str, Any], state: dict[str, Any], teachers: dict[str, Any] | None = None) -> Path:  # fmt: skip
+def checkpoint_directory(root: Path, stage: str, step: int) -> Path:
+    return root / "checkpoints" / stage / f"step-{step:06d}"
+
+
+def save_checkpoint(
+    directory: Path,
+    student: LanguageModel,
+    stop_ids: tuple[int, ...],
+    card: str,
+    tensors: dict[str, Any],
+    state: dict[str, Any],
+    teachers: dict[str, Any] | None = None,
+) -> Path:
     """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
     from safetensors.torch import save_file
 

@@ -13,12 +13,13 @@ from rich.console import Console
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, json_text, lines_checked, write_whole
-from opd.runner.checkpoint import Saver, point_latest, read_state
+from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, pinned
 from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
+from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, results_table, watched
@@ -32,7 +33,7 @@ from opd.runner.resume import (
     write_result,
 )
 from opd.runner.saving import StageCheckpoints
-from opd.runner.stage import StageRun, checkpoint_directory
+from opd.runner.stage import StageRun
 from opd.store import REPAIRED, RolloutStore
 from opd.trainer.memory import explain_memory
 from opd.trainer.step import run_step
@@ -234,16 +235,16 @@ class Pipeline:
         if not run.questions or result.before:
             return
         self._on_phase("evaluate")
-        before = run.evaluate(run.engine)
+        before = measure_student(run)
         self._progress.evaluated(
             0, {domain: found.value for domain, found in before.items() if found.value is not None}
         )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
-            result.teachers = run.evaluate_teachers()
-            result.teacher_of = dict(run.routes.get("teacher", {}))
+            result.teachers = measure_teachers(run)
+            result.teacher_of = dict(run.teacher_of)
         if run.spec.eval.weight_average:
-            result.weight_average = run.evaluate_weight_average()
+            result.weight_average = measure_weight_average(run)
         result.before = before
         write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
@@ -253,7 +254,7 @@ class Pipeline:
         if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
             return False
         self._on_phase("evaluate")
-        measures = run.evaluate(run.engine)
+        measures = measure_student(run)
         metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
@@ -264,7 +265,7 @@ class Pipeline:
         better = False
         if run.questions and not result.after:
             self._on_phase("evaluate")
-            result.after = run.evaluate(run.engine)
+            result.after = measure_student(run)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
         final = saved.keep(better)
         saved.wait()

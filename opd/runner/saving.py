@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from opd.config import Stage
 from opd.errors import Preempted
-from opd.runner.checkpoint import Saver, point_latest, retain, save_checkpoint
+from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, retain, save_checkpoint
 from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
 from opd.runner.resume import Boundary, drop_before, sync_lines
-from opd.runner.stage import StageRun, checkpoint_directory, model_card
+from opd.runner.stage import StageRun
 from opd.teachers.pool import teacher_tensors
+from opd.text import inline_code
 
 SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
 
@@ -135,3 +137,18 @@ class StageCheckpoints:
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
+    """README.md of a saved model: where it came from, in the hub's format."""
+    teachers = "\n".join(f"- {inline_code(name)}: {inline_code(kind.title)}" for name, kind in spec.teachers.items())
+    terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
+    divergence = metrics.get("reverse_kl")
+    known = (
+        f"Reverse KL to the teachers at this step: {divergence:.4f} nats per token.\n" if divergence is not None else ""
+    )
+    return (
+        f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
+        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
+        f"Teachers:\n{teachers or '- none'}\n\nObjective:\n{terms}\n\n{known}"
+    )

@@ -1,0 +1,59 @@
+"""The samplers of a stage: the student's, and those of teachers as they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from opd.config import Stage
+from opd.models.language_model import LanguageModel
+from opd.sampling.graphs import Partner
+from opd.types import TeacherLike, TokenSampler, WeightsRef
+
+
+class StageSamplers:
+    def __init__(
+        self,
+        spec: Stage,
+        student: LanguageModel,
+        teachers: Mapping[str, TeacherLike],
+        max_length: int,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        self._spec, self._model, self._models = spec, student, teachers
+        self._max_length, self._stop_ids = max_length, stop_ids
+        self._teachers: dict[str, TokenSampler] = {}
+        self._mixed: dict[str, TokenSampler] = {}
+        self._version = 0
+        self.student = self._open(student.inference_copy(self._dtype))
+
+    def teacher(self, name: str) -> TokenSampler:
+        if name not in self._teachers:
+            self._teachers[name] = self.of(self._models[name].model)
+        return self._teachers[name]
+
+    def mixed(self, name: str) -> TokenSampler:
+        """The student with a teacher reading along, for `rollout.teacher_mix`."""
+        if name not in self._mixed:
+            partner = Partner(self._models[name].model, self._spec.rollout.teacher_mix)
+            self._mixed[name] = self._open(self._model.inference_copy(self._dtype), partner)
+            self._mixed[name].load(self._model.weights(self._version))
+        return self._mixed[name]
+
+    def of(self, model: LanguageModel) -> TokenSampler:
+        """Of a model that does not learn, in its own precision."""
+        return self._open(model.inference_copy(None))
+
+    def load(self, weights: WeightsRef) -> None:
+        """The student's, wherever it samples."""
+        self._version = weights.version
+        for sampler in (self.student, *self._mixed.values()):
+            sampler.load(weights)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return getattr(torch, self._spec.sampler.dtype) if self._spec.sampler.dtype else None
+
+    def _open(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
+        return self._spec.sampler.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
