@@ -23,7 +23,7 @@ from opd.objective.batch import TrainingBatch
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
 from opd.settings import Family
-from opd.teachers.kinds import ModelRef, TeacherKind
+from opd.teachers.kinds import FrozenTeacher, ModelRef, TeacherKind
 from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group, View, behind, question, require_aligned, texts_for
@@ -277,3 +277,31 @@ def test_names_of_one_checkpoint_share_its_weights() -> None:
     teachers, stop_ids = open_teachers(kinds, tiny_model("llama"), load)
     assert [ref.dtype for ref in loaded] == [spec().dtype, "bfloat16"]
     assert (teachers["a"].model is teachers["b"].model, teachers["b"].role, stop_ids) == (True, "reference", (1,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second caps its logits
+def test_a_teacher_has_a_temperature_of_its_own(kind: str) -> None:
+    model = tiny_model(kind, 1)
+    settings: Any = Family("teacher").read({"kind": "frozen", "model": "x", "temperature": 2.0})
+    teachers, _ = open_teachers({"t": settings}, tiny_model(kind), lambda ref: model)
+    item = rollout("1", [5, 6, 7], [8, 9, 4])
+    (signal,) = teachers["t"].score([item], SignalNeed("logprobs_at"))
+    ids = torch.from_numpy(np.concatenate([item.prompt_ids, item.response_ids]).astype(np.int64))
+    with torch.no_grad():
+        logprobs = (model.project(model.hidden(ids, Packed.of([6]))).logits() / 2).log_softmax(-1)[2:5]
+    assert signal.values == pytest.approx(logprobs[torch.arange(3), ids[3:]].numpy(), abs=1e-5)
+    (hidden,) = teachers["t"].score([item], SignalNeed("hidden"))
+    assert torch.allclose(teachers["t"].project(hidden.values).logits().log_softmax(-1), logprobs, atol=1e-5)
+
+
+def test_teachers_as_older_runs_wrote_them_are_read() -> None:
+    old = {
+        "model": "tiny/sorting",
+        "revision": None,
+        "role": "teacher",
+        "domains": None,
+        "dtype": "float32",
+        "batch_tokens": 9,
+    }
+    (stage,) = load_recipe({**RECIPE, "teachers": {"a": old}}).stages
+    assert stage.teachers["a"] == FrozenTeacher(model="tiny/sorting", dtype="float32", batch_tokens=9)

@@ -98,9 +98,8 @@ class LiveStudent(ScoringTeacher):
 
     def project(self, hidden: Tensor) -> Projection:
         assert self._weight is not None
-        return replace(
-            self._student.project(hidden.to(self._weight.dtype)), weight=self._weight, bias=self._bias
-        ).detach()
+        now = self._student.project(hidden.to(self._weight.dtype))
+        return self.tempered(replace(now, weight=self._weight, bias=self._bias).detach())
 
     def observe(self, step: int, weights: WeightsRef) -> None:
         self.version = weights.version

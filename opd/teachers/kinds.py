@@ -18,6 +18,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.teachers.scoring import ScoringTeacher
 
 Commits = Callable[
     [str, str | None], str | None
@@ -82,18 +83,33 @@ class TeacherKind(Choice):
 AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 
 
-class FrozenTeacher(TeacherKind):
+class ModelTeacher(TeacherKind):
+    """Kinds that score with a model in this process."""
+
+    offers = frozenset({"logprobs_at", "hidden"})
+
+    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
+    temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
+
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+        teacher = self.make(name, supplies)
+        teacher.temperature = self.temperature
+        return teacher
+
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
+        raise NotImplementedError
+
+
+class FrozenTeacher(ModelTeacher):
     """A checkpoint that stays as it is: a directory, a hub id, `stage:NAME`, …"""
 
     name = "frozen"
     by_default = True
-    offers = frozenset({"logprobs_at", "hidden"})
     has_model = True
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
     dtype: Dtype | None = Field(None, description="default: what the student computes in (train.precision)")
-    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(self.model, self.revision, self.dtype),)
@@ -102,7 +118,7 @@ class FrozenTeacher(TeacherKind):
         found = commit(self.model, self.revision)
         return self if found is None else self.model_copy(update={"revision": found})
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
 
         (ref,) = self.reads()

@@ -27,4 +27,4 @@ class LocalTeacher(ScoringTeacher):
         return self._model.predict(page).hidden
 
     def project(self, hidden: Tensor) -> Projection:
-        return self._model.project(hidden.to(self._model.dtype))
+        return self.tempered(self._model.project(hidden.to(self._model.dtype)))

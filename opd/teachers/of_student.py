@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from opd.settings import Positive, StageView
-from opd.teachers.kinds import Supplies, TeacherKind
-from opd.types import TeacherLike
+from opd.teachers.kinds import ModelTeacher, Supplies, TeacherKind
 
 if TYPE_CHECKING:
     from opd.teachers.following import FollowingTeacher
+    from opd.teachers.scoring import ScoringTeacher
 
 LEAST = 20  # steps between two refreshes below which published runs with an instruction collapse
 
 
-class StudentTeacher(TeacherKind):
+class StudentTeacher(ModelTeacher):
     """What they have in common."""
 
-    offers = frozenset({"logprobs_at", "hidden"})
     of_student = True
-
-    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
 
 class SelfTeacher(StudentTeacher):
@@ -38,7 +35,7 @@ class SelfTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return not lora
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import copy_of
         from opd.teachers.local import LocalTeacher
 
@@ -57,7 +54,7 @@ class BaseTeacher(StudentTeacher):
         if not view.lora:
             yield "kind base is the model below the student's adapters, and it has none. Set student.lora, or use kind: self."
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
 
         return LocalTeacher(name, self.role, supplies.student.base(), self.batch_tokens, supplies.stop_ids)
@@ -73,7 +70,7 @@ class EmaTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return True
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=1, rate=self.rate)
 
 
@@ -95,7 +92,7 @@ class RefreshTeacher(StudentTeacher):
     def copies_student(self, lora: bool) -> bool:
         return True
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=self.every, rate=1.0)
 
 
@@ -110,7 +107,7 @@ class LiveTeacher(StudentTeacher):
             yield "kind live reads what the student reads, so the two never differ. Give it a `view`."
         yield from refuse_chasing(self, view, 1, self.force)
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import LiveStudent
 
         return LiveStudent(name, self.role, supplies.student, self.batch_tokens, supplies.stop_ids)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +57,7 @@ class ScoringTeacher:
     offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden"})
     version = 0
     context = sys.maxsize
+    temperature = 1.0  # of its own distribution, whatever the student's
 
     def __init__(
         self,
@@ -79,6 +80,13 @@ class ScoringTeacher:
 
     def project(self, hidden: Tensor) -> Projection:
         raise NotImplementedError
+
+    def tempered(self, projection: Projection) -> Projection:
+        """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
+        if self.temperature == 1.0:
+            return projection
+        cap = None if projection.softcap is None else projection.softcap / self.temperature
+        return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
