@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 TICK = 0.05  # seconds between two looks
+WALLS = 64 << 20  # bytes for the processes around a program: one that fills its own limit is told so, not killed
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

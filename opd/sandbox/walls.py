@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opd.sandbox import seccomp
-from opd.sandbox.memory import TICK, resident
+from opd.sandbox.memory import TICK, WALLS, resident
 
 JAIL = Path(__file__).with_name("jail.py")
 UID = 65533  # of the program, inside; as root also outside
@@ -188,7 +188,7 @@ class _Watch:
         while any(key.data != "stdin" for key in selector.get_map().values()):
             now = time.monotonic()
             if started and not killed and now >= look:
-                self.swollen, look = resident(self.process.pid) > self.limits.memory, now + TICK
+                self.swollen, look = resident(self.process.pid) > self.limits.memory + WALLS, now + TICK
             left = deadline - now
             if (left <= 0 or self.flooded or self.swollen) and not killed:
                 self.timed_out = not (self.flooded or self.swollen)
