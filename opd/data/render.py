@@ -25,9 +25,7 @@ def render_prompt(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, 
 def render_prompts(
     prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 ) -> list[np.ndarray | DataError]:
-    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, for the caller to
-    judge.
-    """
+    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, left to the caller."""
     found: dict[int, np.ndarray | DataError] = {}
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # from messages? -> number -> text
     for number, prompt in enumerate(prompts):

@@ -10,7 +10,7 @@ import numpy as np
 from opd.types import Rollout, Signal, SignalKind, SignalNeed
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
-Rewards = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
+RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
 ByRollout = dict[str, np.ndarray]  # rollout id -> (T,)
 
 
@@ -32,7 +32,7 @@ class FirstPass:
 class TrainingBatch:
     rollouts: Sequence[Rollout]
     signals: Signals = field(default_factory=dict)
-    rewards: Rewards = field(default_factory=dict)
+    rewards: RewardsById = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:

@@ -15,7 +15,7 @@ from opd.config import Train
 from opd.config.stage import WEIGHTS
 from opd.errors import UserError
 from opd.models.language_model import LanguageModel
-from opd.objective.batch import Rewards, TrainingBatch, need_beside
+from opd.objective.batch import RewardsById, TrainingBatch, need_beside
 from opd.objective.objective import Objective
 from opd.settings import by_hand
 from opd.teachers.router import by_teacher
@@ -54,7 +54,7 @@ class Trainer:
                 f"Load it with dtype={wanted!r}, or leave precision out."
             )
 
-    def batch(self, rollouts: Sequence[Rollout], rewards: Rewards | None = None) -> TrainingBatch:
+    def batch(self, rollouts: Sequence[Rollout], rewards: RewardsById | None = None) -> TrainingBatch:
         """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
         if not rewards and any(term.needs().rewards for term in self.objective.terms):
             raise UserError("the objective uses rewards. Give them: trainer.batch(rollouts, {rollout.id: reward, …})")
