@@ -100,6 +100,7 @@ def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
         assert text.ids[text.spans[0][2] - 1 :].tolist() == member.response_ids.tolist()
         require_aligned(sibling, text, member)
     assert words == {"0": "one:ef=", "1": "one:ab=", "2": "one:ef=", "3": "one:ab="}  # the next one that is right
+    assert view(kind="sibling", template="{sibling}{nowhere}").render(ASKED, members[0], group) is None
     for lone in ({"0": 1.0, "2": 1.0}, {"0": None, "1": 0.5}):
         assert sibling.render(ASKED, members[0], replace(group, rewards=lone)) is None
     with pytest.raises(ValidationError, match=r"does not name \{sibling\}"):
@@ -239,6 +240,8 @@ def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
     [
         ({"teachers": {"a": {"model": "tiny/sorting", "view": {"kind": "template", "template": "{solution}"}}}},
          r"teachers\.a: the view template has nothing to show.*answer, completion"),
+        ({"teachers": {"a": {"model": "tiny/sorting", "view": {"kind": "sibling", "template": "{sibling} {soluton}"}}}, "rollout": {"samples": 2}},
+         r"teachers\.a: the view sibling has nothing to show.*answer, completion"),
         ({"teachers": {"a": "tiny/sorting", "b": {"model": "tiny/sorting", "domains": ["a"]}}},
          "'a' scores no domain: 'a' is listed under `domains` of 'b'"),
         ({"stages": [{"name": "one", "teachers": {"a": "tiny/sorting"}}, {"name": "two", "objective": {"role": "judge"}}]},
