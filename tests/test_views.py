@@ -19,7 +19,9 @@ from opd.config import Rollouts, load_recipe
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.models.load import load_tokenizer
+from opd.models.packing import Pack
 from opd.objective.batch import TrainingBatch
+from opd.objective.first_pass import take_first_pass
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
 from opd.settings import Family
@@ -205,6 +207,32 @@ def test_what_a_teacher_did_not_see_takes_no_part(settings: dict[str, Any]) -> N
     assert math.isfinite(loss)
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)
     step(rollouts, {"1", "2", "3"}, 0)  # nothing at all
+
+
+def test_entropy_is_known_where_a_teacher_was_shown_nothing() -> None:
+    """Another term's comparison with a teacher must not take it away, nor a role that saw less than the one before."""
+    student, members = tiny_model("llama"), [rollout("1", [5, 6], [8, 9, 1]), rollout("2", [10], [11, 12])]
+    teachers = {name: LocalTeacher(name, name, tiny_model("llama", 1), 99, (1,)) for name in ("a", "b")}
+    signals: dict[Any, dict[str, Signal]] = {}
+    for number, (name, teacher) in enumerate(teachers.items()):  # each was shown one of the two
+        found = dict(zip("12", teacher.score(members, SignalNeed("hidden")), strict=True))
+        unseen = members[number]
+        empty = np.zeros(unseen.response_ids.size, bool)
+        signals[name, "hidden"] = found | {
+            unseen.id: replace(found[unseen.id], values=np.full(empty.size, np.nan), mask=empty)
+        }
+    compared: Any = frozenset({("comparison", "a"), ("comparison", "b")})
+
+    def entropies(needs: Any) -> np.ndarray:
+        batch = TrainingBatch(members, signals, {})
+        for _ in range(2):  # a batch that is used again is looked at again
+            take_first_pass(student, [Pack.of(members)], batch, needs, teachers, ((1,),), 1.0)
+        return np.concatenate([batch.first_pass.entropy[item.id] for item in members])
+
+    alone = entropies(frozenset({("entropy",)}))
+    assert np.isfinite(alone).all()
+    np.testing.assert_array_equal(entropies(compared | {("entropy",)}), alone)
+    np.testing.assert_allclose(entropies(compared), alone, rtol=1e-5)
 
 
 # What recipes are refused for

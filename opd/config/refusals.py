@@ -117,10 +117,9 @@ def _teachers(stage: Stage) -> Iterator[str]:
 
 def _offers(stage: Stage) -> Iterator[str]:
     """What teachers cannot give: a signal that a term needs, or a model to sample from."""
-    updates = stage.train.epochs * stage.train.minibatches
     for number, term in enumerate(stage.objective):
         place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
-        for role, signal in term.needs(updates).signals:
+        for role, signal in term.needs(stage.train.updates).signals:
             for name, kind in stage.teachers.items():
                 if kind.role == role and signal not in kind.offers:
                     yield (
