@@ -54,6 +54,7 @@ def inputs_of(
 
 def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> None:
     """Refuse a stage whose inputs are not those the run began with."""
+    recorded = {_inside(name, directory): facts for name, facts in recorded.items()}
     changed = [
         f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
         for name, facts in recorded.items()
@@ -100,7 +101,11 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
 
 
 def _inside(name: str, directory: Path | None) -> str:
-    return name if directory is None else name.removeprefix(f"{directory.absolute()}{os.sep}")
+    """However the directory is spelt: `../run` and `/home/me/run` may be one."""
+    if directory is None or not os.path.isabs(name):
+        return name
+    inside = os.path.abspath(name).removeprefix(f"{os.path.abspath(directory)}{os.sep}")
+    return name if os.path.isabs(inside) else inside
 
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
