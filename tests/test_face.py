@@ -142,3 +142,16 @@ def test_a_teacher_predicts_as_its_model_does_and_is_asked_by_domain() -> None:
         opd.Teacher({"modle": "tiny/spelling"})
     with pytest.raises(opd.TokenizerMismatch):
         opd.Teacher("tiny/spelling", tiny_model())
+
+
+def test_a_batch_used_twice_by_hand_is_compared_with_the_student_before_it() -> None:
+    """A ratio against the policy as it is now would be 1 for ever, and nothing would be clipped."""
+    student = opd.load_model("tiny/generalist")
+    teacher, sampler = opd.Teacher("tiny/arithmetic", student), opd.Sampler(student, max_new_tokens=8)
+    surrogate = {"kind": "ppo", "against": "proximal", "low": 1e-6, "high": 1e-6}
+    objective = opd.Objective({"form": "policy_gradient", "surrogate": surrogate}, teacher, sampler)
+    trainer = opd.Trainer(student, objective, {"lr": 1e-3, "epochs": 2})
+    result = trainer.step(trainer.batch(sampler.sample(opd.prompts("task:addition", 8))))
+    clipped = [statistics.counts["clipped/0:policy_gradient"][0] for _, statistics in result.statistics]
+    assert len(result.norms) == 2
+    assert clipped[0] == 0 < clipped[-1]

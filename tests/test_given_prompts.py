@@ -86,7 +86,8 @@ def test_a_start_that_fails_takes_them_away_again(tmp_path: Path) -> None:
 def test_what_rows_may_be() -> None:
     import datasets
 
-    prompt = Prompt(id="x", domain="d", messages=({"role": "user", "content": "hi"},), fields={"answer": "ho"})
+    fields = {"answer": "ho", "prompt": "not this", "domain": "nor this"}
+    prompt = Prompt(id="x", domain="d", messages=({"role": "user", "content": "hi"},), fields=fields)
     rows = ["plain", {"prompt": "p", "n": np.int64(3), "v": np.arange(2), "nothing": float("nan")}, prompt]
     assert [json.loads(line) for line in jsonl(rows).splitlines()] == [
         {"prompt": "plain"},

@@ -190,6 +190,22 @@ def test_by_hand_a_student_is_as_it_was_loaded() -> None:
         opd.Trainer(student, objective)
 
 
+def test_the_newest_optimiser_trains_and_an_earlier_one_refuses() -> None:
+    student = tiny_model("llama", **CALM)
+    student.module.to(torch.bfloat16)
+    earlier = Optimiser(student.trainable(), Train())
+    newest = Optimiser(student.trainable(), Train(lr=0.1))
+    parameters = student.trainable()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.backward(torch.ones_like(parameter))
+    assert newest.clip() > 0
+    newest.step(1)
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+    with pytest.raises(UserError, match="another optimiser"):
+        earlier.clip()
+
+
 MINIMAL = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"}
 
 

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
+from opd import families
 from opd.config import load_recipe
+from opd.divergences.kinds import ForwardKL, Full
 from opd.errors import RecipeError
+from opd.sampling.writers import DataWriter
+from opd.settings import Choice
 
 BASE: dict[str, Any] = {"student": "tiny/generalist", "teachers": {"t": "tiny/arithmetic"}, "prompts": "task:addition"}
 PG = {"form": "policy_gradient"}
+LOOK = {"kind": "template", "template": "{prompt} {answer}"}
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"teachers": {"t": "x", "r": {"model": "x", "role": "refrence"}}}, "refrence.*teacher"),
     ({"objective": PG, "rollout": {"data_share": 0.5}}, "data_share 0.5.*data tokens"),
@@ -28,6 +33,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"weight_average": True}}, "weight_average"),
     ({"rollout": {"teacher_mix": 0.2, "data_share": 0.5, "teacher_share": 0.5}}, "teacher_mix"),
     ({"rollout": {"teacher_mix": 0.2, "data_share": 0.7, "teacher_share": 0.3}}, "teacher_mix"),
+    ({"rollout": {"writers": [{"kind": "teacher", "share": 0.5}]}, "teachers": None, "objective": {"form": "cross_entropy"}},
+     r"rollout\.writers\.0: there is no teacher to sample from"),
+    ({"rollout": {"writers": [{"kind": "teacher", "share": 0.5}]}, "teachers": {"t": {"kind": "live", "view": LOOK}}},
+     r"rollout\.writers\.0 needs a model.*of kind live"),
+    ({"rollout": {"writers": [{"kind": "data", "share": 0.5}]}, "objective": PG}, r"writers\.0 0\.5, but no term"),
+    ({"rollout": {"writers": [{"kind": "mixed", "share": 0.5}]}}, "cannot name mixed.*teacher_mix"),
+    ({"rollout": {"writers": [{"kind": "student", "share": 0.5}]}}, "cannot name student"),
     ({"rollout": {"temperature": 0, "top_k": 5}}, "top_k"),
     ({"rollout": {"temperature": 0, "samples": 4}}, "equal samples"),
     ({"rollout": {"prompts": 2}, "train": {"minibatches": 3}}, "minibatches"),
@@ -69,3 +81,24 @@ def test_what_would_do_nothing_is_refused(change: dict[str, Any], words: str) ->
 )  # fmt: skip
 def test_what_makes_sense_is_read(change: dict[str, Any]) -> None:
     assert load_recipe({**BASE, **change}).stages
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (DataWriter, {"rollout": {"writers": [{"kind": "picky", "share": 0.5}]}}),
+        (ForwardKL, {"objective": {"divergence": "picky"}}),
+        (ForwardKL, {"objective": {**PG, "divergence": "picky"}}),
+        (Full, {"objective": {"support": "picky"}}),
+    ],
+)
+def test_every_choice_is_asked_for_mistakes(base: type[Choice], change: dict[str, Any]) -> None:
+    picky = type("Picky", (base,), {
+        "name": "picky", "by_default": False, "__module__": __name__, "refuse": lambda self, view: ["not on a Sunday"],
+    })  # fmt: skip
+    families.register(picky)
+    try:
+        with pytest.raises(RecipeError, match="not on a Sunday"):
+            load_recipe({**BASE, **change})
+    finally:
+        del families._registered[f"{base.family}.picky"]

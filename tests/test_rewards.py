@@ -256,6 +256,19 @@ def test_functions_of_ones_own(own_module: str) -> None:
     )
 
 
+def test_a_kept_process_is_one_and_ends_with_the_rewarder(tmp_path: Path) -> None:
+    file = tmp_path / "kept.py"
+    file.write_text(
+        "import os, time\nfrom opd.types import RewardResult\n"
+        "def pid(sample):\n    time.sleep(0.05)\n    return RewardResult(1.0, feedback=str(os.getpid()))\n"
+    )
+    kept = rewarder({"kind": "custom", "function": f"{file}:pid", "fresh": False})
+    (pid,) = {found.feedback for found in kept([Sample(Prompt("p", "d"), str(number)) for number in range(6)])}
+    assert Path(f"/proc/{pid}").exists()
+    kept.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_whatever_a_verification_does_costs_one_sample(own_module: str) -> None:
     bad = ["hang", "stubborn", "die", "exit", "raise", "memory", "recursion", "nothing", "nan", "text", "closes"]
     texts = [text for kind in bad for text in (kind, f"fine after {kind}")]

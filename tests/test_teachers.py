@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_what_a_teacher_does_not_offer_is_refused() -> None:
     teacher = LocalTeacher("t", "teacher", tiny_model(), 100, (1,))
     with pytest.raises(ValueError, match="topk"):
         teacher.score([], SignalNeed("topk", k=3))
+
+
+def test_hidden_states_from_the_store_and_fresh_ones_come_together() -> None:
+    """The former lie on the CPU, the latter on the teacher's device."""
+    teacher = LocalTeacher("t", "teacher", tiny_model("llama"), 99, (1,))
+    rollouts = [rollout("stored", [5, 6], [8, 9, 1]), rollout("fresh", [10], [11, 12])]
+    stored, fresh = teacher.score(rollouts, SignalNeed("hidden"))
+    teacher.device = torch.device("meta")
+    kept = {"stored": stored, "fresh": replace(fresh, values=fresh.values.to("meta"))}
+    found = teacher.score(rollouts, SignalNeed("hidden", hidden=kept))
+    assert [(signal.values.device.type, tuple(signal.values.shape)) for signal in found] == [
+        ("meta", (3, 32)),
+        ("meta", (2, 32)),
+    ]
 
 
 def test_a_teacher_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from opd.config import Rollouts, load_recipe
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.models.load import load_tokenizer
+from opd.models.packing import Pack
 from opd.objective.batch import TrainingBatch
+from opd.objective.first_pass import take_first_pass
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
 from opd.settings import Family
@@ -100,6 +102,7 @@ def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
         assert text.ids[text.spans[0][2] - 1 :].tolist() == member.response_ids.tolist()
         require_aligned(sibling, text, member)
     assert words == {"0": "one:ef=", "1": "one:ab=", "2": "one:ef=", "3": "one:ab="}  # the next one that is right
+    assert view(kind="sibling", template="{sibling}{nowhere}").render(ASKED, members[0], group) is None
     for lone in ({"0": 1.0, "2": 1.0}, {"0": None, "1": 0.5}):
         assert sibling.render(ASKED, members[0], replace(group, rewards=lone)) is None
     with pytest.raises(ValidationError, match=r"does not name \{sibling\}"):
@@ -207,6 +210,32 @@ def test_what_a_teacher_did_not_see_takes_no_part(settings: dict[str, Any]) -> N
     step(rollouts, {"1", "2", "3"}, 0)  # nothing at all
 
 
+def test_entropy_is_known_where_a_teacher_was_shown_nothing() -> None:
+    """Another term's comparison with a teacher must not take it away, nor a role that saw less than the one before."""
+    student, members = tiny_model("llama"), [rollout("1", [5, 6], [8, 9, 1]), rollout("2", [10], [11, 12])]
+    teachers = {name: LocalTeacher(name, name, tiny_model("llama", 1), 99, (1,)) for name in ("a", "b")}
+    signals: dict[Any, dict[str, Signal]] = {}
+    for number, (name, teacher) in enumerate(teachers.items()):  # each was shown one of the two
+        found = dict(zip("12", teacher.score(members, SignalNeed("hidden")), strict=True))
+        unseen = members[number]
+        empty = np.zeros(unseen.response_ids.size, bool)
+        signals[name, "hidden"] = found | {
+            unseen.id: replace(found[unseen.id], values=np.full(empty.size, np.nan), mask=empty)
+        }
+    compared: Any = frozenset({("comparison", "a"), ("comparison", "b")})
+
+    def entropies(needs: Any) -> np.ndarray:
+        batch = TrainingBatch(members, signals, {})
+        for _ in range(2):  # a batch that is used again is looked at again
+            take_first_pass(student, [Pack.of(members)], batch, needs, teachers, ((1,),), 1.0)
+        return np.concatenate([batch.first_pass.entropy[item.id] for item in members])
+
+    alone = entropies(frozenset({("entropy",)}))
+    assert np.isfinite(alone).all()
+    np.testing.assert_array_equal(entropies(compared | {("entropy",)}), alone)
+    np.testing.assert_allclose(entropies(compared), alone, rtol=1e-5)
+
+
 # What recipes are refused for
 
 
@@ -240,6 +269,8 @@ def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
     [
         ({"teachers": {"a": {"model": "tiny/sorting", "view": {"kind": "template", "template": "{solution}"}}}},
          r"teachers\.a: the view template has nothing to show.*answer, completion"),
+        ({"teachers": {"a": {"model": "tiny/sorting", "view": {"kind": "sibling", "template": "{sibling} {soluton}"}}}, "rollout": {"samples": 2}},
+         r"teachers\.a: the view sibling has nothing to show.*answer, completion"),
         ({"teachers": {"a": "tiny/sorting", "b": {"model": "tiny/sorting", "domains": ["a"]}}},
          "'a' scores no domain: 'a' is listed under `domains` of 'b'"),
         ({"stages": [{"name": "one", "teachers": {"a": "tiny/sorting"}}, {"name": "two", "objective": {"role": "judge"}}]},

@@ -66,11 +66,11 @@ def _rollouts(stage: Stage) -> Iterator[str]:
 def _authors(stage: Stage) -> Iterator[str]:
     """Tokens that nobody trains on."""
     trained = {author for term in stage.objective for author in term.authors}
-    for author, share in present_authors(stage.rollout).items():
-        if share and author not in trained and author != "student":
+    for key, writer in stage.rollout.writers_by_key.items():
+        if writer.share and writer.author not in trained and writer.author != "student":
             yield (
-                f"rollout.{author}_share {share:g}, but no term of the objective trains on {author} tokens. "
-                "Add a term with it in `on:`, or set the share to 0."
+                f"rollout.{key} {writer.share:g}, but no term of the objective trains on {writer.author} tokens. "
+                "Add a term with it in `on:`, or drop the share."
             )
 
 
@@ -89,6 +89,8 @@ def _objective(stage: Stage) -> Iterator[str]:
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.refuse(view)
+    for key, writer in stage.rollout.writers_by_key.items():
+        yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
     for domain, rewards in stage.rewards.domains.items():
@@ -115,10 +117,9 @@ def _teachers(stage: Stage) -> Iterator[str]:
 
 def _offers(stage: Stage) -> Iterator[str]:
     """What teachers cannot give: a signal that a term needs, or a model to sample from."""
-    updates = stage.train.epochs * stage.train.minibatches
     for number, term in enumerate(stage.objective):
         place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
-        for role, signal in term.needs(updates).signals:
+        for role, signal in term.needs(stage.train.updates).signals:
             for name, kind in stage.teachers.items():
                 if kind.role == role and signal not in kind.offers:
                     yield (
@@ -126,9 +127,10 @@ def _offers(stage: Stage) -> Iterator[str]:
                         f"{kind.name}, offers {', '.join(sorted(kind.offers))}. Use another form of loss, or another "
                         "kind of teacher."
                     )
-    drawn = {f"rollout.{key}": getattr(stage.rollout, key) for key in ("teacher_share", "teacher_mix")}
-    drawn["eval.weight_average"] = bool(stage.eval.prompts) and stage.eval.weight_average
-    for key in (key for key, value in drawn.items() if value):
+    drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+    if stage.eval.prompts and stage.eval.weight_average:
+        drawn.append("eval.weight_average")
+    for key in drawn:
         for name, kind in stage.teachers.items():
             if kind.role == "teacher" and not kind.has_model:
                 yield (

@@ -71,6 +71,11 @@ class Train(BaseModel):
         description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
     )
 
+    @property
+    def updates(self) -> int:
+        """Of one batch."""
+        return self.epochs * self.minibatches
+
     def precision_on(self, device: str) -> Precision:
         """What `auto` means on a device: `cuda`, `cuda:1`, `cpu`."""
         return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"

@@ -53,7 +53,7 @@ def by_domain(prompts: Any) -> Iterator[tuple[str | None, str]]:
 
 def _line(row: Any, place: str) -> str:
     if isinstance(row, Prompt):
-        row = {"prompt": row.text if row.messages is None else list(row.messages), "domain": row.domain, **row.fields}
+        row = {**row.fields, "prompt": row.text if row.messages is None else list(row.messages), "domain": row.domain}
     elif isinstance(row, str):
         row = {"prompt": row}
     elif not isinstance(row, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 
 from opd.divergences.kinds import AnyDivergence, AnySupport, Full, ReverseKL
 from opd.objective.term import CorrectedTerm
-from opd.settings import Needs
+from opd.settings import Choice, Needs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,10 @@ class Direct(CorrectedTerm):
     @property
     def minimises(self) -> str:
         return self.divergence.name
+
+    @property
+    def parts(self) -> Iterable[Choice]:
+        return [*super().parts, self.divergence, self.support]
 
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()

@@ -43,6 +43,7 @@ def take_first_pass(
 ) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
     result = batch.first_pass
+    result.entropy.clear()  # of an earlier step on the same batch
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
     ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
     for pack in packs:
@@ -53,7 +54,7 @@ def take_first_pass(
             _spread(result.logprob, pack, untempered)
             tempered = untempered if temperature == 1.0 else token_logprobs(projection, ids, temperature=temperature)
             _spread(result.proximal, pack, tempered)
-        if ("entropy",) in needs and not compared:
+        if ("entropy",) in needs:  # of all tokens, whatever a teacher was shown
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
         for role in sorted(compared | ranked):
             _compare(projection, pack, batch, role, needs, teachers, merge)
@@ -82,7 +83,7 @@ def _compare(
         for k, accepted in ranks.items():
             accepted[rows] = proposal_accepted(student, teacher, k, merge).cpu().float()
     if ("comparison", role) in needs:
-        _spread(result.entropy, pack, columns["entropy"])
+        _fill(result.entropy, pack, columns["entropy"])
         _spread(result.reverse_kl.setdefault(role, {}), pack, columns["reverse_kl"])
         _spread(result.teacher_entropy.setdefault(role, {}), pack, columns["teacher_entropy"])
     for k, accepted in ranks.items():
@@ -99,6 +100,15 @@ def proposal_accepted(student: Projection, teacher: Projection, k: int, merge: M
         scored = log_probs(teacher.rows(rows), size, merge)
         parts.append((scored > scored.gather(-1, proposal)).sum(-1) < k)
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+
+
+def _fill(into: ByRollout, pack: Pack, values_N: Tensor) -> None:
+    """Where nothing is known: one role's teacher may have been shown what another's was not."""
+    found: ByRollout = {}
+    _spread(found, pack, values_N)
+    for name, values in found.items():
+        known = into.get(name, values)
+        into[name] = np.where(np.isnan(known), values, known)
 
 
 def _spread(into: ByRollout, pack: Pack, values_N: Tensor) -> None:

@@ -22,7 +22,6 @@ from opd.settings import Needs, OneOrMany, by_hand
 from opd.types import Rollout, SignalKind, TeacherLike
 
 if TYPE_CHECKING:
-    from opd.config import Train
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
 
@@ -64,8 +63,7 @@ class PlainDrawing:
 
 
 class Objective:
-    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are
-    one event.
+    """A sum of terms. `drawing` says how the batches are drawn; `stop_ids` are one event.
 
     By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without
     `stop_ids` it takes the student's.
@@ -77,14 +75,13 @@ class Objective:
         teachers: TeacherLike | Mapping[str, TeacherLike] | None = None,
         drawing: Drawing | None = None,
         stop_ids: tuple[int, ...] | None = None,
-        train: Train | None = None,
         seed: int = 0,
     ) -> None:
         self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], OneOrMany()], terms)
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self._drawing, self._stop_ids = drawing or PlainDrawing(), stop_ids
-        self._updates, self._seed = train.epochs * train.minibatches if train is not None else 1, seed
+        self._seed = seed
         self.plateau: int | None = None  # the step after which evaluation stopped improving
 
     def active(self, step: int) -> list[tuple[int, Term, float]]:
@@ -92,24 +89,29 @@ class Objective:
         terms = [(index, term, term.coefficient.at(step, self.plateau)) for index, term in enumerate(self.terms)]
         return [item for item in terms if item[2] != 0]
 
-    def needs(self, step: int) -> list[tuple[str, SignalKind]]:
+    def needs(self, step: int, updates: int = 1) -> list[tuple[str, SignalKind]]:
         """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing.
 
-        Hidden states come first: log-probs follow from them.
+        Hidden states come first: log-probs follow from them. `updates`: how often a batch is used.
         """
-        return sorted(self._needs(step).signals, key=lambda need: need[1] != "hidden")
+        return sorted(self._needs(step, updates).signals, key=lambda need: need[1] != "hidden")
 
-    def _needs(self, step: int) -> Needs:
+    def _needs(self, step: int, updates: int) -> Needs:
         needs = Needs()
         for _, term, _ in self.active(step):
-            needs |= term.needs(self._updates)
+            needs |= term.needs(updates)
         return needs
 
     def prepare(
-        self, student: LanguageModel, batch: TrainingBatch, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
+        self,
+        student: LanguageModel,
+        batch: TrainingBatch,
+        step: int,
+        cut: Callable[[Sequence[Rollout]], list[Pack]],
+        updates: int = 1,
     ) -> PreparedBatch:
         """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first."""
-        asked = self._needs(step).student
+        asked = self._needs(step, updates).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
             take_first_pass(student, packs, batch, asked, self.teachers, merge, self._drawing.temperature)

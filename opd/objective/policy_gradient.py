@@ -62,7 +62,7 @@ class PolicyGradient(CorrectedTerm):
 
     @property
     def parts(self) -> Iterable[Choice]:
-        return [*super().parts, *self.advantage.parts, self.surrogate]
+        return [*super().parts, self.divergence, *self.advantage.parts, self.surrogate]
 
     def form_needs(self, updates: int) -> Needs:
         asked = (

@@ -193,8 +193,4 @@ def present_authors(rollout: Rollouts) -> dict[str, float]:
 def refusals(view: StageView) -> list[str]:
     """Every mistake of an objective that the recipe alone can show."""
     where = ["objective" if len(view.terms) == 1 else f"objective term {number}" for number in range(len(view.terms))]
-    messages = [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]
-    for key in ("teacher_share", "teacher_mix"):
-        if getattr(view.rollout, key) and "teacher" not in view.roles:
-            messages.append(f"rollout.{key} is set, but there is no teacher to sample from.")
-    return messages
+    return [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]

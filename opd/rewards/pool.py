@@ -234,11 +234,7 @@ class Pool:
         self.workers = []
 
 
-def pool(kind: str, keeper: str = "") -> Pool:
-    """The pool that rewards of this process share; a `keeper` of its process shares it with no other."""
-    return _pool(kind, keeper)
-
-
 @cache
-def _pool(kind: str, keeper: str) -> Pool:
+def pool(kind: str) -> Pool:
+    """The pool that rewards of this process share."""
     return Pool(kind)

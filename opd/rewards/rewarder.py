@@ -49,7 +49,8 @@ class Rewarder:
         for kind in (kind for kinds in rewards.domains.values() for kind in kinds):
             kind.require(self._sandbox)
         self._forks = Pool("fork", functions={kind.function: kind.given for kind in callables(rewards)})
-        self._end = weakref.finalize(self, self._forks.close)
+        self._kept: dict[tuple[str, str], Pool] = {}  # of rewards that keep their process, by walls and label
+        self._end = weakref.finalize(self, _close, self._forks, self._kept)
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._said: Counter[str] = Counter()
@@ -135,11 +136,13 @@ class Rewarder:
             return RewardResult(None, error=f"the prompt's fields cannot be used: {type(error).__name__}: {error}")
 
     def _pool(self, kind: RewardKind) -> Pool:
-        """Where it runs. One that keeps its process shares it with no other."""
-        if kind.in_fork:
-            return self._forks
-        keeps = kind.sees_prompt and not kind.forks
-        return pool(kind.walls(self._sandbox), kind.label if keeps else "")
+        """Where it runs. One that keeps its process has one, which ends with the stage."""
+        if kind.forks or not kind.sees_prompt:
+            return self._forks if kind.in_fork else pool(kind.walls(self._sandbox))
+        key = "fork" if kind.in_fork else kind.walls(self._sandbox), kind.label
+        if key not in self._kept:
+            self._kept[key] = Pool(key[0], size=1, functions=self._forks.functions)
+        return self._kept[key]
 
     def _remember(self, asked: Mapping[bytes, Errand]) -> None:
         """Rewards, and answers that brought theirs down. Other failures may have been the machine's."""
@@ -160,6 +163,11 @@ class Rewarder:
             self._said[name] += 1
             line = f"reward {name}: none for an answer to {sample.prompt.id}: {result.error}"
             self.say(plain(line) + (" (further failures are counted only)" if self._said[name] == SAID else ""))
+
+
+def _close(forks: Pool, kept: Mapping[tuple[str, str], Pool]) -> None:
+    for workers in (forks, *kept.values()):
+        workers.close()
 
 
 def _sum(parts: Sequence[tuple[float, RewardResult]]) -> RewardResult:

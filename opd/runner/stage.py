@@ -121,7 +121,7 @@ class StageRun:
             spec.sampler.require_mixing([self.student, *mixed], max_length)
         for line in slower_models(self.student, self.teachers.values(), self.engine):
             self.say(f"{spec.name}: {line}")
-        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.train, spec.seed)
+        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
             self.student,
             self.objective,

@@ -58,6 +58,12 @@ class Rollouts(BaseModel):
         idle = [writer.name for writer in self.writers if not writer.share]
         if idle:
             raise ValueError(f"writer {idle[0]} has no share of the prompts: set `share`")
+        resting = [writer.name for writer in self.writers if writer.takes_the_rest]
+        if resting:
+            raise ValueError(
+                f"writers cannot name {resting[0]}: the student has the prompts that the others leave. Lower their shares, "
+                "and mix a teacher in with teacher_mix"
+            )
         if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
             raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
         if self.contrast and self.samples == 1:
@@ -65,10 +71,17 @@ class Rollouts(BaseModel):
         return self
 
     @property
-    def everyone(self) -> list[Any]:
-        """All writers, in the order in which a draw goes to them; the student has what the others leave."""
-        data = [families.find("writer", "data")(share=self.data_share)] if self.data_share else []
-        teacher = [families.find("writer", "teacher")(share=self.teacher_share)] if self.teacher_share else []
+    def writers_by_key(self) -> dict[str, Any]:
+        """All writers by what asks for them, in the order in which a draw goes to them; the student comes last."""
+        found = {}
+        for name, share in (("data", self.data_share), ("teacher", self.teacher_share)):
+            if share:
+                found[f"{name}_share"] = families.find("writer", name)(share=share)
+        found |= {f"writers.{number}": writer for number, writer in enumerate(self.writers)}
         rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
-        student = families.find("writer", "mixed" if self.teacher_mix else "student")
-        return [*data, *teacher, *self.writers, student(share=min(rest if rest > 1e-9 else 0.0, 1.0))]
+        key, name = ("teacher_mix", "mixed") if self.teacher_mix else ("prompts", "student")
+        return {**found, key: families.find("writer", name)(share=min(rest if rest > 1e-9 else 0.0, 1.0))}
+
+    @property
+    def everyone(self) -> list[Any]:
+        return list(self.writers_by_key.values())

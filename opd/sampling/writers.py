@@ -6,7 +6,7 @@ The student has what the shares of the others leave. Everything that is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from opd.data.render import render_completion
 from opd.data.stream import Visit
-from opd.settings import Choice, Fraction
+from opd.settings import Choice, Fraction, StageView
 from opd.types import Author, TokenSampler
 
 AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
@@ -50,8 +50,14 @@ class Writer(Choice):
     family = "writer"
     author: ClassVar[Literal["student", "teacher", "data"]]  # whose tokens they are, to the terms of the objective
     reads_completions: ClassVar[bool] = False  # so that prompts without one are found at the start
+    samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
+    takes_the_rest: ClassVar[bool] = False  # of the prompts, so `rollout.writers` cannot name it
 
     share: Fraction = Field(0.0, description="of the prompts")
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.samples_teacher and "teacher" not in view.roles:
+            yield "there is no teacher to sample from. Give one, or drop it."
 
     def source(self, visit: Visit, desk: Desk) -> str:
         """What the store notes as the rollout's source. Rollouts of one source are sampled together."""
@@ -68,6 +74,7 @@ class Writer(Choice):
 class StudentWriter(Writer):
     name = "student"
     author = "student"
+    takes_the_rest = True
 
     def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.student
@@ -78,6 +85,8 @@ class MixedWriter(Writer):
 
     name = "mixed"
     author = "student"
+    samples_teacher = True
+    takes_the_rest = True
 
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"mixed:{desk.teacher_for[visit.prompt.domain]}"
@@ -91,6 +100,7 @@ class TeacherWriter(Writer):
 
     name = "teacher"
     author = "teacher"
+    samples_teacher = True
 
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"teacher:{desk.teacher_for[visit.prompt.domain]}"

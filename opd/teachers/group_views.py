@@ -48,7 +48,14 @@ class SiblingView(RewardedView):
         if view.rollout.samples == 1:
             yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
 
+    def rewrite(self, prompt: Prompt) -> Prompt | None:
+        """Prompts whose rows lack a column that the template names are never shown, whatever is answered."""
+        known = {QUESTION, SIBLING, *field_texts(prompt.fields)}
+        return prompt if known.issuperset(fields_of(self.template)) else None
+
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        if self.rewrite(prompt) is None:
+            return None
         others = [other for other in group.rollouts if self._teaches(other, rollout, group)]
         if not others:
             return None
@@ -57,7 +64,7 @@ class SiblingView(RewardedView):
         ]  # in turn, so that not all see the same one
         answer = group.answer((later or others)[0])
         known = {**field_texts(prompt.fields), QUESTION: question(prompt), SIBLING: answer}
-        if not answer or any(name not in known for name in fields_of(self.template)):
+        if not answer:
             return None
         return group.behind(asking(prompt, filled(self.template, known)), rollout, self.skip)
 

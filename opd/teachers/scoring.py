@@ -113,7 +113,7 @@ class ScoringTeacher:
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
         if need.hidden is not None and all(name in need.hidden for name in ids):
-            hidden_ND = torch.cat([_reached(need.hidden[name]) for name in ids]).to(self.device)
+            hidden_ND = torch.cat([_reached(need.hidden[name]).to(self.device) for name in ids])
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":

@@ -79,7 +79,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
-    for role, kind in run.objective.needs(step):
+    for role, kind in run.objective.needs(step, run.spec.train.updates):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
         need = need_beside(signals, role, kind)

@@ -9,11 +9,14 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from opd.config import Train
-from opd.errors import ModelError
+from opd.errors import ModelError, UserError
 
 MASTER = "master"  # of a checkpoint's tensors: NAME.master beside NAME.exp_avg
+_HOOKS = WeakIdKeyDictionary()  # a weight of half precision -> what gives its gradients to the newest optimiser
 
 
 class Optimiser:
@@ -34,8 +37,7 @@ class Optimiser:
         self._halves = {
             name: parameter for name, parameter in parameters.items() if parameter is not self._masters[name]
         }
-        for name, parameter in self._halves.items():
-            parameter.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(self._masters[name])))
+        self._hooks = {name: _hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
         masters = self._masters.values()
         decayed = [parameter for parameter in masters if parameter.ndim > 1]
         others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
@@ -52,6 +54,11 @@ class Optimiser:
 
     def clip(self) -> float:
         """The gradient norm, after which gradients are at most `clip` long."""
+        if any(_HOOKS[parameter] is not self._hooks[name] for name, parameter in self._halves.items()):
+            raise UserError(
+                "another optimiser has been made for these weights, and it gets their gradients now. Go on with that one, "
+                "or make a new one."
+            )
         limit = math.inf if self._spec.clip is None else self._spec.clip
         return float(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
 
@@ -106,6 +113,15 @@ class Optimiser:
                     self.adamw.state[master][key] = tensors[name].to(device, copy=True)
         self._round()
         self.updates = updates
+
+
+def _hook(half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
+    """A gradient goes to one master only, so an optimiser made earlier loses this weight."""
+    if half in _HOOKS:
+        _HOOKS[half].remove()
+    handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master)))
+    _HOOKS[half] = handle
+    return handle
 
 
 def _take_over(master: weakref.ref[nn.Parameter], half: nn.Parameter) -> None:

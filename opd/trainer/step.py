@@ -85,7 +85,7 @@ def train_step(
         return micro_batches(rollouts, train.micro_tokens, device, teacher_of)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
-        prepared = objective.prepare(student, batch, step, cut)
+        prepared = objective.prepare(student, batch, step, cut, train.updates)
     result = StepResult(prepared.metrics)
     for rollouts in updates(batch.rollouts, train, seed, step):
         weights = prepared.weights(rollouts)

@@ -59,7 +59,7 @@ class Trainer:
         if not rewards and any(term.needs().rewards for term in self.objective.terms):
             raise UserError("the objective uses rewards. Give them: trainer.batch(rollouts, {rollout.id: reward, …})")
         signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
-        for role, kind in self.objective.needs(self.steps + 1):
+        for role, kind in self.objective.needs(self.steps + 1, self.train.updates):
             table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
             answers = signals[role, kind] = {}
             for name, asked in by_teacher(rollouts, table).items():
