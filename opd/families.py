@@ -114,6 +114,7 @@ def register(choice: C) -> C:
 
     A module may register a name again, as an edited file or a cell of a notebook does; names of others are taken.
     """
+    _require_whole(choice)
     entry = f"{choice.family}.{choice.name}"
     before = _registered.get(entry)
     if entry in CHOICES or (before is not None and before.__module__ != choice.__module__):
@@ -124,3 +125,19 @@ def register(choice: C) -> C:
         )
     _registered[entry] = choice
     return choice
+
+
+def _require_whole(choice: type[Choice]) -> None:
+    """A class that could be chosen, but not used or not read again, is refused where it is written."""
+    missing = [key for key in ("family", "name") if not isinstance(getattr(choice, key, None), str)]
+    if missing:
+        raise ValueError(
+            f"{choice.__name__} has no `{missing[0]}` (a text): derive it from Gate, Term, Reward or the like, and name it"
+        )
+    if choice.key in choice.model_fields:
+        raise ValueError(
+            f"{choice.family} {choice.name!r}: {choice.key!r} names the choice and cannot be a setting of it"
+        )
+    unwritten = sorted(choice.__abstractmethods__)
+    if unwritten:
+        raise ValueError(f"{choice.family} {choice.name!r} needs a method `{unwritten[0]}`")

@@ -246,6 +246,9 @@ class Family:
     def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
         """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""
         given = settings.get(field, self.default)
+        named = given.get(self.key, self.default) if isinstance(given, Mapping) else given
+        if isinstance(named, str):
+            self._require_own_keys(self.find(named), parent)
         if not isinstance(given, str):
             return
         chosen = self.find(given)
@@ -260,6 +263,14 @@ class Family:
         }
         self._drop_idle(rest, chosen)
         settings |= rest
+
+    def _require_own_keys(self, chosen: type[Choice], parent: type[Choice]) -> None:
+        """Settings of a choice stand beside those of what it is a part of: one name cannot be both."""
+        taken = sorted(chosen.model_fields.keys() & parent.model_fields.keys())
+        if taken:
+            raise ValueError(
+                f"{self.name} {chosen.name}: its setting {taken[0]!r} is also one of {parent.family} {parent.name}. Rename it."
+            )
 
     def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
         """A key that other choices of the family read is a mistake here, unless it stands at its default."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ import opd
 from opd import families, plugins
 from opd.cli import app
 from opd.config import load_recipe, recipe_schema
-from opd.errors import RecipeError, RunDirectoryError
+from opd.errors import RecipeError, RunDirectoryError, TrainingError
 from opd.files import read_sealed
 from opd.rewards import Rewarder
 from opd.types import Prompt, Sample
@@ -285,3 +286,57 @@ class Lines(RowPrompts):
     def rows(self):
         return [{"prompt": line} for line in Path(self.address).read_text().splitlines()]
 """
+
+
+ONE_STEP = {
+    "name": "one",
+    "student": "tiny/generalist",
+    "teachers": {"arithmetic": "tiny/arithmetic"},
+    "prompts": {"source": "task:addition", "domain": "arithmetic"},
+    "rollout": {"prompts": 2, "max_new_tokens": 4},
+    "train": {"steps": 1},
+    "eval": {"prompts": 0},
+    "sampler": {"slots": 2},
+    "device": "cpu",
+}
+GATE = "import opd\nfrom opd.objective.gates import Gate\n@opd.register\nclass Mine(Gate):\n    name = 'mine'\n"
+ADVANTAGE = "import opd\nimport numpy as np\nfrom opd.objective.advantages import AdvantagePart\n@opd.register\nclass Short(AdvantagePart):\n    name = 'short'\n"
+SLOPE = "import opd\nfrom opd.divergences.kinds import CustomDivergence\n@opd.register\nclass Slope(CustomDivergence):\n    name = 'slope'\n    {field}: float = 3.0\n    def value(self, student, teacher):\n        return (student - teacher).sum(-1)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "objective", "words"),
+    [
+        (GATE, {"gate": "mine"}, "gate 'mine' needs a method `factors`"),
+        (GATE + "    kind: str = 'x'\n    def factors(self, view): ...\n", {"gate": "mine"}, "'kind' names the choice"),
+        ("import opd\n@opd.register\nclass Mine: ...\n", {}, "Mine has no `family`"),
+        (SLOPE.format(field="coefficient"), {"divergence": "slope"}, "its setting 'coefficient' is also one of form direct"),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_be_used_or_read_again_is_refused(
+    tmp_path: Path, source: str, objective: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(RecipeError, match=words):
+        load_recipe({**ONE_STEP, "plugins": [str(tmp_path / "mine.py")], "objective": objective})
+
+
+@pytest.mark.parametrize(
+    ("source", "objective", "words"),
+    [
+        (GATE + "    def factors(self, view):\n        return 0.5\n", {"gate": "mine"}, "gate mine has to give one array per rollout"),
+        (ADVANTAGE + "    def values(self, tokens, prepared):\n        return [np.ones(1) for _ in tokens.rollouts]\n",
+         {"form": "policy_gradient", "advantage": {"also": "short"}}, "advantage short has to give one array per rollout"),
+        (SLOPE.format(field="weight"), {"divergence": "slope"}, None),  # a gradient that is one number everywhere
+    ],
+)  # fmt: skip
+def test_what_a_plugin_gives_is_looked_at(
+    tmp_path: Path, source: str, objective: dict[str, Any], words: str | None
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    recipe = {**ONE_STEP, "plugins": [str(tmp_path / "mine.py")], "objective": objective}
+    if words is None:
+        assert opd.run(recipe, out=tmp_path / "run").summary["status"] == "done"
+    else:
+        with pytest.raises(TrainingError, match=words):
+            opd.run(recipe, out=tmp_path / "run")

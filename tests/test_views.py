@@ -337,3 +337,17 @@ def test_teachers_as_older_runs_wrote_them_are_read() -> None:
     }
     (stage,) = load_recipe({**RECIPE, "teachers": {"a": old}}).stages
     assert stage.teachers["a"] == FrozenTeacher(model="tiny/sorting", dtype="float32", batch_tokens=9)
+
+
+@pytest.mark.parametrize("template", ["{prompt} {answer", "{prompt} {answer:>9}", "{prompt} answer}"])
+def test_a_brace_that_is_no_field_is_refused(template: str) -> None:
+    with pytest.raises(ValidationError, match="single"):
+        view(kind="template", template=template)
+    assert view(kind="template", template="{{{prompt}}} {{}}")
+
+
+def test_a_view_that_skips_everything_is_refused() -> None:
+    recipe = {"student": "tiny/generalist", "prompts": "task:addition", "rollout": {"max_new_tokens": 8}}
+    teachers = {"addition": {"model": "tiny/arithmetic", "view": {"kind": "same", "skip": 8}}}
+    with pytest.raises(RecipeError, match="skip 8 leaves nothing of 8 tokens"):
+        load_recipe({**recipe, "teachers": teachers})

@@ -31,7 +31,7 @@ class CustomFormula(Formula):
             leaf = student.detach().clone().requires_grad_()
             value = self(leaf, teacher)
             (slope,) = torch.autograd.grad(value.sum(), leaf)
-        return value.detach()[:, None], slope
+        return value.detach()[:, None], slope.clone()  # autograd may give a view of one number
 
     def outer(self, total: Tensor) -> tuple[Tensor, Tensor]:
         return total, torch.ones_like(total)

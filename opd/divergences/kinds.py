@@ -5,6 +5,7 @@ S is the student, T the teacher. Names say direction: `reverse_kl = KL(S || T)`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -53,6 +54,7 @@ class CustomDivergence(DivergenceKind):
     f_divergence = False
     of_one_token = False
 
+    @abstractmethod
     def value(self, student: Tensor, teacher: Tensor) -> Tensor:
         """(N,) from log-probs (N, K), differentiable in the student's; 0 with gradient 0 where both agree."""
         raise NotImplementedError

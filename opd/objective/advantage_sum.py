@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema
 
 from opd import families
 from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, TeacherAdvantage
+from opd.objective.batch import require_per_token
 from opd.settings import SETTINGS, Family, Needs, changed, nearest, schema_of
 
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
@@ -114,5 +115,7 @@ class Advantage(BaseModel):
         """(T,) per rollout: the one place where a token's advantage is formed."""
         total = [np.zeros(rollout.response_ids.size) for rollout in tokens.rollouts]
         for part, state in zip(self.parts, prepared, strict=True):
-            total = [before + value for before, value in zip(total, part.values(tokens, state), strict=True)]
+            values = part.values(tokens, state)
+            require_per_token(f"advantage {part.name}", values, tokens.rollouts)
+            total = [before + value for before, value in zip(total, values, strict=True)]
         return total

@@ -7,6 +7,7 @@ Axis legend: T = tokens of one response.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -100,6 +101,7 @@ class AdvantagePart(Choice):
         """What has to see the whole batch before it is cut up; handed back to `values`."""
         return None
 
+    @abstractmethod
     def values(self, tokens: SampledTokens, prepared: Any) -> list[np.ndarray]:
         """(T,) per rollout."""
         raise NotImplementedError

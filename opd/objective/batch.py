@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from opd.errors import TrainingError
 from opd.types import Rollout, Signal, SignalKind, SignalNeed
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
@@ -55,3 +57,16 @@ def need_beside(signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
 
 def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:
     return np.concatenate([getattr(rollout, name) for rollout in rollouts])
+
+
+def require_per_token(what: str, values: Any, rollouts: Sequence[Rollout]) -> None:
+    """Of choices from outside as well: one array per rollout, one number per response token."""
+    fits = isinstance(values, Sequence) and len(values) == len(rollouts)
+    if not fits or any(
+        np.shape(value) != rollout.response_ids.shape for value, rollout in zip(values, rollouts, strict=True)
+    ):
+        shapes = [np.shape(value) for value in values][:3] if isinstance(values, Sequence) else type(values).__name__
+        wanted = [rollout.response_ids.shape for rollout in rollouts][:3]
+        raise TrainingError(
+            f"{what} has to give one array per rollout with one number per response token, {wanted}, …; it gave {shapes}."
+        )

@@ -7,6 +7,7 @@ It sees only the tokens that the gates before it left open.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -70,6 +71,7 @@ class Gate(Choice):
         """Whether it goes by the student's log-prob of what it sampled, which tokens of others do not have."""
         return False
 
+    @abstractmethod
     def factors(self, view: GateView) -> Arrays:
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.objective.batch import ByRollout, TrainingBatch
+from opd.objective.batch import ByRollout, TrainingBatch, require_per_token
 from opd.objective.gates import GateView
 from opd.objective.term import Term
 from opd.types import Author, Rollout
@@ -56,6 +56,7 @@ def prepare_term(
     is_open, factors = masks, [mask.astype(np.float64) for mask in masks]
     for number, gate in enumerate(term.gate):
         values = gate.factors(GateView(batch, term.role, eligible, is_open, seed))
+        require_per_token(f"gate {gate.name}", values, rollouts)
         count = sum(int(mask.sum()) for mask in is_open)
         touched = sum(int((value[mask] != 1).sum()) for mask, value in zip(is_open, values, strict=True))
         repeated = any(other.name == gate.name for other in term.gate[:number])

@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ class StopRule(Choice):
 
     family = "stop_rule"
 
+    @abstractmethod
     def should_stop(self, history: EvaluationHistory) -> bool:
         raise NotImplementedError
 

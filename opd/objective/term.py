@@ -9,6 +9,7 @@ pairwise          a preference between two answers to the same prompt, the bette
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -147,6 +148,7 @@ class Term(Choice):
             for rollout, weight in zip(rollouts, weights, strict=True)
         }
 
+    @abstractmethod
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         """Of one micro-batch, in which no group or pair is split: the sum over tokens of weight times loss."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +25,7 @@ class SamplerKind(Choice):
 
     dtype: Dtype | None = Field(None, description="default: the student's")
 
+    @abstractmethod
     def open(
         self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
     ) -> TokenSampler:

@@ -45,6 +45,7 @@ class SiblingView(RewardedView):
         return value
 
     def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
         if view.rollout.samples == 1:
             yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
 

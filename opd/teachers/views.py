@@ -7,7 +7,7 @@ length line up. A rollout for which a view has nothing to show is masked and cou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from opd.errors import RecipeError
-from opd.settings import Choice, Count, Family
+from opd.settings import Choice, Count, Family, StageView
 from opd.types import Message, Prompt, Rendered, Rollout
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
@@ -64,6 +64,10 @@ class View(Choice):
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
 
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.skip >= view.rollout.max_new_tokens:
+            yield f"view {self.name}: skip {self.skip} leaves nothing of {view.rollout.max_new_tokens} tokens to score. Lower it."
+
     def rewrite(self, prompt: Prompt) -> Prompt | None:
         """What stands in place of the prompt; None: it has nothing to show for this one."""
         return prompt
@@ -110,6 +114,9 @@ class TemplateView(View):
     @field_validator("template")
     @classmethod
     def _named(cls, value: str) -> str:
+        stray = re.search(r"[{}]", _FIELD.sub("", value))
+        if stray:
+            raise ValueError(f"a template has {{FIELD}}, or {{{{ for a brace; this has a single {stray[0]!r}")
         if not fields_of(value):
             raise ValueError("a template names at least one field, such as {prompt} or {answer}")
         return value
