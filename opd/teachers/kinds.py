@@ -26,7 +26,7 @@ class ModelRef(NamedTuple):
 
     model: str
     revision: str | None = None
-    dtype: Dtype | None = None  # None: what the student computes in
+    dtype: Dtype | None = None  # None: that of the student's weights
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class FrozenTeacher(ModelTeacher):
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
-    dtype: Dtype | None = Field(None, description="default: what the student computes in (train.precision)")
+    dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
 
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(self.model, self.revision, self.dtype),)
