@@ -114,7 +114,7 @@ def register(choice: C) -> C:
 
     A module may register a name again, as an edited file or a cell of a notebook does; names of others are taken.
     """
-    _require_whole(choice)
+    _require_named(choice)
     entry = f"{choice.family}.{choice.name}"
     before = _registered.get(entry)
     if entry in CHOICES or (before is not None and before.__module__ != choice.__module__):
@@ -123,17 +123,21 @@ def register(choice: C) -> C:
         raise ValueError(
             f"unknown family {choice.family!r}; known: {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
         )
+    _require_whole(choice)
     _registered[entry] = choice
     return choice
 
 
-def _require_whole(choice: type[Choice]) -> None:
-    """A class that could be chosen, but not used or not read again, is refused where it is written."""
+def _require_named(choice: type[Choice]) -> None:
     missing = [key for key in ("family", "name") if not isinstance(getattr(choice, key, None), str)]
     if missing:
         raise ValueError(
             f"{choice.__name__} has no `{missing[0]}` (a text): derive it from Gate, Term, Reward or the like, and name it"
         )
+
+
+def _require_whole(choice: type[Choice]) -> None:
+    """A class that could be chosen, but not used or not read again, is refused where it is written."""
     if choice.key in choice.model_fields:
         raise ValueError(
             f"{choice.family} {choice.name!r}: {choice.key!r} names the choice and cannot be a setting of it"

@@ -268,9 +268,8 @@ class Family:
         """Settings of a choice stand beside those of what it is a part of: one name cannot be both."""
         taken = sorted(chosen.model_fields.keys() & parent.model_fields.keys())
         if taken:
-            raise ValueError(
-                f"{self.name} {chosen.name}: its setting {taken[0]!r} is also one of {parent.family} {parent.name}. Rename it."
-            )
+            of = f"{parent.family} {parent.name}"
+            raise ValueError(f"{self.name} {chosen.name}: its setting {taken[0]!r} is also one of {of}. Rename it.")
 
     def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
         """A key that other choices of the family read is a mistake here, unless it stands at its default."""
@@ -376,34 +375,3 @@ def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
             inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             model = next((kind for kind in inner if issubclass(kind, BaseModel)), model)
     return _keys(model) if issubclass(model, Choice) else set(model.model_fields)
-
-
-class OneOrMany:
-    """A list of which a recipe may write the only entry without brackets."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(
-            lambda value: value if isinstance(value, (list, tuple)) else [value], handler(source)
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        node = handler(schema)
-        return {"anyOf": [node["items"], node]}
-
-
-class Short:
-    """A mapping of which a recipe may write one key's value alone: `coefficient: 0.5` for `{value: 0.5}`."""
-
-    def __init__(self, key: str, *kinds: type) -> None:
-        self._key, self._kinds = key, kinds
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def spell_out(value: Any) -> Any:
-            short = isinstance(value, self._kinds) and not isinstance(value, bool)
-            return {self._key: value} if short else value
-
-        return core_schema.no_info_before_validator_function(spell_out, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        node = handler(schema)
-        return {"anyOf": [handler.resolve_ref_schema(node)["properties"][self._key], node]}

@@ -17,7 +17,8 @@ from opd.objective.term import AnyTerm, Term
 from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
-from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
+from opd.settings import SETTINGS, Address, Count, Dtype, Family, Positive, Word
+from opd.shorthand import OneOrMany
 from opd.teachers.kinds import AnyTeacher
 
 

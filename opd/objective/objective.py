@@ -18,7 +18,8 @@ from opd.objective.first_pass import take_first_pass
 from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
-from opd.settings import Needs, OneOrMany, by_hand
+from opd.settings import Needs, by_hand
+from opd.shorthand import OneOrMany
 from opd.types import Rollout, SignalKind, TeacherLike
 
 if TYPE_CHECKING:

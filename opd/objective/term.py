@@ -21,7 +21,8 @@ from opd.objective.corrections import AnyCorrection
 from opd.objective.gates import AnyGate
 from opd.objective.schedule import Schedule
 from opd.objective.weights import token_weights
-from opd.settings import Choice, Family, Needs, OneOrMany, Short, StageView, changed
+from opd.settings import Choice, Family, Needs, StageView, changed
+from opd.shorthand import OneOrMany, Short
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from opd import families
-from opd.settings import SETTINGS, Count, Family, Fraction, OneOrMany, Positive, Word
+from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
+from opd.shorthand import OneOrMany
 
 
 class Rollouts(BaseModel):
