@@ -97,7 +97,7 @@ class StageView:
     """What a choice can see of its stage when it looks for mistakes; `term` is the one it is a part of, if any."""
 
     rollout: Rollouts
-    train: Train
+    train: Train | None  # None: a teacher by hand knows of none
     terms: Sequence[Term]
     roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
     term: Term | None = None

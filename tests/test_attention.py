@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.models.attention import Packed, masked_attention
+from opd.models.attention import Packed, masked_attention, take
+from opd.models.packing import Pack
+from tests.test_teachers import rollout
 
 LENGTHS = [5, 1, 12, 3, 12]
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -70,3 +72,12 @@ def test_layout_of_a_pack() -> None:
     assert layout.cells.tolist() == [0, 1, 2, 3, 6, 7]
     assert layout.bounds.tolist() == [0, 3, 4, 6]
     assert layout.bounds.dtype == torch.int32
+
+
+def test_no_row_of_a_pack_is_taken_twice() -> None:
+    """Gradients of rows that are taken are copied back, so a row taken twice would lose one of them."""
+    rollouts = [rollout("1", [5, 6], [8, 9, 1]), rollout("2", [10], [11]), rollout("3", [7, 7, 7], [4, 5])]
+    places = Pack.of(rollouts).predicting_N
+    assert places.unique().numel() == places.numel() == 6
+    rows = torch.randn(int(places.max()) + 2, 3, requires_grad=True)
+    torch.testing.assert_close(gradients(take(rows, places), [rows]), gradients(rows[places], [rows]))

@@ -47,6 +47,7 @@ def test_short_forms_are_filled_in() -> None:
         ({"train": {"lr": -1}}, ["train.lr", "-1"]),
         ({"rollout": {"data_share": 0.8, "teacher_share": 0.5}}, ["rollout", "above 1"]),
         ({"objective": {"divergence": "kl"}}, ["divergence", "'kl'", "reverse_kl"]),
+        ({"student": {"model": "x", "dtype": "float32"}, "train": [1]}, ["train: ", "[1]"]),
         ({"stages": [{"train": {}}]}, ["name"]),
         ({"stages": [{"name": "a"}, {"name": "a"}]}, ["differ"]),
     ],

@@ -6,6 +6,8 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 import opd
 from opd.config import Lora
+from opd.types import SignalNeed
 from tests.helpers import tiny_model
 
 
@@ -155,3 +158,67 @@ def test_a_batch_used_twice_by_hand_is_compared_with_the_student_before_it() -> 
     clipped = [statistics.counts["clipped/0:policy_gradient"][0] for _, statistics in result.statistics]
     assert len(result.norms) == 2
     assert clipped[0] == 0 < clipped[-1]
+
+
+def test_what_a_recipe_would_refuse_is_refused_by_hand() -> None:
+    student = tiny_model()
+
+    def trainer(terms: object, **drawing: float) -> opd.Trainer:
+        sampler = opd.Sampler(student, **drawing)  # type: ignore[arg-type]
+        return opd.Trainer(student, opd.Objective(terms, None, sampler))  # type: ignore[arg-type]
+
+    for drawing in ({"top_p": 0.5}, {"top_k": 3}):
+        with pytest.raises(opd.RecipeError, match="Importance ratios are undefined"):
+            trainer({"form": "policy_gradient"}, **drawing)
+        trainer({"form": "direct"}, **drawing)
+    with pytest.raises(opd.RecipeError, match=r"temperature 0\.5 with form: k2"):
+        trainer([{"form": "direct"}, {"form": "k2"}], temperature=0.5)
+    with pytest.raises(opd.RecipeError, match=r"drawing\.temperature"):
+        trainer({"form": "direct"}, temperature=-1.0)
+    for form in ("cross_entropy", "pairwise"):  # whose tokens, and how many answers, the batch says
+        trainer({"form": form})
+    trainer({"gate": {"kind": "perplexity", "of": "student"}})
+    with pytest.raises(opd.RecipeError, match="teacher: kind base is the model below the student's adapters"):
+        opd.Teacher({"kind": "base"}, student)
+    with pytest.raises(opd.RecipeError, match="kind live reads what the student reads"):
+        opd.Teacher({"kind": "live"}, student)
+    student.add_lora(Lora(rank=2))
+    assert opd.Teacher({"kind": "base"}, student).model is not None
+
+
+def test_a_teachers_settings_count_by_hand() -> None:
+    student = tiny_model()
+    rollouts = opd.Sampler(student, max_new_tokens=4).sample(["1+2", "3+4"])
+    teacher = opd.Teacher({"kind": "self", "view": {"kind": "same", "skip": 2}}, student, name="a")
+    objective = opd.Objective({"form": "k2"}, {"a": teacher, "b": teacher})  # of both domains
+    (signals,) = (
+        opd.Trainer(student, objective)
+        .batch([replace(rollouts[0], domain="b"), replace(rollouts[1], domain="a")])
+        .signals.values()
+    )
+    for rollout in rollouts:
+        assert np.flatnonzero(signals[rollout.id].mask).tolist() == list(range(2, rollout.response_ids.size))
+    assert torch.isfinite(teacher.predict(opd.Pack.of(rollouts)).hidden).all()
+    with pytest.raises(opd.UserError, match="domains x, y: by hand"):
+        opd.Teacher({"kind": "self", "domains": ["x", "y"]}, student)
+
+
+def test_stop_ids_of_all_teachers_are_one_event(tmp_path: Path) -> None:
+    """Whichever was opened first, and for a sampler that was there before them."""
+    student = tiny_model()
+    sampler = opd.Sampler(student, max_new_tokens=16)
+    before = sampler.sample(["1+2"])
+    for number, stops in enumerate(((7,), (8, 79))):  # 79: beyond the student's own ids
+        tiny_model(seed=number).save(tmp_path / str(number), stops)
+    teachers = {str(number): opd.Teacher(str(tmp_path / str(number)), student, name=str(number)) for number in range(2)}
+    rollouts = sampler.sample(["1+2"] * 8)
+    assert len(before) == 1
+    assert set(sampler.sampling.stop_ids) == set(student.stop_ids) == {1, 7, 8, 79}
+    assert all({1, 7, 8, 79}.isdisjoint(rollout.response_ids[:-1].tolist()) for rollout in rollouts)
+    ids = torch.from_numpy(np.concatenate([rollout.response_ids for rollout in rollouts]).astype(np.int64))
+    for teacher in teachers.values():
+        found = teacher.score(rollouts, SignalNeed("logprobs_at"))
+        with torch.no_grad():
+            wanted = opd.token_logprobs(teacher.model.predict(opd.Pack.of(rollouts)), ids, merge=(student.stop_ids,))
+        assert teacher.model.size == student.size == 80
+        np.testing.assert_allclose(np.concatenate([signal.values for signal in found]), wanted.numpy(), atol=1e-5)

@@ -58,6 +58,18 @@ def test_rows_go_into_the_run_which_needs_no_more(tmp_path: Path) -> None:
         opd.resume(moved)
 
 
+def test_a_run_goes_on_under_another_spelling_of_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = RECIPE | {"train": {"steps": 1}, "teachers": "tiny/spelling"}
+    run = opd.run(recipe, prompts=WORDS, out="../run")
+    for spelling in ("../run", str(tmp_path / "run"), "../here/../run"):
+        (run.directory / "summary.json").unlink()
+        (run.directory / "checkpoints" / "main" / "result.json").unlink()
+        assert opd.resume(spelling).summary["status"] == "done"
+        assert opd.run(recipe, prompts=WORDS, out=spelling, resume=True).summary["status"] == "done"
+
+
 def test_a_start_that_fails_takes_them_away_again(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 2: no `prompt`; it has text"):
         opd.run(RECIPE, prompts=[{"prompt": "a"}, {"text": "b"}], out=tmp_path / "run")

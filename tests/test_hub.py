@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 
 from opd.config import Hub, Stage
+from opd.data.row_source import DatasetPrompts
 from opd.data.sources import open_source
 from opd.errors import DataError, ModelError, RecipeError
 from opd.models import load_config
 from opd.models.load import locate
 from opd.runner import inputs
+from opd.runner.checks import check_stage
 from opd.runner.hub import push, require_access
+from opd.runner.stage import StageRun
+from opd.store import RolloutStore
+from opd.teachers.kinds import ModelRef, ModelTeacher, Supplies
+from opd.teachers.local import LocalTeacher
+from tests.helpers import save_tiny
 
 NOWHERE = "http://127.0.0.1:9"  # nobody listens
 
@@ -75,6 +85,86 @@ def test_the_base_of_an_adapter_stays_at_its_commit(tmp_path: Path, monkeypatch:
         f"hub:org/base@{'b' * 40}": "b" * 40,
     }
     (root / "refs" / "main").write_text("b" * 40)
-    loaded = inputs.pinned(spec, recorded)
-    assert (loaded.student.revision, loaded.teachers["t"].revision) == ("a" * 40, "b" * 40)
-    assert locate(loaded.student.model, loaded.student.revision).arguments["revision"] == "a" * 40
+    found = inputs.revision_begun_with(recorded, str(adapter), None)
+    assert (found, inputs.revision_begun_with(recorded, "org/base", "b" * 40)) == ("a" * 40, "b" * 40)
+    assert locate(str(adapter), found).arguments["revision"] == "a" * 40
+
+
+class Borrowed(ModelTeacher):
+    """A kind of one's own, which names its model as it likes."""
+
+    name = "borrowed"
+    lender: str
+
+    def reads(self) -> tuple[ModelRef, ...]:
+        return (ModelRef(self.lender),)
+
+    def make(self, name: str, supplies: Supplies) -> LocalTeacher:
+        return LocalTeacher(name, self.role, supplies.load(*self.reads()), self.batch_tokens, supplies.stop_ids)
+
+
+def test_teachers_of_every_kind_stay_at_the_commit_a_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "models--org--name"
+    for number, commit in enumerate("ab"):
+        save_tiny(root / "snapshots" / (commit * 40), seed=number)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("a" * 40)
+    student = str(root / "snapshots" / ("a" * 40))
+    spec = stage(student=student, sampler={"slots": 2}, eval={"prompts": 0}, teachers={"t": "org/name"}, device="cpu")
+    spec = spec.model_copy(update={"teachers": {"t": Borrowed(lender="org/name")}})
+    recorded = inputs.inputs_of([spec], print)["main"]
+    (root / "refs" / "main").write_text("b" * 40)
+    run = StageRun(
+        spec,
+        RolloutStore(tmp_path / "rollouts"),
+        str,
+        revision_of=partial(inputs.revision_begun_with, recorded),
+        check_stop=lambda: None,
+        on_phase=lambda _: None,
+        on_token=lambda: None,
+    )
+    (teacher,), own = run.teachers.values(), run.student.module.state_dict()
+    assert all(bool((value == own[name]).all()) for name, value in teacher.model.module.state_dict().items())
+
+
+def test_every_revision_of_a_model_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "models--org--name"
+    fine, broken = "a" * 40, "b" * 40
+    save_tiny(root / "snapshots" / fine)
+    save_tiny(root / "snapshots" / broken)
+    (root / "snapshots" / broken / "config.json").write_text("{}")
+    revisions = {"one": broken, "two": fine}
+    teachers = {
+        name: {"model": "org/name", "revision": revision, "domains": [name]} for name, revision in revisions.items()
+    }
+    prompts = [{"source": "task:addition", "domain": name} for name in teachers]
+    spec = stage(student=str(root / "snapshots" / fine), teachers=teachers, prompts=prompts, device="cpu")
+    with pytest.raises(ModelError, match="org/name"):
+        check_stage(spec, str)
+
+
+def test_two_splits_of_a_dataset_are_two_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last goes by the plain name, as in runs that knew one alone."""
+    monkeypatch.setattr(DatasetPrompts, "fingerprint", lambda self: self.split)
+    prompts = [{"source": "org/rows", "split": split} for split in ("one", "two")]
+    found = inputs.inputs_of([stage(student="tiny/generalist", prompts=prompts)], print)["main"]
+    facts = {name: facts["fingerprint"] for name, facts in found.items() if "fingerprint" in facts}
+    assert facts == {"org/rows#1": "one", "org/rows": "two"}
+
+
+def test_a_push_leaves_what_is_not_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[str] = []
+
+    def refused(self: HfApi, *, ignore_patterns: list[str], **settings: object) -> None:
+        ignored.extend(ignore_patterns)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(HfApi, "upload_folder", refused)
+    said = str(push(tmp_path, Hub(repo="me/mine")))
+    names = ["model.safetensors", "optimiser.safetensors", "teachers/weights.safetensors", "trainer.json"]
+    assert list(filter_repo_objects(names, ignore_patterns=ignored)) == ["model.safetensors"]
+    assert "--exclude 'teachers/*'" in said

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 import opd
 from opd.config import Train, load_recipe
 from opd.errors import RecipeError, UserError
+from opd.runner.checkpoint import Saver
 from opd.runner.plan import make_plan
+from opd.runner.results import StageResult
+from opd.runner.saving import SAVE_RATE, StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
 from opd.trainer.optimiser import Optimiser
@@ -127,6 +130,19 @@ def open_stage(recipe: dict[str, Any], directory: Path) -> StageRun:
         on_phase=lambda _: None,
         on_token=lambda: None,
     )
+
+
+def test_means_of_the_student_count_as_memory_and_as_something_to_save(models: dict[str, str], tmp_path: Path) -> None:
+    """In mixed precision a mean is bf16 to score with and fp32 to keep."""
+    spec = small(models, "mixed", teachers={"a": {"kind": "ema"}})
+    (plan,) = make_plan(load_recipe(spec))
+    assert plan.memory["teachers"] == plan.parameters * (2 + 4)
+    run = open_stage(spec, tmp_path)
+    unused: Any = None
+    saving = StageCheckpoints(run, StageResult("main"), tmp_path, Saver(), unused, 0.0)
+    beside = (*run.optimiser.tensors().values(), *run.teachers["a"].state().values())
+    size = sum(tensor.nbytes for tensor in (*run.student.module.parameters(), *beside))
+    assert saving._save_seconds() == size / SAVE_RATE
 
 
 def test_the_sampler_shares_the_weights_it_computes_with(models: dict[str, str], tmp_path: Path) -> None:

@@ -478,7 +478,8 @@ def test_a_plan_tries_the_rewards_too(tmp_path: Path) -> None:
         make_plan(load_recipe({**recipe, "rewards": f"{tmp_path / 'nowhere.py'}:raises"}))
 
 
-def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_view", [False, True])
+def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path, by_view: bool) -> None:
     """A function that works on the reference and fails on everything else is found when it has failed for long enough."""
     (tmp_path / "broken.py").write_text(BROKEN)
     recipe = {
@@ -491,6 +492,8 @@ def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path) -> None:
         "eval": {"prompts": 2},
         "device": "cpu",
     }
+    if by_view:
+        recipe |= {"objective": {"form": "direct"}, "teachers": {"a": {"kind": "self", "view": "sibling"}}}
     with pytest.raises(TrainingError, match=r"nothing was rewarded for 2 steps.*RuntimeError:.*broken later"):
         opd.run(recipe, out=tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()

@@ -96,7 +96,7 @@ def test_a_run_is_where_it_was_when_the_program_changes_its_folder(
 def test_start_or_go_on_is_one_call(models: dict[str, str], finished: opd.Run, tmp_path: Path) -> None:
     spec, where = small(models, train={"steps": 2}), tmp_path / "run"
     where.mkdir()
-    for name in ("recipe.yaml", ".resolved.yaml.partial"):  # killed before there was a run.json
+    for name in ("run.lock", "recipe.yaml", ".resolved.yaml.partial"):  # killed before there was a run.json
         (where / name).write_text("half")
     same_run(opd.run(spec, out=where, resume=True), finished)
     before = (where / "metrics.jsonl").read_bytes()
@@ -110,12 +110,29 @@ def test_start_or_go_on_is_one_call(models: dict[str, str], finished: opd.Run, t
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(RunDirectoryError, match=r"neither empty nor a run directory: it contains 'mine.txt'"):
         opd.run(spec, out=tmp_path / "notes", resume=True)
-    assert [path.name for path in (tmp_path / "notes").iterdir()] in (
-        ["mine.txt"],
-        ["mine.txt", "run.lock"],
-        ["run.lock", "mine.txt"],
-    )
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["mine.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "run"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_start_that_fails_takes_nothing_away_that_it_found(
+    models: dict[str, str], tmp_path: Path, begun: bool
+) -> None:
+    """Without a lock `recipe.yaml`, `plugins` and `inputs` are somebody's own, however often it is tried."""
+    there = {"recipe.yaml", "plugins", "inputs"} | ({"run.lock"} if begun else set())
+    for name in ("plugins", "inputs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    (tmp_path / "recipe.yaml").write_text("mine")
+    if begun:
+        (tmp_path / "run.lock").touch()
+    spec = small(models, teachers={"a": "tiny/nobody"})
+    for _ in range(2):
+        with pytest.raises(OpdError, match="tiny/nobody" if begun else "neither empty nor a run directory"):
+            opd.run(spec, out=tmp_path, resume=True)
+        assert {path.name for path in tmp_path.iterdir()} == there
+        assert [(tmp_path / name / "mine.txt").read_text() for name in ("plugins", "inputs")] == ["mine"] * 2
+    assert begun or (tmp_path / "recipe.yaml").read_text() == "mine"
 
 
 def test_a_run_that_was_moved_goes_on_from_anywhere(
@@ -234,8 +251,8 @@ def test_a_hub_model_stays_at_its_commit(tmp_path: Path, monkeypatch: pytest.Mon
     recorded = inputs.inputs_of([stage], print)["main"]
     (root / "refs" / "main").write_text("b" * 40)
     inputs.check_inputs("main", recorded, inputs.inputs_of([stage], print, hub=False)["main"], tmp_path)
-    loaded = inputs.pinned(stage, recorded)
-    assert (loaded.student.revision, loaded.teachers["t"].revision) == ("a" * 40, "a" * 40)
+    assert inputs.revision_begun_with(recorded, "org/name", None) == "a" * 40
+    assert inputs.revision_begun_with(recorded, "stage:one", None) is None
 
 
 def test_large_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -285,6 +287,27 @@ def test_trackers(models: dict[str, str], tmp_path: Path) -> None:
     assert list((run.directory / "tensorboard").glob("events*"))
     with pytest.raises(RecipeError, match=r"opd\[wandb\]"):
         opd.run(recipe(models, log={"to": ["wandb"]}), out=tmp_path / "other")
+
+
+def test_trackers_count_on_through_stages(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[int] = []
+    module: Any = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init = module.finish = lambda **settings: None
+    module.log = lambda values, step: logged.append(step)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    spec = recipe(models, log={"to": ["wandb"]}, train={"steps": 2}, eval={"prompts": 0}, checkpoint={"every": 1})
+
+    def stop(run: Any, metrics: Any) -> None:
+        if metrics["stage"] == "two":
+            run.stop()
+
+    run = opd.run(spec | {"stages": [{"name": "one"}, {"name": "two"}]}, out=tmp_path / "run", on_step=stop)
+    assert logged == [1, 2, 3]
+    assert [line["step"] for line in opd.resume(run.directory).metrics] == [1, 2, 1, 2]
+    assert logged == [1, 2, 3, 4]
 
 
 def test_nan_stops_the_run_and_keeps_good_weights(

@@ -107,7 +107,8 @@ def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
         assert sibling.render(ASKED, members[0], replace(group, rewards=lone)) is None
     with pytest.raises(ValidationError, match=r"does not name \{sibling\}"):
         view(kind="sibling", template="{prompt}")
-    one = {**RECIPE, "teachers": {"a": {"kind": "ema", "view": "sibling"}}}
+    one: dict[str, Any] = {**RECIPE, "teachers": {"a": {"kind": "ema", "view": "sibling"}}}
+    assert load_recipe({**one, "rollout": {"samples": 2, "contrast": 2}}).stages[0].uses_rewards
     with pytest.raises(RecipeError, match=r"rollout\.samples is 1"):
         load_recipe(one)
 

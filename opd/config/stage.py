@@ -185,7 +185,8 @@ class Stage(BaseModel):
         student, train = raw.get("student"), raw.get("train")
         dtype = student.get("dtype") if isinstance(student, Mapping) else None
         autocast = train.get("autocast") if isinstance(train, Mapping) else None
-        if dtype is None and autocast is None:
+        misplaced = train is not None and not isinstance(train, Mapping)  # which is told where it is read
+        if misplaced or (dtype is None and autocast is None):
             return raw
         if dtype not in (None, "float32", "bfloat16") or autocast not in (None, True, False):
             raise ValueError(
@@ -195,9 +196,9 @@ class Stage(BaseModel):
             raise ValueError(
                 "student.dtype bfloat16 with train.autocast: set train.precision to one of mixed and autocast"
             )
-        if isinstance(train, Mapping) and train.get("precision", "auto") != "auto":
-            raise ValueError("train.precision replaces student.dtype and train.autocast: drop those")
         rest = {key: value for key, value in (train or {}).items() if key != "autocast"}
+        if rest.get("precision", "auto") != "auto":
+            raise ValueError("train.precision replaces student.dtype and train.autocast: drop those")
         found = {**raw, "train": {**rest, "precision": "autocast" if autocast else dtype or "float32"}}
         if isinstance(student, Mapping):
             found["student"] = {key: value for key, value in student.items() if key != "dtype"}
@@ -208,11 +209,17 @@ class Stage(BaseModel):
         moments = [moment for term in self.objective for moment in (term.coefficient.until, term.coefficient.after)]
         if "plateau" in moments and not (self.eval.every and self.eval.prompts):
             raise ValueError("a coefficient waits for a plateau of the evaluation: set eval.every and eval.prompts")
-        if self.rollout.contrast and not any(term.needs().rewards for term in self.objective):
+        if self.rollout.contrast and not self.uses_rewards:
             raise ValueError(
-                "rollout.contrast drops groups by their rewards, but no term of the objective uses rewards"
+                "rollout.contrast drops groups by their rewards, but neither the objective nor a view uses rewards"
             )
         return self
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether a term or what a teacher is shown depends on them."""
+        choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
+        return any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")
     @classmethod

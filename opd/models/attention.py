@@ -144,7 +144,7 @@ class Packed:
         else:
             out = masked_attention(query, key, value, self._mask(longest, window, query.device), scale, softcap, sinks)
         out = out.transpose(1, 2).flatten(0, 1)
-        return (out if full else take(out, self.cells))[None]
+        return (out.contiguous() if full else take(out, self.cells))[None]  # some models view it
 
     @staticmethod
     def _mask(longest: int, window: int | None, device: torch.device) -> Tensor:

@@ -48,7 +48,10 @@ class Pack:
 
 
 class Row(Protocol):
-    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about."""
+    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about.
+
+    No row comes twice in `predicting_N`: its gradient is copied back, not added up (`attention.TakeRows`).
+    """
 
     @property
     def ids_T(self) -> Tensor: ...

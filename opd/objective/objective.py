@@ -52,6 +52,10 @@ class Drawing(Protocol):
     @property
     def temperature(self) -> float: ...
     @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
     def teacher_mix(self) -> float: ...
 
 
@@ -59,6 +63,8 @@ class Drawing(Protocol):
 class PlainDrawing:
     max_new_tokens: int = 128
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     teacher_mix: float = 0.0
 
 
@@ -80,7 +86,8 @@ class Objective:
         self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], OneOrMany()], terms)
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
-        self._drawing, self._stop_ids = drawing or PlainDrawing(), stop_ids
+        self.drawing: Drawing = drawing or PlainDrawing()
+        self._stop_ids = stop_ids
         self._seed = seed
         self.plateau: int | None = None  # the step after which evaluation stopped improving
 
@@ -114,9 +121,9 @@ class Objective:
         asked = self._needs(step, updates).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
-            take_first_pass(student, packs, batch, asked, self.teachers, merge, self._drawing.temperature)
+            take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature)
         terms = [
-            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self._drawing.max_new_tokens, self._seed)
+            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self.drawing.max_new_tokens, self._seed)
             for index, term, coefficient in self.active(step)
         ]
         return PreparedBatch(batch, terms)
@@ -134,8 +141,8 @@ class Objective:
             prepared.batch,
             self.teachers,
             self._merge(student),
-            self._drawing.temperature,
-            self._drawing.teacher_mix,
+            self.drawing.temperature,
+            self.drawing.teacher_mix,
             TokenStatistics.empty(projection.count),
         )
         total = projection.hidden.new_zeros((), dtype=torch.float32)

@@ -24,9 +24,16 @@ from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.settings import StageView
+from opd.teachers.kinds import ModelRef
 from opd.teachers.router import routes
 from opd.teachers.views import View
 from opd.types import Prompt
+
+RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
+
+
+def as_named(model: str, revision: str | None) -> str | None:
+    return revision
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Checked:
     domains: list[str]
     routes: dict[str, dict[str, str]]
     rewarder: Rewarder
-    configs: dict[str, Any]  # of the student, "", and of the models of teachers
+    student: Any  # its config
     inputs: Looked
 
 
@@ -47,6 +54,7 @@ def check_stage(
     resolve_model: Callable[[str], str],
     told: Told = silent,
     say: Callable[[str], None] | None = None,
+    revision_of: RevisionOf = as_named,
 ) -> Checked:
     """Refuse what cannot work; what takes longest comes last."""
     device = pick_device(spec.device)
@@ -55,16 +63,15 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    names = {"": (resolve_model(spec.student.model), spec.student.revision)}
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
-    names |= {ref.model: (resolve_model(ref.model), ref.revision) for ref in refs}
-    configs = {key: load_config(*name) for key, name in names.items()}
-    tokenizers = {key: load_tokenizer(*name) for key, name in names.items()}
+    own = ModelRef(spec.student.model, spec.student.revision)
+    names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
+    configs = {name: load_config(*name) for name in names.values()}
+    tokenizers = {name: load_tokenizer(*name) for name in names.values()}
+    tokenizer = tokenizers[names[own]]
     for ref in refs:
-        require_same(tokenizers[""], tokenizers[ref.model], spec.student.model, ref.model)
-    if not any(config.eos_token_id is not None for config in configs.values()) and not any(
-        tokenizer.eos_token_id is not None for tokenizer in tokenizers.values()
-    ):
+        require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
+    if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
@@ -73,13 +80,12 @@ def check_stage(
     table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles], where)
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
-        _require_same_shapes([names[ref.model] for name in averaged for ref in spec.teachers[name].reads()])
+        _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
     for name, kind in spec.teachers.items():
         scored = {domain for domain, teacher in table[kind.role].items() if teacher == name}
-        _require_shown(name, kind.view, scored, sources, tokenizers[""])
+        _require_shown(name, kind.view, scored, sources, tokenizer)
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
-    choices = [*spec.objective, *(kind.view for kind in spec.teachers.values())]
-    if any(choice.needs().rewards for choice in choices) and not any(map(rewarder.covers, examples)):
+    if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
@@ -89,9 +95,9 @@ def check_stage(
         for name, kind in spec.teachers.items()
         for line in kind.warn(StageView.of(spec))
     ]
-    inputs = look_at_prompts(spec, sources, tokenizers[""], rewarder.covers, context, told)
+    inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
     inputs = replace(inputs, notes=(*inputs.notes, *warnings))
-    return Checked(device, sources, domains, table, rewarder, configs, inputs)
+    return Checked(device, sources, domains, table, rewarder, configs[names[own]], inputs)
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

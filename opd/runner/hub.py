@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from opd.config import Hub, Stage
@@ -9,7 +10,7 @@ from opd.errors import RecipeError
 from opd.hub import errors
 from opd.text import first_line
 
-LEFT_HERE = ("optimiser.safetensors", "trainer.json")  # of a checkpoint; the rest is the model
+LEFT_HERE = ("optimiser.safetensors", "trainer.json", "teachers/*")  # of a checkpoint; the rest is the model
 
 
 def require_access(stage: Stage, *, make: bool = True) -> None:
@@ -40,6 +41,6 @@ def push(directory: Path, hub: Hub) -> str | None:
     try:
         HfApi().upload_folder(repo_id=hub.repo, folder_path=directory, ignore_patterns=list(LEFT_HERE))
     except errors(RuntimeError) as error:
-        excluded = " ".join(f"--exclude {name}" for name in LEFT_HERE)
+        excluded = " ".join(f"--exclude {shlex.quote(name)}" for name in LEFT_HERE)
         return f"the model was not pushed to {hub.repo} ({first_line(error)}). Later: hf upload {hub.repo} {directory} . {excluded}"
     return None

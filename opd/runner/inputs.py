@@ -46,14 +46,17 @@ def inputs_of(
             if hub and (location := locate(model, revision)).on_hub:
                 require_hub(model, location)
                 here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
-        for source in stage.prompts:
+        for number, source in enumerate(stage.prompts):
             if (fingerprint := source.fingerprint()) is not None:
-                here[source.source] = {"for": "prompts", "fingerprint": fingerprint}
+                again = source.source in [later.source for later in stage.prompts[number + 1 :]]  # another split, say
+                name = f"{source.source}#{number + 1}" if again else source.source
+                here[name] = {"for": "prompts", "fingerprint": fingerprint}
     return found
 
 
 def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> None:
     """Refuse a stage whose inputs are not those the run began with."""
+    recorded = {_inside(name, directory): facts for name, facts in recorded.items()}
     changed = [
         f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
         for name, facts in recorded.items()
@@ -72,21 +75,13 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         )
 
 
-def pinned(stage: Stage, recorded: Inputs) -> Stage:
-    """The stage with every hub model at the commit that the run began with."""
-
-    def commit(model: str, revision: str | None) -> str | None:
-        if model.startswith(STAGE_PREFIX):
-            return None
-        location = locate(model, revision)
-        found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
-        return found["commit"] if found else None
-
-    student, found = stage.student, commit(stage.student.model, stage.student.revision)
-    teachers = {name: kind.pinned(commit) for name, kind in stage.teachers.items()}
-    if found is not None:
-        student = student.model_copy(update={"revision": found})
-    return stage.model_copy(update={"student": student, "teachers": teachers})
+def revision_begun_with(recorded: Inputs, model: str, revision: str | None) -> str | None:
+    """The revision to read a model at: of one on the hub, the commit that the run began with."""
+    if model.startswith(STAGE_PREFIX):
+        return revision
+    location = locate(model, revision)
+    found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
+    return found["commit"] if found else revision
 
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
@@ -100,7 +95,11 @@ def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
 
 
 def _inside(name: str, directory: Path | None) -> str:
-    return name if directory is None else name.removeprefix(f"{directory.absolute()}{os.sep}")
+    """However the directory is spelt: `../run` and `/home/me/run` may be one."""
+    if directory is None or not os.path.isabs(name):
+        return name
+    inside = os.path.abspath(name).removeprefix(f"{os.path.abspath(directory)}{os.sep}")
+    return name if os.path.isabs(inside) else inside
 
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:

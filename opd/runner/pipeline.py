@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, json_text, lines_checked, write_whole
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
-from opd.runner.inputs import Inputs, check_inputs, inputs_of, pinned
+from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_begun_with
 from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
@@ -139,10 +140,8 @@ class Pipeline:
             self._outputs[spec.name] = standing.output
             self._consumed = read_state(standing.output)["rollouts"]
             return
-        if self._inputs is not None:
-            spec = pinned(spec, self._inputs[spec.name])
-            if spec.name != self._recipe.stages[0].name:  # time has passed since the run began or was taken up
-                self._check_inputs([spec])
+        if self._inputs is not None and spec.name != self._recipe.stages[0].name:
+            self._check_inputs([spec])  # time has passed since the run began or was taken up
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
@@ -154,6 +153,7 @@ class Pipeline:
                 spec,
                 store,
                 self._resolve_model,
+                revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
                 check_stop=self._interrupts.check,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
@@ -218,7 +218,7 @@ class Pipeline:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
         step, every = result.steps, run.spec.checkpoint.every
         better = self._evaluate(run, result, step, saved.metrics)
-        self._reports.step(run, saved.metrics)
+        self._reports.step(run, saved.metrics, sum(before.steps for before in self._results[:-1]))
         saved.unreported = None
         enough = self._enough(run, result)
         if better or enough or (every and step % every == 0):

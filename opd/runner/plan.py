@@ -66,7 +66,7 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     checked = check_stage(stage, resolve)
-    config, inputs = checked.configs[""], checked.inputs
+    config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {
         name: sum(parameter_count(resolve(ref.model), ref.revision) for ref in kind.reads())
@@ -92,8 +92,8 @@ def _held(stage: Stage, device: str, resolve: Callable[[str], str], student: int
     models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
     usual = WEIGHTS[stage.train.precision_on(device)]
     read = sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models)
-    copies = sum(kind.copies_student(stage.student.lora is not None) for kind in stage.teachers.values())
-    return read + copies * student * BYTES["float32"]
+    lora = stage.student.lora is not None
+    return read + student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())
 
 
 def _memory(

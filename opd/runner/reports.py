@@ -30,13 +30,14 @@ class Reports:
     def close(self) -> None:
         self._opened.close()
 
-    def step(self, run: StageRun, metrics: Mapping[str, Any]) -> None:
+    def step(self, run: StageRun, metrics: Mapping[str, Any], earlier: int) -> None:
+        """`earlier`: the steps of the stages before. Trackers count on through a run; wandb drops what goes back."""
         assert self._track is not None
         step, log = metrics["step"], run.spec.log
         self._write_line("metrics.jsonl", metrics)
         self._progress.step(metrics)
         numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
-        self._track(step, numbers)
+        self._track(earlier + step, numbers)
         if log.samples and (step - 1) % log.samples_every == 0:
             self._write_samples(run, step)
 

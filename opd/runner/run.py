@@ -126,7 +126,7 @@ def _start(
     console: Console,
 ) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
-    began = False
+    began, found = False, set(os.listdir(lock.directory)) - {NAME}
     try:
         from opd.runner.inputs import inputs_of
 
@@ -153,7 +153,7 @@ def _start(
         if not began:
             if given is not None:
                 given.withdraw(lock.directory)
-            _withdraw(lock.directory, made)
+            _withdraw(lock.directory, made, found)
         raise
 
 
@@ -257,18 +257,23 @@ def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -
 
 
 def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
-    """The wanted directory and no other, locked: new, empty, begun by a process that died at once, or a run."""
+    """The wanted directory and no other, locked: new, empty, begun by a process that died at once, or a run.
+
+    A process that begins one locks it first: files of the same names without a lock are somebody's own.
+    """
     lock = RunLock(wanted)
     for attempt in range(ATTEMPTS):
-        made = make(wanted)
+        made, begun = make(wanted), os.path.lexists(lock.path)
         try:
             lock.take()
             break
         except Gone:  # made by another one, who took it away again; or a link to nowhere
             if attempt == ATTEMPTS - 1:
                 raise
-    foreign = sorted(set(os.listdir(wanted)) - EARLY)
+    foreign = sorted(set(os.listdir(wanted)) - (EARLY if begun else {NAME}))
     if foreign and not (wanted / SEALS).exists():
+        if not begun:
+            lock.path.unlink()
         lock.release()
         raise RunDirectoryError(
             f"{wanted} is neither empty nor a run directory: it contains {foreign[0]!r}, but no {SEALS}. Choose another directory."
@@ -276,9 +281,14 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
     return lock, made
 
 
-def _withdraw(directory: Path, made: bool) -> None:
-    """Take away what a start has written that came to nothing; the lock goes last. What is not ours stays."""
+def _withdraw(directory: Path, made: bool, found: set[str]) -> None:
+    """Take away what a start has written that came to nothing; the lock goes last.
+
+    What it `found` there stays, and with it the lock, which says that it is left over from a start.
+    """
     for name in WRITTEN:
+        if name in found or (name == NAME and found):
+            continue
         path = directory / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -131,8 +131,9 @@ class StageCheckpoints:
     def _save_seconds(self) -> float:
         if self._saver.seconds is not None:
             return self._saver.seconds
-        model = sum(parameter.nbytes for parameter in self._run.student.module.parameters())
-        return (model + sum(tensor.nbytes for tensor in self._run.optimiser.tensors().values())) / SAVE_RATE
+        run = self._run
+        beside = (*run.optimiser.tensors().values(), *teacher_tensors(run.teachers).values())
+        return sum(tensor.nbytes for tensor in (*run.student.module.parameters(), *beside)) / SAVE_RATE
 
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from opd.errors import DataError, RecipeError, TrainingError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.objective.objective import Objective
-from opd.runner.checks import check_stage
+from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.writers import Desk
@@ -40,6 +40,7 @@ class StageRun:
         store: RolloutStore,
         resolve_model: Callable[[str], str],
         *,
+        revision_of: RevisionOf = as_named,
         check_stop: Callable[[], None],
         on_phase: Callable[[str], None],
         on_token: Callable[[], None],
@@ -53,7 +54,7 @@ class StageRun:
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
-        checked = check_stage(spec, resolve_model, self._told, say)
+        checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
         self.routes, self.rewarder = checked.routes, checked.rewarder
@@ -65,14 +66,15 @@ class StageRun:
         self.student = load_model(
             resolve_model(student.model),
             dtype=own,
-            revision=student.revision,
+            revision=revision_of(student.model, student.revision),
             lora=student.lora,
             gradient_checkpointing=student.gradient_checkpointing,
             device=device,
         )
 
         def load(ref: ModelRef) -> LanguageModel:
-            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=ref.revision, device=device)
+            revision = revision_of(ref.model, ref.revision)
+            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=device)
 
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
         if not self.stop_ids:
@@ -196,9 +198,9 @@ class StageRun:
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
-        """An objective that lives on rewards learns nothing without any: stop, and say why."""
-        used = any(term.needs().rewards for term in self.spec.objective)
-        self._unrewarded = self._unrewarded + 1 if used and all(reward is None for reward in rewards.values()) else 0
+        """Where terms or views live on rewards, nothing is learnt without any: stop, and say why."""
+        none = self.spec.uses_rewards and all(reward is None for reward in rewards.values())
+        self._unrewarded = self._unrewarded + 1 if none else 0
         if self._unrewarded >= self.spec.rewards.stop_after:
             raise TrainingError(
                 f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewarder.last_failure}. "

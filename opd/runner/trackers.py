@@ -19,7 +19,7 @@ from opd.settings import Choice
 from opd.text import plain
 
 TAG = 200  # characters of a metric's name, which holds a stage's and often a domain's
-Write = Callable[[int, Mapping[str, float]], object]  # a step, and its metrics as STAGE/NAME
+Write = Callable[[int, Mapping[str, float]], object]  # a step of the whole run, and its metrics as STAGE/NAME
 
 
 @dataclass(frozen=True)

@@ -48,18 +48,24 @@ class Sampler:
     ) -> None:
         self.model, self.version = model, 0
         self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
-        stops = tuple(dict.fromkeys((*model.stop_ids, *stop_ids)))
-        self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, stops, tuple(stop))
-        self._seed = seed
+        self.top_p, self.top_k = top_p, top_k
+        self._stop, self._stop_ids, self._seed = tuple(stop), tuple(stop_ids), seed
         self._kind: SamplerKind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], settings or {})
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
         self._room = 0
+        self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids and number of ids that it was opened with
+
+    @property
+    def sampling(self) -> Sampling:
+        """With the model's stop ids as they are now: a teacher opened since may have added some."""
+        stops = tuple(dict.fromkeys((*self.model.stop_ids, *self._stop_ids)))
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stops, self._stop)
 
     def sample(self, prompts: Iterable[Prompt | str], samples: int = 1) -> list[Rollout]:
         """`samples` answers to every prompt, one group each, in the order of the prompts."""
         planned: dict[str, tuple[Prompt, int, int]] = {}
-        requests = []
+        requests, sampling = [], self.sampling
         for prompt in map(_prompt, prompts):
             visit = self._visits[prompt.id]
             self._visits[prompt.id] += 1
@@ -68,7 +74,7 @@ class Sampler:
                 name = f"{prompt.id}/{visit}/{number}"
                 planned[name] = prompt, visit, number
                 key = request_key(self._seed, prompt.id, visit, number)
-                requests.append(SampleRequest(name, ids, key, self.sampling))
+                requests.append(SampleRequest(name, ids, key, sampling))
         if not requests:
             return []
         sampler = self._with_room(max(request.prompt_ids.size for request in requests))
@@ -81,13 +87,15 @@ class Sampler:
         return response_text(rollout.response_ids, self.model.tokenizer, self.sampling.stop_ids)
 
     def _with_room(self, prompt_tokens: int) -> TokenSampler:
-        """Opened for the longest prompt so far; twice the room when one is longer."""
-        needed = prompt_tokens + self.sampling.max_new_tokens
-        if self._opened is None or needed > self._room:
-            self._room = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
+        """Opened for the longest prompt so far; twice the room when one is longer, and anew for other stop ids."""
+        needed = prompt_tokens + self.max_new_tokens
+        ends = self.sampling.stop_ids, self.model.size
+        if self._opened is None or needed > self._room or ends != self._ends:
+            roomy = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
+            self._room, self._ends = max(self._room, roomy), ends
             dtype = getattr(torch, self._kind.dtype) if self._kind.dtype else None
             copy = self.model.inference_copy(dtype)
-            self._opened = self._kind.open(copy, self._room, merge_stop=self.sampling.stop_ids)
+            self._opened = self._kind.open(copy, self._room, merge_stop=ends[0])
         return self._opened
 
 

@@ -1,4 +1,4 @@
-"""The light index: one row per rollout in columns, enough to shuffle, pack, route and query without touching payload.
+"""The light index: one row per rollout in columns, enough to find and query rollouts without touching payload.
 
 It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is
 opened. It is only a shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to

@@ -20,17 +20,13 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.teachers.scoring import ScoringTeacher
 
-Commits = Callable[
-    [str, str | None], str | None
-]  # (model, revision) -> the commit that a run began with, if it is on the hub
-
 
 class ModelRef(NamedTuple):
     """A model that a kind reads."""
 
     model: str
     revision: str | None = None
-    dtype: Dtype | None = None  # None: what the student computes in
+    dtype: Dtype | None = None  # None: that of the student's weights
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,14 @@ class TeacherKind(Choice):
     def reads(self) -> Sequence[ModelRef]:
         return ()
 
-    def pinned(self, commit: Commits) -> TeacherKind:
-        """The same, with hub models at the commits that a run began with."""
-        return self
-
     @property
     def title(self) -> str:
         """What it is called in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
 
-    def copies_student(self, lora: bool) -> bool:
-        """Whether it holds the student's weights a second time."""
-        return False
+    def bytes_per_weight(self, each: int, lora: bool) -> int:
+        """Of the student's, what it holds beside them at most; they have `each`."""
+        return 0
 
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
@@ -109,14 +101,10 @@ class FrozenTeacher(ModelTeacher):
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
-    dtype: Dtype | None = Field(None, description="default: what the student computes in (train.precision)")
+    dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
 
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(self.model, self.revision, self.dtype),)
-
-    def pinned(self, commit: Commits) -> TeacherKind:
-        found = commit(self.model, self.revision)
-        return self if found is None else self.model_copy(update={"revision": found})
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher

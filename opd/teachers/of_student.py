@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opd.teachers.following import FollowingTeacher
     from opd.teachers.scoring import ScoringTeacher
 
+FLOAT32 = 4  # bytes
 LEAST = 20  # steps between two refreshes below which published runs with an instruction collapse
 
 
@@ -32,8 +33,8 @@ class SelfTeacher(StudentTeacher):
     name = "self"
     has_model = True
 
-    def copies_student(self, lora: bool) -> bool:
-        return not lora
+    def bytes_per_weight(self, each: int, lora: bool) -> int:
+        return 0 if lora else each
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import copy_of
@@ -67,8 +68,8 @@ class EmaTeacher(StudentTeacher):
     has_model = True
     rate: float = Field(0.01, gt=0, lt=1, description="of ema: 1 - decay; SDFT 0.01 to 0.05, SDPO 0.05, OPSD 0.001")
 
-    def copies_student(self, lora: bool) -> bool:
-        return True
+    def bytes_per_weight(self, each: int, lora: bool) -> int:
+        return each if each == FLOAT32 else each + FLOAT32  # means are kept in fp32
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=1, rate=self.rate)
@@ -89,8 +90,8 @@ class RefreshTeacher(StudentTeacher):
         if _asked(self, view, "forward_kl"):
             yield "forward KL to a teacher that is refreshed: published runs collapsed at every refresh. Prefer reverse_kl"
 
-    def copies_student(self, lora: bool) -> bool:
-        return True
+    def bytes_per_weight(self, each: int, lora: bool) -> int:
+        return each
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=self.every, rate=1.0)

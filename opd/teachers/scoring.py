@@ -68,7 +68,7 @@ class ScoringTeacher:
         device: torch.device | str = "cpu",
     ) -> None:
         self.name, self.role, self.device = name, role, device
-        self._batch_tokens, self._merge = batch_tokens, (stop_ids,)
+        self.stop_ids, self._batch_tokens = stop_ids, batch_tokens
 
     @property
     def model(self) -> Any:
@@ -118,7 +118,7 @@ class ScoringTeacher:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
             return list(hidden_ND.split(page.counts))
-        logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=self._merge).cpu()
+        logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
         return [part.numpy() for part in logprobs_N.split(page.counts)]
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Projection
-from opd.errors import UserError
+from opd.errors import RecipeError, UserError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
-from opd.settings import by_hand
+from opd.models.tokenizers import share_vocabulary
+from opd.sampling.rollouts import Rollouts
+from opd.settings import StageView, by_hand
 from opd.teachers.kinds import AnyTeacher, ModelRef, TeacherKind
 from opd.teachers.pool import open_teachers
+from opd.teachers.scoring import ScoringTeacher
+from opd.teachers.views import behind
 from opd.types import Rendered, Rollout, Signal, SignalNeed, WeightsRef
 
 
@@ -28,7 +32,7 @@ class Teacher:
     """`settings`: a model, or a recipe's keys of a teacher.
 
     With its `student`, tokenizers are compared, and from then on the student stops at its teacher's stop ids, too: they are one
-    event. Give `student.stop_ids` to whatever merges them.
+    event, also for teachers of the same student that are opened later. Give `student.stop_ids` to whatever merges them.
     """
 
     def __init__(
@@ -44,8 +48,14 @@ class Teacher:
             raise UserError(
                 f"{name}: the view {kind.view.name!r} needs a run; by hand a teacher reads what the student read."
             )
+        if kind.domains is not None:
+            raise UserError(
+                f"{name}: domains {', '.join(kind.domains)}: by hand a teacher scores the domains that it stands under: "
+                "opd.Objective(…, {domain: teacher, …}). Drop them."
+            )
         if student is None and not kind.reads():
             raise UserError(f"{name}: a teacher of kind {kind.name!r} needs its student: opd.Teacher(…, student)")
+        _refuse(name, kind, student)
         place = device or ("cpu" if student is None else str(student.device))
         usual = "float32" if student is None else str(student.dtype).removeprefix("torch.")
         loaded: dict[ModelRef, LanguageModel] = {}
@@ -57,8 +67,9 @@ class Teacher:
 
         beside = student if student is not None else load(kind.reads()[0])
         opened, self.stop_ids = open_teachers({name: kind}, beside, load)
-        self._opened = opened[name]
-        beside.stop_ids = self.stop_ids
+        self._opened, self._beside, self._skip = opened[name], beside, kind.view.skip
+        self._models = [*loaded.values(), *([self._opened.model] if kind.has_model else [])]
+        self._size, beside.stop_ids = beside.size, self.stop_ids
         self.name, self.role, self.offers = name, kind.role, kind.offers
 
     @property
@@ -76,15 +87,33 @@ class Teacher:
     @torch.no_grad()
     def predict(self, batch: Pack) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
+        self._follow()
         signals = self._opened.score(batch.rollouts, SignalNeed("hidden"))
         return self.project(torch.cat([signal.values for signal in signals]))
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
+        self._follow()
+        seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout, self._skip) for rollout in rollouts]
         return self._opened.score(rollouts, need, seen)
 
+    def _follow(self) -> None:
+        """Another teacher of the same student, opened since, may have brought more stop ids: they are one event here, too."""
+        beside = self._beside
+        if (beside.stop_ids, beside.size) == (self.stop_ids, self._size):
+            return
+        if not isinstance(self._opened, ScoringTeacher):
+            raise UserError(
+                f"{self.name}: the student stops at {beside.stop_ids} by now, and this teacher was opened when it stopped at "
+                f"{self.stop_ids}. Open it after the others."
+            )
+        share_vocabulary(beside, {str(number): model for number, model in enumerate(self._models)})
+        self._opened.stop_ids = self.stop_ids = beside.stop_ids
+        self._size = beside.size
+
     def project(self, hidden: Tensor) -> Projection:
+        self._follow()
         found: Projection = self._opened.project(hidden)
         return found
 
@@ -96,3 +125,12 @@ class Teacher:
 
     def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
         self._opened.restore(version, tensors)
+
+
+def _refuse(name: str, kind: TeacherKind, student: LanguageModel | None) -> None:
+    """What can be seen without terms; `samples` is the caller's."""
+    lora = student is not None and student.adapter is not None
+    view = StageView(Rollouts(samples=2), None, (), frozenset({kind.role}), lora=lora)
+    mistakes = [f"{name}: {mistake}" for choice in (kind, kind.view) for mistake in choice.refuse(view)]
+    if mistakes:
+        raise RecipeError("\n".join(mistakes))

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from opd.config import Train
+from opd.config import Rollouts, Train
 from opd.config.stage import WEIGHTS
-from opd.errors import UserError
+from opd.errors import RecipeError, UserError
 from opd.models.language_model import LanguageModel
 from opd.objective.batch import RewardsById, TrainingBatch, need_beside
 from opd.objective.objective import Objective
-from opd.settings import by_hand
+from opd.objective.term import refusals
+from opd.settings import StageView, by_hand
 from opd.teachers.router import by_teacher
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.step import StepResult, train_step
@@ -40,6 +41,7 @@ class Trainer:
         self.student, self.objective = student, objective
         self.train: Train = by_hand("train", Train, train if train is not None else {})
         self._require_precision()
+        self._refuse()
         self.optimiser = Optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
@@ -53,6 +55,30 @@ class Trainer:
                 f"train.precision {self.train.precision} computes with {wanted} weights, and the student has others. "
                 f"Load it with dtype={wanted!r}, or leave precision out."
             )
+
+    def _refuse(self) -> None:
+        """What the terms cannot do with rollouts that are drawn like this.
+
+        Who writes them and how many answers a prompt gets is seen only in a batch, so a mistake is what is one either way.
+        """
+        drawing = self.objective.drawing
+        drawn = {
+            "samples": 2,
+            "max_new_tokens": drawing.max_new_tokens,
+            "temperature": drawing.temperature,
+            "top_p": drawing.top_p,
+            "top_k": drawing.top_k,
+            "teacher_mix": drawing.teacher_mix,
+        }
+        roles = frozenset(teacher.role for teacher in self.objective.teachers.values())
+        found: list[list[str]] = []
+        for shares in ({}, {"data_share": 0.25, "teacher_share": 0.25}):
+            rollout: Rollouts = by_hand("drawing", Rollouts, {**drawn, **shares})
+            lora = self.student.adapter is not None
+            found.append(refusals(StageView(rollout, self.train, self.objective.terms, roles, lora=lora)))
+        mistakes = [mistake for mistake in found[0] if mistake in found[1]]
+        if mistakes:
+            raise RecipeError("\n".join(mistakes))
 
     def batch(self, rollouts: Sequence[Rollout], rewards: RewardsById | None = None) -> TrainingBatch:
         """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
