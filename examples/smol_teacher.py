@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import opd
-from opd.models.adapters import CONFIG, WEIGHTS
+from opd.models.adapters import CONFIG, WEIGHTS_FILE
 
 
 def pack(run: opd.Run, to: Path) -> None:
     """The adapter of a run, with the built-in name of its base and what the run measured."""
     to.mkdir(parents=True, exist_ok=True)
-    tensors = load_file(run.model / "adapter" / WEIGHTS)
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in sorted(tensors.items())}, to / WEIGHTS)
+    tensors = load_file(run.model / "adapter" / WEIGHTS_FILE)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in sorted(tensors.items())}, to / WEIGHTS_FILE)
     config = json.loads((run.model / "adapter" / CONFIG).read_text(encoding="utf-8"))
     config |= {"base_model_name_or_path": "smol"}
     (to / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")

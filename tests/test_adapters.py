@@ -12,7 +12,7 @@ from opd.config import Lora
 from opd.config.paths import anchored
 from opd.errors import ModelError
 from opd.models import load_model, load_tokenizer, parameter_count
-from opd.models.adapters import CONFIG, WEIGHTS, smol_models
+from opd.models.adapters import CONFIG, WEIGHTS_FILE, smol_models
 from opd.models.attention import Packed
 from tests.helpers import save_tiny
 
@@ -40,7 +40,7 @@ def change(adapter: Path, **settings: object) -> Path:
 
 def copy(adapter: Path, to: Path) -> Path:
     to.mkdir()
-    for name in (CONFIG, WEIGHTS):
+    for name in (CONFIG, WEIGHTS_FILE):
         (to / name).write_bytes((adapter / name).read_bytes())
     return to
 
@@ -79,7 +79,7 @@ def test_a_base_that_cannot_be_used_is_named(
 
 def test_pickled_adapters_are_not_opened(saved: Path, tmp_path: Path) -> None:
     adapter = copy(saved / "whole" / "adapter", tmp_path / "adapter")
-    (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
+    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
     with pytest.raises(ModelError, match="pickled weights are never opened"):
         load_model(str(adapter))
 

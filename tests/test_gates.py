@@ -127,8 +127,8 @@ def test_soft_or_keeps_the_unsure_and_the_disagreeing() -> None:
     rollouts = answers(2)
     entropy = {"r0": np.array([1.0, 0, 0, 0]), "r1": np.zeros(4)}
     divergence = {"r0": np.array([0.0, 0, 0, 2.0]), "r1": np.zeros(4)}
-    survey = {"entropy": entropy, "reverse_kl": {"teacher": divergence}}
-    found = plan({"gate": {"kind": "soft_or", "share": 0.25}}, rewarded(rollouts, **survey))
+    known = {"entropy": entropy, "reverse_kl": {"teacher": divergence}}
+    found = plan({"gate": {"kind": "soft_or", "share": 0.25}}, rewarded(rollouts, **known))
     assert found.factor["r0"].tolist() == [1, 0, 0, 1]
     assert not found.factor["r1"].any()
 
@@ -153,17 +153,17 @@ def test_the_random_gate_has_the_same_budget_and_is_the_same_again() -> None:
 
 def test_teacher_confidence() -> None:
     rollouts = answers(1)
-    survey = {"teacher_entropy": {"teacher": {"r0": np.array([0.1, 0.5, 0.9, 2.0])}}}
-    sure = plan({"gate": {"kind": "teacher_entropy", "below": 0.8}}, rewarded(rollouts, **survey))
-    unsure = plan({"gate": {"kind": "teacher_entropy", "above": 0.8}}, rewarded(rollouts, **survey))
+    known = {"teacher_entropy": {"teacher": {"r0": np.array([0.1, 0.5, 0.9, 2.0])}}}
+    sure = plan({"gate": {"kind": "teacher_entropy", "below": 0.8}}, rewarded(rollouts, **known))
+    unsure = plan({"gate": {"kind": "teacher_entropy", "above": 0.8}}, rewarded(rollouts, **known))
     assert sure.factor["r0"].tolist() == [1, 1, 0, 0]
     assert unsure.factor["r0"].tolist() == [0, 0, 1, 1]
 
 
 def test_selectkd_weighs_what_the_teacher_rejects() -> None:
     rollouts = answers(1)
-    survey = {"accepted": {("teacher", 5): {"r0": np.array([1.0, 0, 1, 0])}}}
-    found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, rewarded(rollouts, **survey))
+    known = {"accepted": {("teacher", 5): {"r0": np.array([1.0, 0, 1, 0])}}}
+    found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, rewarded(rollouts, **known))
     assert found.factor["r0"].tolist() == [1, 0.01, 1, 0.01]
     assert found.metrics["gate/0/selectkd"] == 0.5
 

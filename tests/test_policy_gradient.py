@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.objective.advantage_formulas import extrapolated, outcome_advantages, returns, whitened
+from opd.objective.advantage_formulas import extrapolated, moments, outcome_advantages, returns, whitened_by
 from opd.objective.corrections import correction_weight, prefix_weight, veto_weight
 from opd.objective.sampled import k2
 from opd.objective.surrogates import cispo, gspo, importance_sampling, ppo
@@ -297,7 +297,7 @@ def test_future_returns_are_returns_without_the_tokens_own_part(discount: float)
 
 def test_whitening_ignores_what_is_masked() -> None:
     values, masks = [np.array([1.0, 900.0]), np.array([3.0])], [np.array([True, False]), np.array([True])]
-    found = whitened(values, masks)
+    found = whitened_by(values, moments(values, masks))
     np.testing.assert_allclose([found[0][0], found[1][0]], [-1, 1], atol=1e-6)
 
 

@@ -110,6 +110,7 @@ def test_nobody_asks_a_choice_what_it_is() -> None:
     """A choice says itself what it needs and does; others assert its type at most, for the type checker."""
     chosen = {kind.__name__ for entry in families.CHOICES for kind in families.find(*entry.split(".")).__mro__}
     chosen -= {kind.__name__ for kind in Choice.__mro__}
+    named = {entry.split(".")[1] for entry in families.CHOICES} | {f"{kind}.name" for kind in chosen}
     for path in files():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         others = chosen - {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -117,6 +118,9 @@ def test_nobody_asks_a_choice_what_it_is() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and id(node) not in asserted:
                 assert not others & set(re.findall(r"\w+", ast.unparse(node.args[1]))), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name":
+                sides = {ast.unparse(side).strip("'") for side in node.comparators}
+                assert not sides & named, f"{path}:{node.lineno}"
 
 
 def test_the_step_fits_on_a_few_screens() -> None:

@@ -310,7 +310,7 @@ def test_the_score_is_the_students_own(models: dict[str, str], tmp_path: Path) -
     assert run.metrics[0]["reward"] == 0  # the dataset's answers are right, an untrained student's are not
 
 
-def test_the_survey_sees_what_the_update_sees(models: dict[str, str], tmp_path: Path) -> None:
+def test_the_first_pass_sees_what_the_update_sees(models: dict[str, str], tmp_path: Path) -> None:
     """Under autocast too: before the first update, proximal and current are the same."""
     surrogate = {"kind": "ppo", "against": "proximal", "low": 1e-6, "high": 1e-6}
     spec = recipe(

@@ -25,12 +25,12 @@ from opd.objective.first_pass import take_first_pass
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
 from opd.settings import Family
-from opd.teachers.kinds import FrozenTeacher, ModelRef, TeacherKind
+from opd.teachers.kinds import FrozenTeacher, ModelRef, Supplies, TeacherKind
 from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group, View, behind, question, require_aligned, texts_for
 from opd.trainer.step import train_step
-from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed
+from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 from tests.helpers import TEMPLATE, term, tiny_model, tiny_tokenizer
 from tests.test_semantics import KeepGradients
 from tests.test_teachers import rollout, spec
@@ -296,6 +296,37 @@ def test_a_view_is_kept_with_its_signals_and_what_it_cannot_show_is_counted(tmp_
     kept = run.rollouts.signals(list(run.rollouts.entries), "teacher", "logprobs_at")
     assert len(kept) == 1
     assert {(signal.view, signal.spans[0][2]) for signal in kept.values()} == {("template", len("three add 1+2"))}
+
+
+def test_what_a_teacher_cannot_read_is_counted_under_any_view(tmp_path: Path) -> None:
+    @opd.register
+    class Short(FrozenTeacher):
+        name = "short"
+        by_default = False
+
+        def open(self, name: str, supplies: Supplies) -> TeacherLike:
+            teacher = super().open(name, supplies)
+            teacher.context = 9
+            return teacher
+
+    try:
+        run = opd.run({
+            "student": "tiny/generalist", "device": "cpu", "teachers": {"a": {"kind": "short", "model": "tiny/arithmetic"}},
+            "rollout": {"prompts": 2, "max_new_tokens": 1}, "train": {"steps": 1}, "eval": {"prompts": 0},
+        }, prompts={"a": ["1+1", "11111111+1"]}, out=tmp_path / "run")  # fmt: skip
+    finally:
+        del families._registered["teacher.short"]
+    assert run.metrics[0]["unshown/a"] == 0.5
+
+
+def test_a_model_that_reads_does_not_name_is_told() -> None:
+    class Hasty(FrozenTeacher):
+        def open(self, name: str, supplies: Supplies) -> TeacherLike:
+            supplies.load(ModelRef("tiny/sorting"))
+            return super().open(name, supplies)
+
+    with pytest.raises(RecipeError, match=r"loads ModelRef\(model='tiny/sorting'.*`reads` names.*'m'"):
+        open_teachers({"a": Hasty(model="m")}, tiny_model("llama"), lambda ref: tiny_model("llama", 1))
 
 
 def test_names_of_one_checkpoint_share_its_weights() -> None:

@@ -25,12 +25,12 @@ def recipe_schema() -> Schema:
     load_announced()
     schema = Stage.model_json_schema()
     for definition in schema["$defs"].values():
-        _shorten(definition.get("properties", {}), schema["$defs"])
+        _shorten(definition.get("properties", {}))
     teachers = [choice.__name__ for choice in Family("teacher").classes().values()]
     for partial in ("Student", "Hub", *teachers):  # a stage gives some of their keys, the defaults the others
         schema["$defs"][partial].pop("required", None)
     properties = schema["properties"]
-    _shorten(properties, schema["$defs"])
+    _shorten(properties)
     keys = {key: _or(NULL, value) for key, value in properties.items()}
     name = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
     stage = {"type": "object", "additionalProperties": False, "properties": keys | {"name": name}, "required": ["name"]}
@@ -67,32 +67,18 @@ def _mapping(item: Schema) -> Schema:
     return {"type": "object", "additionalProperties": item}
 
 
-def _words(whole: Any, definitions: Schema) -> list[str]:
-    """Every `kind` that the settings under `whole` can have: what a plain word there may be."""
-    if isinstance(whole, list):
-        return [word for item in whole for word in _words(item, definitions)]
-    if not isinstance(whole, dict):
-        return []
-    if "$ref" in whole:
-        kind = definitions[whole["$ref"].rsplit("/", 1)[1]].get("properties", {}).get("kind", {})
-        return [*kind.get("enum", []), *([kind["const"]] if "const" in kind else [])]
-    return [word for key in ("items", "anyOf", "oneOf") for word in _words(whole.get(key), definitions)]
-
-
-SHORT_FORMS: dict[
-    str, Callable[[Schema, list[str]], Schema]
-] = {  # key -> what else may stand there, wherever it is one
-    "student": lambda whole, words: _or(TEXT, whole),
-    "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
-    "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
-    "sampler": lambda whole, words: _or(TEXT, whole),
-    "objective": lambda whole, words: _one_or_list(whole["items"]),
-    "log": lambda whole, words: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
+SHORT_FORMS: dict[str, Callable[[Schema], Schema]] = {  # key -> what else may stand there, wherever it is one
+    "student": lambda whole: _or(TEXT, whole),
+    "teachers": lambda whole: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
+    "prompts": lambda whole: _one_or_list(_or(TEXT, whole["items"])),
+    "sampler": lambda whole: _or(TEXT, whole),
+    "objective": lambda whole: _one_or_list(whole["items"]),
+    "log": lambda whole: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
 }
 
 
-def _shorten(properties: Schema, definitions: Schema) -> None:
+def _shorten(properties: Schema) -> None:
     for key, short in SHORT_FORMS.items():
         whole = properties.get(key)
         if whole is not None and whole.get("type") not in ("integer", "boolean", "string"):
-            properties[key] = short(whole, _words([whole], definitions))
+            properties[key] = short(whole)

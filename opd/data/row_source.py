@@ -112,7 +112,7 @@ def as_rows(rows: Rows | list[Mapping[str, Any]]) -> Rows:
     return ListRows(rows) if isinstance(rows, list) else rows
 
 
-class Survey:
+class RowFacts:
     """What one pass over rows tells: which can be used, which have a completion, and rows that stand for all."""
 
     def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told) -> None:
@@ -163,13 +163,13 @@ class RowSource:
         self._domain = spec.domain or spec.default_domain()
         self._rows = as_rows(spec.rows())
         count = min(len(self._rows), spec.limit or len(self._rows))
-        self.survey = _checked(self._rows, count, spec, spec.source, opening)
-        self._held, self._held_survey, self._held_from = self._rows, self.survey, count
+        self.facts = _checked(self._rows, count, spec, spec.source, opening)
+        self._held, self._held_facts, self._held_from = self._rows, self.facts, count
         apart = spec.held_out_rows()
         if apart is not None:
             self._held, self._held_from = as_rows(apart), 0
-            self._held_survey = _checked(self._held, len(self._held), spec, spec.held_out_name, opening)
-        elif (self.survey.checkable or opening.rewarded) and count > 1:
+            self._held_facts = _checked(self._held, len(self._held), spec, spec.held_out_name, opening)
+        elif (self.facts.checkable or opening.rewarded) and count > 1:
             self._held_from = count - max(1, int(count * HELD_OUT_ROWS))
             count = self._held_from
         self.size: int | None = count
@@ -189,7 +189,7 @@ class RowSource:
 
     def usable(self) -> Iterator[int]:
         """Indices of the training rows that are prompts."""
-        return (int(index) for index in np.flatnonzero(self.survey.usable[: self.size]))
+        return (int(index) for index in np.flatnonzero(self.facts.usable[: self.size]))
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
         return self.prompts("heldout", count, wanted)
@@ -209,11 +209,11 @@ class RowSource:
         if split == "train":
             yield from map(self.train, self.usable())
         else:
-            for index in np.flatnonzero(self._held_survey.usable[self._held_from :]):
+            for index in np.flatnonzero(self._held_facts.usable[self._held_from :]):
                 yield self._prompt(self._held, self._held_from + int(index), f"heldout/{index}")
 
     def examples(self) -> list[Prompt]:
-        found = (index for alike in self.survey.examples.values() for index in alike)
+        found = (index for alike in self.facts.examples.values() for index in alike)
         return [self.train(index) for index in found if index < (self.size or 0)]
 
     def _prompt(self, rows: Rows, index: int, where: str) -> Prompt:
@@ -223,11 +223,11 @@ class RowSource:
             raise DataError(f"prompts {self.name!r}, {rows.place(index)}: {bad}.") from None
 
 
-def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Opening) -> Survey:
+def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Opening) -> RowFacts:
     if not count:
         raise DataError(f"prompts {name!r}: there are no rows in it.")
-    survey = Survey(rows, count, spec, name, opening.told)
-    bad = count - int(survey.usable.sum())
+    facts = RowFacts(rows, count, spec, name, opening.told)
+    bad = count - int(facts.usable.sum())
     if bad and (opening.bad_rows == "stop" or bad == count):
-        raise refusal(name, bad, count, survey.reasons)
-    return survey
+        raise refusal(name, bad, count, facts.reasons)
+    return facts

@@ -107,7 +107,7 @@ def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
     skipped = int(bad.sum())
     if skipped and (scan.bad_rows == "stop" or skipped == len(bad)):
         raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
-    first = "; ".join(list(reasons.values())[:SHOWN] or source.survey.reasons)
+    first = "; ".join(list(reasons.values())[:SHOWN] or source.facts.reasons)
     note = f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})" if skipped else ""
     return ScannedSource(lengths[~bad], bad, note)
 
@@ -142,7 +142,7 @@ def prints_the_date(tokenizer: Any) -> bool:
 
 
 def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], scan: Scan) -> np.ndarray:
-    """Which training rows cannot be used. `reasons` gets the first few; those of malformed rows the survey has."""
+    """Which training rows cannot be used. `reasons` gets the first few; those of malformed rows the source has."""
     limit, bad = scan.limit, lengths < 0
     for index in np.flatnonzero(lengths > limit)[:SHOWN]:
         reasons[int(index)] = (
@@ -151,7 +151,7 @@ def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], s
         )
     bad |= lengths > limit
     if scan.completions:
-        missing = ~source.survey.complete[: source.size] & ~bad
+        missing = ~source.facts.complete[: source.size] & ~bad
         for index in np.flatnonzero(missing)[:SHOWN]:
             reasons[int(index)] = f"{source.place(int(index))}: no `completion`, which rollout.data_share needs"
         bad |= missing

@@ -27,6 +27,7 @@ class DivergenceKind(Choice):
     family = "divergence"
     f_divergence: ClassVar[bool] = True  # sum_v S f(T/S); the generalised closure is defined for these alone
     of_one_token: ClassVar[bool] = True  # a sampled token has an advantage that its own two log-probs determine
+    by_log_ratio: ClassVar[bool] = False  # that advantage is the plain log-ratio, log T - log S
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class CustomDivergence(DivergenceKind):
 class ReverseKL(DivergenceKind):
     name = "reverse_kl"
     by_default = True
+    by_log_ratio = True
 
 
 class ForwardKL(DivergenceKind):

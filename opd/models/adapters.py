@@ -14,7 +14,7 @@ from typing import Any
 from opd.errors import ModelError
 from opd.models.directory import read_json, reading_model
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def smol_models() -> dict[str, Path]:
@@ -33,8 +33,8 @@ def base_of(name: str, directory: Path) -> str:
         base = read_json(directory / CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"model {name!r}: {CONFIG} names no base model. Set base_model_name_or_path in it.")
-    if not (directory / WEIGHTS).is_file():
-        raise ModelError(f"model {name!r}: the adapter has no {WEIGHTS}; pickled weights are never opened.")
+    if not (directory / WEIGHTS_FILE).is_file():
+        raise ModelError(f"model {name!r}: the adapter has no {WEIGHTS_FILE}; pickled weights are never opened.")
     beside = directory / base
     return str(beside) if beside.is_dir() else base
 

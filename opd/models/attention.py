@@ -3,7 +3,7 @@
 Stock model classes run unchanged: they hand query, key and value to whatever `config._attn_implementation` names,
 and pass unknown keyword arguments along. A `layout` argument therefore travels from `backbone(…, layout=…)` to every
 attention layer and says how the rows of this batch relate to each other: `Packed` here, the sampler's slots in
-`rollout.slots`.
+`sampling.slots`.
 """
 
 from __future__ import annotations

@@ -89,15 +89,11 @@ def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[
 
 
 def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None) -> list[np.ndarray]:
+    """Mean 0 and variance 1 over the tokens that `moments` counted."""
     if scale is None:
         return [np.zeros_like(value) for value in values]
     mean, std = scale
     return [(value - mean) / (std + 1e-8) for value in values]
-
-
-def whitened(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over all tokens that count; the others are left out of the statistics."""
-    return whitened_by(values, moments(values, masks))
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:

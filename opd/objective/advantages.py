@@ -279,12 +279,10 @@ class TeacherAdvantage(AdvantagePart):
     ) -> np.ndarray:
         if self.extrapolation != 1:
             value = extrapolated(teacher, student, reference, self.extrapolation)
-        elif tokens.term.divergence.name == "reverse_kl":
-            value = teacher - student
         else:
             import torch
 
-            both = torch.from_numpy(student.astype(np.float64)), torch.from_numpy(teacher)
+            both = (torch.from_numpy(side.astype(np.float64)) for side in (student, teacher))
             value = tokens.term.divergence.advantage(*both).numpy()
         if self.clip is not None:
             value = value.clip(-self.clip, self.clip)

@@ -41,7 +41,7 @@ class PolicyGradient(CorrectedTerm):
             raise ValueError("teacher_weight is 0, so the divergence does nothing")
         if not kind.of_one_token:
             raise ValueError(f"{kind.name} has no advantage of the sampled token alone: use form: direct")
-        if kind.name != "reverse_kl" and any(part.for_reverse_kl for part in self.advantage.parts):
+        if not kind.by_log_ratio and any(part.for_reverse_kl for part in self.advantage.parts):
             raise ValueError(f"extrapolation and kl_baseline are defined for reverse_kl, not for {kind.name}")
         if self.correction is not None and self.correction.weighs_by == "prefix":
             raise ValueError("prefix is for form: direct; policy_gradient is corrected by icepop, tis or mis")

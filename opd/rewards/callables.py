@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from pydantic import Field, PrivateAttr
 
 from opd.errors import RecipeError
-from opd.rewards.reward import Reward
+from opd.rewards.reward import Reward, RewardKind
 from opd.rewards.settings import DEFAULT, Rewards
 from opd.types import RewardResult, Sample
 
@@ -25,6 +25,7 @@ class PythonCallable(Reward):
     """A callable of one sample, by name."""
 
     name = "python callable"
+    from_python = True
     function: str = Field(description="name of the callable that `opd.run(…, rewards=f)` was given")
     _given: RewardFunction | None = PrivateAttr(None)
 
@@ -57,6 +58,10 @@ class PythonCallable(Reward):
             )
         return self._given
 
+    @property
+    def functions(self) -> Mapping[str, RewardFunction]:
+        return {self.function: self.given}
+
     def require(self, sandbox: str) -> None:
         assert self.given is not None
 
@@ -64,10 +69,8 @@ class PythonCallable(Reward):
         return known[self.function](sample)
 
 
-def callables(rewards: Rewards) -> Iterator[PythonCallable]:
-    for kind in (kind for kinds in rewards.domains.values() for kind in kinds):
-        if isinstance(kind, PythonCallable):
-            yield kind
+def callables(rewards: Rewards) -> Iterator[RewardKind]:
+    return (kind for kinds in rewards.domains.values() for kind in kinds if kind.from_python)
 
 
 def with_callables(rewards: Rewards, given: GivenRewards) -> Rewards:

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ class RewardKind(Choice):
     evaluates: ClassVar[bool] = False  # a library that may run what it parses: only behind the sandbox's walls
     sees_prompt: ClassVar[bool] = False  # beyond its fields
     asks_prompt: ClassVar[bool] = False  # which reward to be
+    from_python: ClassVar[bool] = False  # a callable of the program: a recipe holds its name alone
     package: ClassVar[str] = ""  # that has to be there
     install: ClassVar[str] = ""  # how it gets there
 
@@ -55,6 +56,11 @@ class RewardKind(Choice):
     def in_fork(self) -> bool:
         """Whether its workers are forks of this process, since it was made here and can be imported nowhere else."""
         return type(self).__module__ == "__main__"
+
+    @property
+    def functions(self) -> Mapping[str, Callable[[Sample], RewardResult | float | None]]:
+        """Callables of this process that its forks have to know, by name."""
+        return {}
 
     def reward(self, sample: Sample) -> RewardResult | float | None:
         """A number within `bounds`, or None: there is no reward for this answer."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache
 
 from opd.errors import RecipeError
-from opd.rewards.callables import callables
 from opd.rewards.pool import Errand, Pool, pool
 from opd.rewards.protocol import Request, content, write_request
 from opd.rewards.reward import RewardKind, give
@@ -46,9 +45,11 @@ class Rewarder:
                 f"`{DEFAULT}` stands for the others."
             )
         self.say, self._sandbox, self._rewards = say, rewards.sandbox, rewards.domains
-        for kind in (kind for kinds in rewards.domains.values() for kind in kinds):
+        given = [kind for kinds in rewards.domains.values() for kind in kinds]
+        for kind in given:
             kind.require(self._sandbox)
-        self._forks = Pool("fork", functions={kind.function: kind.given for kind in callables(rewards)})
+        functions = {name: function for kind in given for name, function in kind.functions.items()}
+        self._forks = Pool("fork", functions=functions)
         self._kept: dict[tuple[str, str], Pool] = {}  # of rewards that keep their process, by walls and label
         self._end = weakref.finalize(self, _close, self._forks, self._kept)
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()

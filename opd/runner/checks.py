@@ -26,7 +26,7 @@ from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.settings import StageView
 from opd.teachers.kinds import ModelRef
 from opd.teachers.router import routes
-from opd.teachers.views import SameView, View
+from opd.teachers.views import View
 from opd.types import Prompt
 
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -115,7 +115,7 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
 
 def _require_shown(name: str, view: View, domains: set[str], sources: Sequence[Source], tokenizer: Any) -> None:
     """A view that has nothing to show for any prompt would mask them all; what it does show has to be renderable."""
-    if view.name == SameView.name:
+    if view.as_sampled:
         return
     prompts = [prompt for source in sources for prompt in source.examples() if prompt.domain in domains]
     every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if prompt.domain in domains))

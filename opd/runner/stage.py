@@ -18,7 +18,6 @@ from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
-from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.kinds import ModelRef
@@ -27,7 +26,7 @@ from opd.teachers.views import Group
 from opd.text import plain
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
-from opd.types import Rollout, Sample, Sampling, TeacherLike, TokenSampler
+from opd.types import Rollout, Sample, Sampling, TeacherLike
 
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
@@ -119,7 +118,7 @@ class StageRun:
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.teacher_of.values())]
             spec.sampler.require_mixing([self.student, *mixed], max_length)
-        for line in slower_models(self.student, self.teachers.values(), self.engine):
+        for line in slower_models(self.student, self.teachers.values(), spec.sampler.manner(self.engine)):
             self.say(f"{spec.name}: {line}")
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
@@ -219,7 +218,7 @@ class StageRun:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
 
-def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], sampler: TokenSampler) -> list[str]:
+def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
     """Models that do not run packed, or not in slots, and why: said once."""
     models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
     found = {
@@ -227,6 +226,6 @@ def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], sampl
         for model in models
         if model.route.why
     }
-    if isinstance(sampler, PlainSampler):
-        found.add(f"{student.name} {sampler.manner}")
+    if manner:
+        found.add(f"{student.name} {manner}")
     return sorted(found)

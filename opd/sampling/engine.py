@@ -47,7 +47,7 @@ def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner
 
 
 def even_rows(model: LanguageModel) -> int:
-    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergence.lanes`.
+    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergences.lanes`.
 
     It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
     """
@@ -104,6 +104,8 @@ class Launched:
 
 class Engine:
     """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
+
+    manner = ""  # nothing is faster
 
     def __init__(
         self,

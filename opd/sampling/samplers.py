@@ -35,6 +35,10 @@ class SamplerKind(Choice):
     def require_mixing(self, models: Sequence[LanguageModel], max_length: int) -> None:
         """Refuse models that cannot read along with each other, before anything is sampled."""
 
+    def manner(self, sampler: TokenSampler) -> str:
+        """How one that it opened goes about it, where that is slower than usual."""
+        return ""
+
     def sequences(self) -> int:
         """How many it holds at once, as far as the plan can tell."""
         return 1
@@ -73,6 +77,13 @@ class BuiltInSampler(SamplerKind):
         from opd.sampling.choose import require_slots
 
         require_slots(models, max_length)
+
+    def manner(self, sampler: TokenSampler) -> str:
+        from opd.sampling.engine import Engine
+        from opd.sampling.plain import PlainSampler
+
+        assert isinstance(sampler, (Engine, PlainSampler))
+        return sampler.manner
 
     def sequences(self) -> int:
         return self.slots or 64

@@ -120,7 +120,7 @@ class RolloutStore:
         self._commit.add(Waiting(records.FINISH, live.number, facts=stop, live=live))
 
     def note(self, id: str, **facts: Any) -> None:
-        """Attach facts that came later. `score` is the reward."""
+        """Attach facts that came later, such as the `reward`."""
         self._writable()
         number = self.entries.number(id)
         data = records.note(number, facts)

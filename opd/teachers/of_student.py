@@ -104,7 +104,7 @@ class LiveTeacher(StudentTeacher):
     force: bool = Field(False, description="take a setting that published runs collapsed with")
 
     def refuse(self, view: StageView) -> Iterable[str]:
-        if self.view.name == "same":
+        if self.view.as_sampled:
             yield "kind live reads what the student reads, so the two never differ. Give it a `view`."
         yield from refuse_chasing(self, view, 1, self.force)
 
@@ -116,7 +116,7 @@ class LiveTeacher(StudentTeacher):
 
 def refuse_chasing(kind: StudentTeacher, view: StageView, every: int, force: bool) -> Iterable[str]:
     """An instruction to be brief, scored by a teacher that follows closely, runs away: each is briefer than the other."""
-    if kind.view.name == "instruction" and every < LEAST and not force and _asked(kind, view, "reverse_kl"):
+    if kind.view.instructs and every < LEAST and not force and _asked(kind, view, "reverse_kl"):
         yield (
             f"reverse KL to the student itself under an instruction, renewed every {every} steps: published runs collapsed below "
             f"{LEAST} (accuracy 82 % to 2 % at 1). Use kind: refresh with every: 50, or set force: true."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
 from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
@@ -22,7 +23,14 @@ def open_teachers(
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
     stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()})
-    supplies = Supplies(student, stop_ids, models.__getitem__)
+
+    def loaded(ref: ModelRef) -> LanguageModel:
+        if ref not in models:
+            known = ", ".join(map(str, models)) or "none"
+            raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
+        return models[ref]
+
+    supplies = Supplies(student, stop_ids, loaded)
     return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids
 
 

@@ -24,7 +24,7 @@ from opd.settings import StageView, by_hand
 from opd.teachers.kinds import AnyTeacher, ModelRef, TeacherKind
 from opd.teachers.pool import open_teachers
 from opd.teachers.scoring import ScoringTeacher
-from opd.teachers.views import SameView, behind
+from opd.teachers.views import behind
 from opd.types import Rendered, Rollout, Signal, SignalNeed, WeightsRef
 
 
@@ -44,7 +44,7 @@ class Teacher:
         device: str | None = None,
     ) -> None:
         kind: TeacherKind = by_hand(name, AnyTeacher, {"model": settings} if isinstance(settings, str) else settings)
-        if kind.view.name != SameView.name:
+        if not kind.view.as_sampled:
             raise UserError(
                 f"{name}: the view {kind.view.name!r} needs a run; by hand a teacher reads what the student read."
             )

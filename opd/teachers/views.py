@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -61,6 +61,8 @@ class View(Choice):
     """`rewrite` is enough for a view that changes the prompt alone; one that looks at other rollouts overrides `render`."""
 
     family = "view"
+    as_sampled: ClassVar[bool] = False  # it shows what the student read, so there always is something to show
+    instructs: ClassVar[bool] = False  # it asks for another manner of answering, which a close follower overdoes
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
 
@@ -84,6 +86,7 @@ class SameView(View):
     """What the student read."""
 
     name = "same"
+    as_sampled = True
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
         return behind(rollout.prompt_ids, rollout, self.skip)
@@ -93,6 +96,7 @@ class InstructionView(View):
     """An instruction that the student is not given: "Be concise.", a system prompt, experience, a document."""
 
     name = "instruction"
+    instructs = True
     instruction: Text = Field(description="its text")
     place: Literal["system", "before", "after"] = Field(
         "before", description="as the system message, or before or after the question"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from opd.data.stream import Visit
 from opd.objective.batch import Signals, need_beside
 from opd.teachers.router import by_teacher
-from opd.teachers.views import Group, SameView, texts_for
+from opd.teachers.views import Group, texts_for
 from opd.trainer.metrics import Clock
 from opd.trainer.signal_store import ask
 from opd.types import Prompt, Rollout, Signal, SignalKind
@@ -75,7 +75,7 @@ def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -
 def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str, float]]:
     """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time.
 
-    With the signals, the share of rollouts for which a teacher's view had nothing to show.
+    With the signals, the share of rollouts for which a teacher's view had nothing to show, or more than it can read.
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
@@ -86,8 +86,9 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
         for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
             seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
-            if view.name != SameView.name:
-                metrics[f"unshown/{name}"] = sum(text is None for text in seen) / len(seen)
+            unshown = sum(text is None for text in seen)
+            if unshown or not view.as_sampled:
+                metrics[f"unshown/{name}"] = unshown / len(seen)
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
