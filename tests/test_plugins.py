@@ -308,6 +308,7 @@ SLOPE = "import opd\nfrom opd.divergences.kinds import CustomDivergence\n@opd.re
     ("source", "objective", "words"),
     [
         (GATE, {"gate": "mine"}, "gate 'mine' needs a method `factors`"),
+        (GATE.replace("gates import Gate", "surrogates import Surrogate").replace("(Gate)", "(Surrogate)"), {"form": "policy_gradient", "surrogate": "mine"}, "needs a method `losses`"),
         (GATE + "    kind: str = 'x'\n    def factors(self, view): ...\n", {"gate": "mine"}, "'kind' names the choice"),
         ("import opd\n@opd.register\nclass Mine: ...\n", {}, "Mine has no `family`"),
         (SLOPE.format(field="coefficient"), {"divergence": "slope"}, "its setting 'coefficient' is also one of form direct"),

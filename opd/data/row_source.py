@@ -5,6 +5,7 @@ Every row is looked at when they are opened.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -35,6 +36,7 @@ class RowPrompts(PromptSource):
         default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
     )
 
+    @abstractmethod
     def rows(self) -> Rows | list[Mapping[str, Any]]:
         raise NotImplementedError
 

@@ -9,6 +9,7 @@ open what you like.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ class PromptSource(Choice):
     share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @abstractmethod
     def open(self, opening: Opening) -> Source:
         raise NotImplementedError
 

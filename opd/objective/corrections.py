@@ -9,6 +9,7 @@ Axis legend: N = tokens; `segment_N` numbers the rollout each belongs to, in ord
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -32,6 +33,7 @@ class Correction(Choice):
         None, gt=0, lt=1, description="drop the whole rollout if one token's ratio is below this"
     )
 
+    @abstractmethod
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
         """(N,) w(rho), detached."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ Axis legend: P = pairs, N = tokens of the micro-batch.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -56,6 +57,7 @@ class Preference(Choice):
     family = "preference"
     by_reference: ClassVar[bool] = True  # compares with the model of the term's role
 
+    @abstractmethod
     def losses(self, preferred: Answers, rejected: Answers) -> Tensor:
         """(P,)"""
         raise NotImplementedError

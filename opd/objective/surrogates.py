@@ -7,6 +7,7 @@ Every ratio says which.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -26,6 +27,7 @@ class Surrogate(Choice):
         "behaviour", description="denominator of the ratio; proximal: the trainer at the start of this batch's updates"
     )
 
+    @abstractmethod
     def losses(self, current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor) -> tuple[Tensor, Tensor | None]:
         """(N,) losses, and where a clip acts (None: it never clips). `old` is the ratio's denominator, detached."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from opd.data.render import render_completion
 from opd.data.stream import Visit
+from opd.errors import TrainingError
 from opd.settings import Choice, Fraction, StageView
 from opd.types import Author, TokenSampler
 
@@ -68,7 +69,9 @@ class Writer(Choice):
         return None
 
     def sampler(self, source: str, desk: Desk) -> TokenSampler:
-        raise NotImplementedError
+        raise TrainingError(
+            f"writer {self.name} has neither a completion nor a sampler for a prompt. Write one of them."
+        )
 
 
 class StudentWriter(Writer):

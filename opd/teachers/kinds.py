@@ -6,6 +6,7 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
@@ -68,6 +69,7 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
+    @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError
 
@@ -88,6 +90,7 @@ class ModelTeacher(TeacherKind):
         teacher.temperature = self.temperature
         return teacher
 
+    @abstractmethod
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         raise NotImplementedError
 
