@@ -53,6 +53,8 @@ CHOICES: dict[str, str] = {
     "teacher.ema": "opd.teachers.of_student:EmaTeacher",
     "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
     "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
+    "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",

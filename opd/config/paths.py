@@ -61,6 +61,10 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("teachers",)
             | ("teachers", _)
             | ("teachers", _, "model" | "models", *_)
+            | ("teachers", _, "toward" | "away")
+            | ("teachers", _, "toward" | "away", "model")
+            | ("teachers", _, "parts", _)
+            | ("teachers", _, "parts", _, "model")
         ):
             return _absolute(value, base, MODEL_FILES)
         case ("prompts",) | ("prompts", "source" | "eval_source"):

@@ -46,6 +46,7 @@ class TeacherKind(Choice):
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
+    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -68,6 +69,14 @@ class TeacherKind(Choice):
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()
+
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        return self.refuse(view)
+
+    def weighed_domains(self) -> list[str]:
+        """Domains that its settings name, beside those that it scores."""
+        return []
 
     @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:

@@ -17,6 +17,7 @@ def routes(
     A teacher scores the domains it lists, else the domain it is named after, else (alone in its role) every domain.
     """
     domains, table = list(dict.fromkeys(domains)), {}
+    _require_known(teachers, domains, where)
     for role in dict.fromkeys([*roles, *(kind.role for kind in teachers.values())]):
         names = [name for name, kind in teachers.items() if kind.role == role]
         if not names:
@@ -30,6 +31,16 @@ def routes(
                 f"{where}teacher {idle[0]!r} scores no domain: {_why_idle(idle[0], teachers, table[role])}"
             )
     return table
+
+
+def _require_known(teachers: Mapping[str, TeacherKind], domains: Sequence[str], where: str) -> None:
+    for name, kind in teachers.items():
+        unknown = [domain for domain in kind.weighed_domains() if domain not in domains]
+        if unknown:
+            raise RecipeError(
+                f"{where}teacher {name!r} has a weight for the domain {unknown[0]!r}, which no prompt has; they have "
+                f"{', '.join(domains)}. Correct it."
+            )
 
 
 def _why_idle(name: str, teachers: Mapping[str, TeacherKind], table: Mapping[str, str]) -> str:
