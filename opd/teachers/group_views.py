@@ -20,6 +20,7 @@ from opd.teachers.views import (
     fields_of,
     filled,
     question,
+    well_formed,
 )
 from opd.types import Prompt, Rendered, Rollout
 
@@ -52,7 +53,7 @@ class SiblingView(RewardedView, ShowingView):
     @field_validator("template")
     @classmethod
     def _shows_it(cls, value: str) -> str:
-        if SIBLING not in fields_of(value):
+        if SIBLING not in fields_of(well_formed(value)):
             raise ValueError("the template does not name {sibling}, the answer that is shown")
         return value
 
@@ -94,7 +95,7 @@ class FeedbackView(RewardedView, ShowingView):
     @field_validator("feedback", "sibling")
     @classmethod
     def _named(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and fields_of(value) != [info.field_name]:
+        if value is not None and fields_of(well_formed(value)) != [info.field_name]:
             raise ValueError(f"the text names {{{info.field_name}}} once, and no other field")
         return value
 

@@ -19,7 +19,7 @@ from opd.settings import Choice, Count, Family, Positive, StageView, Word, chang
 from opd.types import Message, Prompt, Rendered, Rollout
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
-CUT = " … "  # where a text that was too long lacks a part
+CUT = " ... "  # where a text that was too long lacks a part
 QUESTION = "prompt"  # in a template: the question itself
 THOUGHT = "</think>"  # where thinking ends; a chat template may have opened it before the answer begins
 
@@ -155,10 +155,7 @@ class TemplateView(ShowingView):
     @field_validator("template")
     @classmethod
     def _named(cls, value: str) -> str:
-        stray = re.search(r"[{}]", _FIELD.sub("", value))
-        if stray:
-            raise ValueError(f"a template has {{FIELD}}, or {{{{ for a brace; this has a single {stray[0]!r}")
-        if not fields_of(value):
+        if not fields_of(well_formed(value)):
             raise ValueError("a template names at least one field, such as {prompt} or {answer}")
         return value
 
@@ -233,6 +230,13 @@ def _with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
     if messages and messages[0]["role"] == "system":
         return ({**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:])
     return ({"role": "system", "content": text}, *messages)
+
+
+def well_formed(template: str) -> str:
+    stray = re.search(r"[{}]", _FIELD.sub("", template))
+    if stray:
+        raise ValueError(f"a template has {{FIELD}}, or {{{{ for a brace; this has a single {stray[0]!r}")
+    return template
 
 
 def fields_of(template: str) -> list[str]:
