@@ -31,6 +31,7 @@ CHOICES: dict[str, str] = {
     "advantage.outcome": "opd.objective.advantages:OutcomeAdvantage",
     "advantage.teacher": "opd.objective.advantages:TeacherAdvantage",
     "advantage.reference": "opd.objective.advantages:ReferenceAdvantage",
+    "advantage.magnitude": "opd.objective.magnitude:MagnitudeAdvantage",
     "surrogate.importance_sampling": "opd.objective.surrogates:ImportanceSampling",
     "surrogate.ppo": "opd.objective.surrogates:PPO",
     "surrogate.cispo": "opd.objective.surrogates:CISPO",

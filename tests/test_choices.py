@@ -49,6 +49,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "support.full": {}, "support.topk": {"k": 3, "side": "student", "closure": "renormalised"},
     "advantage.outcome": {"outcome_weight": 1.0, "overlong": "penalise", "overlong_buffer": 3, "baseline": "batch"},
     "advantage.teacher": {"teacher_weight": 0.5, "clip": 2.0, "extrapolation": 1.5}, "advantage.reference": {"reference_weight": 0.1},
+    "advantage.magnitude": {"outcome_weight": 2.0, "share": 0.3, "band": 0.1, "warmup": 5, "decay": 9, "std": True},
     "surrogate.importance_sampling": {"against": "proximal"}, "surrogate.ppo": {"low": 0.1, "high": 0.3, "dual": 4.0},
     "surrogate.cispo": {"high": 1.0}, "surrogate.gspo": {"low": 0.01, "against": "proximal"},
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},

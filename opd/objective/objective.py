@@ -124,7 +124,9 @@ class Objective:
             packs, merge = cut(batch.rollouts), self._merge(student)
             take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature)
         terms = [
-            prepare_term(term, f"{index}:{term.name}", coefficient, batch, self.drawing.max_new_tokens, self._seed)
+            prepare_term(
+                term, f"{index}:{term.name}", coefficient, batch, self.drawing.max_new_tokens, self._seed, step
+            )
             for index, term, coefficient in self.active(step)
         ]
         return PreparedBatch(batch, terms)

@@ -30,6 +30,7 @@ class PreparedTerm:
     counted: ByRollout  # bool: in the denominator
     factor: ByRollout  # what gates leave of a token, 0 where closed
     metrics: dict[str, float]  # what the gates did
+    step: int = 1  # of the stage, for what changes with it
     state: Any = None  # what the form has prepared for itself
 
     def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
@@ -38,7 +39,7 @@ class PreparedTerm:
 
 
 def prepare_term(
-    term: Term, name: str, coefficient: float, batch: TrainingBatch, max_new_tokens: int, seed: int
+    term: Term, name: str, coefficient: float, batch: TrainingBatch, max_new_tokens: int, seed: int, step: int = 1
 ) -> PreparedTerm:
     rollouts, metrics = batch.rollouts, {}
     authors = [int(Author[author.upper()]) for author in term.authors]
@@ -74,6 +75,7 @@ def prepare_term(
         counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
         factor=_by_rollout(rollouts, factors),
         metrics=metrics,
+        step=step,
     )
     prepared.state = term.prepare(prepared)
     return prepared

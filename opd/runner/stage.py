@@ -22,6 +22,7 @@ from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
+from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
 from opd.trainer.trainer import Trainer
@@ -58,7 +59,8 @@ class StageRun:
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
         self.routes, self.rewarder = checked.routes, checked.rewarder
-        self.teacher_of = self.routes.get("teacher", {})  # domain -> teacher
+        self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
+        self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
@@ -116,7 +118,7 @@ class StageRun:
         self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
-            mixed = [self.teachers[name].model for name in set(self.teacher_of.values())]
+            mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
             spec.sampler.require_mixing([self.student, *mixed], max_length)
         for line in slower_models(self.student, self.teachers.values(), spec.sampler.manner(self.engine)):
             self.say(f"{spec.name}: {line}")
@@ -126,7 +128,6 @@ class StageRun:
             self.objective,
             spec.train,
             seed=spec.seed,
-            teacher_of=self.teacher_of,
             check_stop=self.check_stop,
         )
         self.optimiser = self.trainer.optimiser
@@ -150,7 +151,7 @@ class StageRun:
             tokenizer,
             rollout.max_new_tokens,
             self.stop_ids,
-            self.teacher_of,
+            self.teacher_for,
             student=self.engine,
             teacher=self.samplers.teacher,
             mixed=self.samplers.mixed,
