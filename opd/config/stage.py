@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.names import check_name
+from opd.data.prompts import DOMAIN
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
@@ -162,6 +163,7 @@ class Stage(BaseModel):
     student: Student
     teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
+    route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()

@@ -25,6 +25,8 @@ from opd.types import Rendered, Rollout, Signal, SignalNeed, TeacherLike, Weight
 class BlendedTeacher(ScoringTeacher):
     """Its version is the last step after which a part or a weight changed; weights are those of the step after it."""
 
+    offers = frozenset({"logprobs_at", "hidden"})
+
     def __init__(
         self,
         name: str,

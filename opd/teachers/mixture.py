@@ -232,9 +232,10 @@ class MixtureTeacher(BlendKind):
             return
         for term in view.terms:
             needs = term.needs()
-            asked = {kind for role, kind in needs.signals if role == self.role}
+            sampled = (self.role, "logprobs_at") in needs.signals
             ranks = any(len(need) > 1 and need[1] == self.role for need in needs.student)
-            if asked and (asked != {"hidden"} or term.minimises != "reverse_kl" or ranks or "support" in changed(term)):
+            fits = term.minimises == "reverse_kl" and "support" not in changed(term) and not sampled and not ranks
+            if self.role in term.roles and not fits:
                 yield (
                     "combine: sum is a sum of reverse KLs: it needs form: direct, divergence: reverse_kl over the full vocabulary, "
                     f"and no gate that compares with the teacher; a {term.name} term asks otherwise. Use combine: geometric, "
