@@ -29,6 +29,7 @@ PROMPT_FILES = (
     ".tsv.gz",
 )
 BUILT_IN = ("tiny/", "smol/", "stage:", "task:", "reasoning_gym:")
+RUN = "run:"  # a run directory, there or not
 Place = tuple[str, ...]
 
 
@@ -63,6 +64,8 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("teachers", _, "model" | "models", *_)
         ):
             return _absolute(value, base, MODEL_FILES)
+        case ("teachers", _, "run") if not value.startswith(BUILT_IN):
+            return os.path.abspath(base / os.path.expanduser(value))
         case ("prompts",) | ("prompts", "source" | "eval_source"):
             return _prompts(value, base)
         case ("prompts", index) | ("prompts", index, "source" | "eval_source") if index.isdigit():
@@ -79,6 +82,8 @@ _REWARD_TEXTS = {"kind", "field", "extract", "pattern", "sandbox", "json_schema"
 
 def _prompts(value: str, base: Path) -> str:
     """`NAME:rows.jsonl` of a class of the user's own: the path behind its name."""
+    if value.startswith(RUN):
+        return RUN + os.path.abspath(base / os.path.expanduser(value.removeprefix(RUN)))
     name = re.match(r"[A-Za-z_][\w-]*:", value)
     if name is None or value.startswith(BUILT_IN) or is_file(base / value):
         return _absolute(value, base, PROMPT_FILES)

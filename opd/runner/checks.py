@@ -23,6 +23,7 @@ from opd.models.tokenizers import require_same
 from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
+from opd.sampling.replay import require_drawn_alike
 from opd.settings import StageView
 from opd.teachers.kinds import ModelRef
 from opd.teachers.router import routes
@@ -73,7 +74,13 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
+    for name, kind in spec.teachers.items():
+        asked = {
+            signal for term in spec.objective for role, signal in term.needs(spec.train.updates).signals if role == kind.role
+        }
+        kind.require(name, tokenizer, asked)
     sources = open_prompts(spec, told)
+    require_drawn_alike(sources, spec.rollout)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "

@@ -13,14 +13,18 @@ from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models import load_model
+from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
+from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
-from opd.teachers.kinds import ModelRef
+from opd.teachers.cache import ScoredStage
+from opd.teachers.from_cache import begin_scores
+from opd.teachers.kinds import ModelRef, Supplies
 from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group
 from opd.text import plain
@@ -81,7 +85,24 @@ class StageRun:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
+        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of, load)
         self._build(checked.inputs, on_token)
+
+    def _begin_scores(
+        self, resolve_model: Callable[[str], str], revision_of: RevisionOf, load: Callable[[ModelRef], LanguageModel]
+    ) -> ScoredStage:
+        """Whose scores this stage keeps, for teachers of kind cached."""
+        spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
+        weights = {
+            name: {
+                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
+            }
+            for name, kind in spec.teachers.items()
+        }
+        supplies = Supplies(self.student, self.stop_ids, load)
+        directory = self.store.directory.parent
+        return begin_scores(directory, spec.name, supplies, spec.teachers, self.teachers, weights)
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -166,6 +187,7 @@ class StageRun:
             store=self.store,
             desk=desk,
             max_prompt_tokens=room,
+            replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,

@@ -43,13 +43,15 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     with clock("score"):
         signals, shown = score(run, gathered, step)
 
-    with clock("update"):
-        batch = TrainingBatch(rollouts, signals, rewards)
-        result = run.trainer.step(batch, step)
-        run.publish(step=step)
+    result = StepResult({})
+    if run.spec.train.learn:
+        with clock("update"):
+            batch = TrainingBatch(rollouts, signals, rewards)
+            result = run.trainer.step(batch, step)
+            run.publish(step=step)
 
     rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
-    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= gathered.metrics | shown | result.metrics | rewarding
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
