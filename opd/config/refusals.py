@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opd.config.stage import Recipe, Stage
+from opd.data.prompts import DOMAIN
 from opd.errors import RecipeError
 from opd.objective.term import present_authors, refusals
 from opd.settings import StageView, changed
@@ -111,6 +112,8 @@ def _teachers(stage: Stage) -> Iterator[str]:
             yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
         for choice in (kind, kind.view):
             yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
+    if stage.route != DOMAIN and not stage.teachers:
+        yield f"route {stage.route!r} says which teacher scores a prompt, but there is none. Drop it."
     asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
     if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
         yield f"eval.weight_average averages teachers, but the number of teachers is {len(asking)}. Set it to false."

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.names import check_name
+from opd.data.prompts import DOMAIN
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
@@ -68,7 +69,8 @@ class Train(BaseModel):
     epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     learn: bool = Field(
-        True, description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached"
+        True,
+        description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached",
     )
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
     precision: Precision = Field(
@@ -166,6 +168,7 @@ class Stage(BaseModel):
     student: Student
     teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
+    route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()

@@ -36,6 +36,7 @@ class TrainingBatch:
     signals: Signals = field(default_factory=dict)
     rewards: RewardsById = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
+    teacher_of: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
         """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""

@@ -7,14 +7,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from opd.config import Stage
+from opd.data.parse import BadRow
+from opd.data.prompts import DOMAIN
 from opd.data.render import render_prompt
 from opd.data.source import Source, Told, silent
+from opd.data.sources import routed
 from opd.errors import DataError, RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
@@ -26,7 +30,7 @@ from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.sampling.replay import require_drawn_alike
 from opd.settings import StageView
 from opd.teachers.kinds import ModelRef
-from opd.teachers.router import routes
+from opd.teachers.router import chooser, one_per_domain, routes
 from opd.teachers.views import View
 from opd.types import Prompt
 
@@ -44,7 +48,8 @@ class Checked:
     device: torch.device
     sources: list[Source]
     domains: list[str]
-    routes: dict[str, dict[str, str]]
+    routes: dict[str, dict[str, str]]  # role -> value of the route's column -> teacher
+    teacher_of: dict[str, str]  # domain -> teacher, where one scores all of it
     rewarder: Rewarder
     student: Any  # its config
     inputs: Looked
@@ -76,7 +81,10 @@ def check_stage(
         _require_stop_id(spec, names.values())
     for name, kind in spec.teachers.items():
         asked = {
-            signal for term in spec.objective for role, signal in term.needs(spec.train.updates).signals if role == kind.role
+            signal
+            for term in spec.objective
+            for role, signal in term.needs(spec.train.updates).signals
+            if role == kind.role
         }
         kind.require(name, tokenizer, asked)
     sources = open_prompts(spec, told)
@@ -84,13 +92,19 @@ def check_stage(
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
-    table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles], where)
+    found = routed(sources, spec.route)
+    places: dict[str, str] = {}
+    for (_, value), place in found.items():
+        places.setdefault(value, place)
+    roles = [role for term in spec.objective for role in term.roles]
+    table = routes(spec.teachers, places, roles, where, spec.route, {} if spec.route == DOMAIN else places)
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
     for name, kind in spec.teachers.items():
-        scored = {domain for domain, teacher in table[kind.role].items() if teacher == name}
-        _require_shown(name, kind.view, scored, sources, tokenizer)
+        _require_shown(
+            name, kind.view, partial(_scores, name, chooser(table[kind.role], spec.route)), sources, tokenizer
+        )
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
@@ -104,7 +118,8 @@ def check_stage(
     ]
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
     inputs = replace(inputs, notes=(*inputs.notes, *warnings))
-    return Checked(device, sources, domains, table, rewarder, configs[names[own]], inputs)
+    alone = one_per_domain(table.get("teacher", {}), found)
+    return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs)
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:
@@ -120,12 +135,14 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     )
 
 
-def _require_shown(name: str, view: View, domains: set[str], sources: Sequence[Source], tokenizer: Any) -> None:
+def _require_shown(
+    name: str, view: View, scored: Callable[[Prompt], bool], sources: Sequence[Source], tokenizer: Any
+) -> None:
     """A view that has nothing to show for any prompt would mask them all; what it does show has to be renderable."""
     if view.as_sampled:
         return
-    prompts = [prompt for source in sources for prompt in source.examples() if prompt.domain in domains]
-    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if prompt.domain in domains))
+    prompts = [prompt for source in sources for prompt in source.examples() if scored(prompt)]
+    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if scored(prompt)))
     found = next((rewritten for prompt in every if (rewritten := view.rewrite(prompt)) is not None), None)
     if found is None:
         fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
@@ -134,6 +151,12 @@ def _require_shown(name: str, view: View, domains: set[str], sources: Sequence[S
             f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
         )
     render_prompt(found, tokenizer)
+
+
+def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:
+    with suppress(BadRow):  # it is skipped, and has no teacher
+        return chosen(prompt) == name
+    return False
 
 
 def _rows(source: Source) -> Iterator[Prompt]:

@@ -34,7 +34,13 @@ class Looked:
 
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
-    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, rewarded=spec.rewards.need_no_answer, told=told)
+    return open_sources(
+        spec.prompts,
+        bad_rows=spec.data.bad_rows,
+        rewarded=spec.rewards.need_no_answer,
+        route=spec.route,
+        told=told,
+    )
 
 
 def look_at_prompts(

@@ -15,6 +15,7 @@ from opd.errors import DataError, RecipeError, TrainingError
 from opd.models import load_model
 from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
@@ -22,10 +23,10 @@ from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
-from opd.teachers.cache import ScoredStage
-from opd.teachers.from_cache import begin_scores
-from opd.teachers.kinds import ModelRef, Supplies
+from opd.teachers.cache import FOLDER, ScoredStage, scored_by
+from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
+from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
 from opd.trainer.trainer import Trainer
@@ -62,7 +63,8 @@ class StageRun:
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
         self.routes, self.rewarder = checked.routes, checked.rewarder
-        self.teacher_of = self.routes.get("teacher", {})  # domain -> teacher
+        self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
+        self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
@@ -85,12 +87,10 @@ class StageRun:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
-        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of, load)
+        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
 
-    def _begin_scores(
-        self, resolve_model: Callable[[str], str], revision_of: RevisionOf, load: Callable[[ModelRef], LanguageModel]
-    ) -> ScoredStage:
+    def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
         """Whose scores this stage keeps, for teachers of kind cached."""
         spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
         weights = {
@@ -100,9 +100,15 @@ class StageRun:
             }
             for name, kind in spec.teachers.items()
         }
-        supplies = Supplies(self.student, self.stop_ids, load)
-        directory = self.store.directory.parent
-        return begin_scores(directory, spec.name, supplies, spec.teachers, self.teachers, weights)
+        scored = ScoredStage(
+            self.store.directory.parent / FOLDER / f"{spec.name}.json",
+            fingerprint(self.student.tokenizer),
+            self.stop_ids,
+            self.student.size,
+            {name: scored_by(kind, self.teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+        )
+        scored.begin()
+        return scored
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -137,7 +143,7 @@ class StageRun:
         self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
-            mixed = [self.teachers[name].model for name in set(self.teacher_of.values())]
+            mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
             spec.sampler.require_mixing([self.student, *mixed], max_length)
         for line in slower_models(self.student, self.teachers.values(), spec.sampler.manner(self.engine)):
             self.say(f"{spec.name}: {line}")
@@ -147,7 +153,6 @@ class StageRun:
             self.objective,
             spec.train,
             seed=spec.seed,
-            teacher_of=self.teacher_of,
             check_stop=self.check_stop,
         )
         self.optimiser = self.trainer.optimiser
@@ -171,7 +176,7 @@ class StageRun:
             tokenizer,
             rollout.max_new_tokens,
             self.stop_ids,
-            self.teacher_of,
+            self.teacher_for,
             student=self.engine,
             teacher=self.samplers.teacher,
             mixed=self.samplers.mixed,

@@ -67,7 +67,9 @@ class StagePrompts(ReplayedPrompts):
         return RunPrompts(**{**settings, "source": f"run:{directory}", "stage": self.address})
 
     def open(self, opening: Opening) -> Source:
-        raise DataError(f"prompts {self.source!r}: these are the rollouts of a stage, which only a run of its recipe has.")
+        raise DataError(
+            f"prompts {self.source!r}: these are the rollouts of a stage, which only a run of its recipe has."
+        )
 
 
 class EarlierRun:
@@ -83,7 +85,9 @@ class EarlierRun:
         names = [one["name"] for one in self._recipe["stages"]]
         self.store = RolloutStore(directory / "rollouts", read_only=True)
         if stage is None and len(names) > 1:
-            raise DataError(f"{directory} has the stages {', '.join(names)}. Say which one is meant: `stage: {names[-1]}`.")
+            raise DataError(
+                f"{directory} has the stages {', '.join(names)}. Say which one is meant: `stage: {names[-1]}`."
+            )
         self.stage = names[0] if stage is None else stage
         if self.stage not in names:
             raise DataError(f"{directory} has no stage {self.stage!r}; it has {', '.join(names)}.")
@@ -206,7 +210,9 @@ class RunSource:
         lengths = np.array([int(self.run.store.index["prompt_length"][rows[0]]) for rows in self._groups])
         long = lengths > scan.limit
         if long.any() and (scan.bad_rows == "stop" or long.all()):
-            reasons = [f"group {number}: {lengths[number]:,} tokens ({scan.why})" for number in np.flatnonzero(long)[:5]]
+            reasons = [
+                f"group {number}: {lengths[number]:,} tokens ({scan.why})" for number in np.flatnonzero(long)[:5]
+            ]
             raise refusal(self.name, int(long.sum()), len(lengths), reasons)
         note = f"prompts {self.name}: {int(long.sum()):,} of {len(lengths):,} groups are skipped" if long.any() else ""
         return ScannedSource(lengths[~long], long, note)

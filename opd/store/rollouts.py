@@ -302,7 +302,14 @@ class RolloutStore:
             facts = record.facts
             spans = tuple(cast("tuple[int, int, int, int]", tuple(span)) for span in facts["spans"])
             kept[wanted[row]] = Signal(
-                facts["teacher"], facts["teacher_version"], role, facts["view"], spans, values, mask, facts.get("key", "")
+                facts["teacher"],
+                facts["teacher_version"],
+                role,
+                facts["view"],
+                spans,
+                values,
+                mask,
+                facts.get("key", ""),
             )
         return kept
 

@@ -11,13 +11,16 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from opd.errors import DataError
 from opd.files import read_sealed, write_sealed
-from opd.types import Rendered
+from opd.types import Rendered, TeacherLike
+
+if TYPE_CHECKING:
+    from opd.teachers.kinds import TeacherKind
 
 FOLDER = "teachers"  # of a run directory
 FORMAT = 1
@@ -29,6 +32,13 @@ def text_key(text: Rendered) -> str:
     digest = hashlib.blake2b(np.ascontiguousarray(text.ids, dtype="<i4").tobytes(), digest_size=16)
     digest.update(np.asarray(text.spans, dtype="<i8").tobytes())
     return digest.hexdigest()
+
+
+def scored_by(kind: TeacherKind, teacher: TeacherLike, weights: Mapping[str, str]) -> dict[str, Any]:
+    """Whose scores they are. `weights`: model -> hash."""
+    settings = kind.model_dump(mode="json")
+    about = {"role": kind.role, "kind": settings, "weights": dict(weights), "context": teacher.context}
+    return {**about, "head": None, "signals": []}
 
 
 @dataclass
@@ -47,10 +57,18 @@ class ScoredStage:
         if not path.is_file():
             raise DataError(
                 f"{directory}: stage {stage!r} kept no scores for others to train from. Score its rollouts: a stage with "
-                f"`train: {{learn: false}}` and `prompts: [{{source: \"run:{directory}\", stage: {stage}}}]`."
+                f'`train: {{learn: false}}` and `prompts: [{{source: "run:{directory}", stage: {stage}}}]`.'
             )
         facts = read_sealed(path)
         return cls(path, facts["tokenizer"], tuple(facts["stop_ids"]), facts["size"], facts["teachers"])
+
+    def begin(self) -> None:
+        """A stage that is taken up again keeps what it has."""
+        if self.path.is_file():
+            before = read_sealed(self.path)["teachers"]
+            for name, facts in self.teachers.items():
+                facts |= {key: before[name][key] for key in ("head", "signals")}
+        self.write()
 
     def write(self) -> None:
         self.path.parent.mkdir(exist_ok=True)
@@ -61,7 +79,9 @@ class ScoredStage:
         """The teacher that is meant: the one named, or the only one."""
         known = wanted or (name if name in self.teachers else next(iter(self.teachers), ""))
         if known not in self.teachers or (wanted is None and name not in self.teachers and len(self.teachers) > 1):
-            raise DataError(f"{self.path} has scores of {', '.join(self.teachers)}. Say whose are meant: `teacher: NAME`.")
+            raise DataError(
+                f"{self.path} has scores of {', '.join(self.teachers)}. Say whose are meant: `teacher: NAME`."
+            )
         return known, self.teachers[known]
 
     def head_file(self, head: Mapping[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opd.errors import DataError
 from opd.settings import Address, Word
@@ -36,6 +36,13 @@ class CachedTeacher(TeacherKind):
     teacher: Word | None = Field(None, description="of cached: its name there; default: the same, or the only one")
     model: Address | None = Field(None, description="of cached: whose scores they have to be; its weights are compared")
     revision: Word | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _lies_somewhere(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith(STAGE):
+            raise ValueError("the weights of a stage cannot be compared here: leave `model` out")
+        return value
 
     def earlier(self) -> Sequence[str]:
         return (self.run,)

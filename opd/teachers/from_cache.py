@@ -16,10 +16,9 @@ from torch import Tensor
 from opd.divergences import Projection
 from opd.errors import DataError, RecipeError
 from opd.files import sync
-from opd.models.tokenizers import fingerprint
 from opd.sampling.replay import EarlierRun
-from opd.teachers.cache import FOLDER, ScoredStage, text_key
-from opd.teachers.kinds import Supplies, TeacherKind
+from opd.teachers.cache import ScoredStage, text_key
+from opd.teachers.kinds import Supplies
 from opd.teachers.views import behind
 from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike, WeightsRef
 
@@ -41,7 +40,9 @@ class TeacherFromCache:
         self._role, self.context = facts["role"], facts["context"]
         if (set(supplies.stop_ids), supplies.student.size) != (set(scored.stop_ids), scored.size):
             then = f"{list(scored.stop_ids)} of {scored.size} ids"
-            raise kind.stale(name, "what ends an answer", then, f"{list(supplies.stop_ids)} of {supplies.student.size} ids")
+            raise kind.stale(
+                name, "what ends an answer", then, f"{list(supplies.stop_ids)} of {supplies.student.size} ids"
+            )
         self._run, self._device = EarlierRun(Path(kind.run), kind.stage), supplies.student.device
         self._head = None if facts["head"] is None else _read_head(scored, facts["head"], self._device)
         self._known = known
@@ -79,11 +80,15 @@ class TeacherFromCache:
 
     def _signal(self, rollout: Rollout, text: Rendered, kind: SignalKind, signal: Signal | None) -> Signal:
         if signal is None:
-            raise DataError(f"teachers.{self.name}: {self._kind.run} has no {kind} of rollout {rollout.id!r}. Score again.")
+            raise DataError(
+                f"teachers.{self.name}: {self._kind.run} has no {kind} of rollout {rollout.id!r}. Score again."
+            )
         if signal.teacher != self._known:
             raise self._kind.stale(self.name, f"who scored rollout {rollout.id!r}", signal.teacher, self._known)
         if signal.key != (key := text_key(text)):
-            raise self._kind.stale(self.name, f"what the view shows of rollout {rollout.id!r}", signal.key or "unknown", key)
+            raise self._kind.stale(
+                self.name, f"what the view shows of rollout {rollout.id!r}", signal.key or "unknown", key
+            )
         values = torch.from_numpy(np.asarray(signal.values)).to(self._device) if kind == "hidden" else signal.values
         return replace(signal, teacher=self.name, teacher_version=self.version, role=self.role, values=values)
 
@@ -109,37 +114,6 @@ def _digest(*ids: np.ndarray) -> bytes:
 
 
 # What a stage that only scores writes down
-
-
-def begin_scores(
-    directory: Path,
-    stage: str,
-    supplies: Supplies,
-    kinds: Mapping[str, TeacherKind],
-    teachers: Mapping[str, TeacherLike],
-    weights: Mapping[str, Mapping[str, str]],
-) -> ScoredStage:
-    """Whose scores these are going to be. `weights`: of every teacher, model -> hash. One that goes on keeps what it has."""
-    student = supplies.student
-    facts = {
-        name: {
-            "role": kind.role,
-            "kind": kind.model_dump(mode="json"),
-            "weights": dict(weights[name]),
-            "context": teachers[name].context,
-            "head": None,
-            "signals": [],
-        }
-        for name, kind in kinds.items()
-    }
-    path = directory / FOLDER / f"{stage}.json"
-    if path.is_file():
-        before = ScoredStage.read(directory, stage)
-        for name, found in facts.items():
-            found |= {key: before.teachers[name][key] for key in ("head", "signals")}
-    scored = ScoredStage(path, fingerprint(student.tokenizer), supplies.stop_ids, student.size, facts)
-    scored.write()
-    return scored
 
 
 def keep_scores(scored: ScoredStage, teacher: TeacherLike, kind: SignalKind, signals: Sequence[Signal]) -> None:
@@ -177,7 +151,9 @@ def _write_head(scored: ScoredStage, name: str, head: Any) -> dict[str, Any]:
 def _read_head(scored: ScoredStage, facts: Mapping[str, Any], device: torch.device) -> Projection:
     path = scored.head_file(facts)
     if not path.is_file():
-        raise DataError(f"{path} is missing: the head that hidden states in this run belong to. Put it back, or score again.")
+        raise DataError(
+            f"{path} is missing: the head that hidden states in this run belong to. Put it back, or score again."
+        )
     tensors = load_file(path)
     if _content(tensors) != facts["sha256"]:
         raise DataError(f"{path} was altered: its content is not what its name says. Put it back, or score again.")

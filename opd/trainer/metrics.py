@@ -44,7 +44,9 @@ def step_metrics(
     metrics: dict[str, Any] = {
         "step": step,
         "stage": stage,
-        "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates if statistics else None,
+        "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates
+        if statistics
+        else None,
     }
     by_domain: dict[str, list[np.ndarray]] = {}
     for batch, found in statistics:
