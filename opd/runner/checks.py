@@ -79,14 +79,7 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    for name, kind in spec.teachers.items():
-        asked = {
-            signal
-            for term in spec.objective
-            for role, signal in term.needs(spec.train.updates).signals
-            if role == kind.role
-        }
-        kind.require(name, tokenizer, asked)
+    _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
     require_drawn_alike(sources, spec.rollout)
     examples = [prompt for source in sources for prompt in source.examples()]
@@ -120,6 +113,13 @@ def check_stage(
     inputs = replace(inputs, notes=(*inputs.notes, *warnings))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs)
+
+
+def _require_teachers(spec: Stage, tokenizer: Any) -> None:
+    """What they read beside models is there, and has the signals that they are asked for."""
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
+    for name, kind in spec.teachers.items():
+        kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

@@ -111,8 +111,7 @@ class EarlierRun:
 
     def prompts(self) -> list[PromptSource]:
         """The sources that its prompts came from."""
-        found = [SOURCES.read(source) for source in self.settings["prompts"]]
-        return [source.inside(self.directory) for source in found if isinstance(source, PromptSource)]
+        return [_source(settings).inside(self.directory) for settings in self.settings["prompts"]]
 
 
 class RunSource:
@@ -225,6 +224,12 @@ def require_drawn_alike(sources: Sequence[Source], rollout: Rollouts) -> None:
     for source in sources:
         if isinstance(source, RunSource):
             source.require_drawn(rollout)
+
+
+def _source(settings: Mapping[str, Any]) -> PromptSource:
+    found = SOURCES.read(settings)
+    assert isinstance(found, PromptSource)
+    return found
 
 
 def _names(store: RolloutStore, row: int) -> list[str]:

@@ -44,7 +44,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
         signals, shown = score(run, gathered, step)
 
     result = StepResult({})
-    if run.spec.train.learn:
+    if run.spec.train.learn:  # else scores are all that is wanted
         with clock("update"):
             batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
             result = run.trainer.step(batch, step)
