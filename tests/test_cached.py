@@ -148,7 +148,7 @@ def test_a_stale_key_is_an_error_that_says_which_part_differs(what: str, kept: P
 
 def test_other_ids_are_an_error_that_says_which(kept: Path, tmp_path: Path) -> None:
     given = from_cache(kept) | {"prompts": [{"source": "task:addition", "domain": "arithmetic"}], "seed": 7}
-    with pytest.raises(DataError, match="the (prompt|response)'s ids are not among those that were scored"):
+    with pytest.raises(DataError, match=r"the (prompt|response)'s ids are not among those that were scored"):
         opd.run(given, out=tmp_path / "run")
 
 

@@ -26,7 +26,6 @@ from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
-from opd.sampling.replay import require_drawn_alike
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef
 from opd.teachers.router import chooser, one_per_domain, routes
@@ -80,7 +79,6 @@ def check_stage(
         _require_stop_id(spec, names.values())
     _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
-    require_drawn_alike(sources, spec.rollout)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
@@ -107,13 +105,8 @@ def check_stage(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
-    warnings = [
-        f"WARNING: teachers.{name}: {line}"
-        for name, kind in spec.teachers.items()
-        for line in kind.warn(StageView.of(spec))
-    ]
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *warnings))
+    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
 
@@ -123,6 +116,11 @@ def _require_teachers(spec: Stage, tokenizer: Any) -> None:
     needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
+
+
+def _warnings(spec: Stage) -> list[str]:
+    view = StageView.of(spec)
+    return [f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)]
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

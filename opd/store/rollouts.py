@@ -301,16 +301,8 @@ class RolloutStore:
             values, mask = records.signal_values(record)
             facts = record.facts
             spans = tuple(cast("tuple[int, int, int, int]", tuple(span)) for span in facts["spans"])
-            kept[wanted[row]] = Signal(
-                facts["teacher"],
-                facts["teacher_version"],
-                role,
-                facts["view"],
-                spans,
-                values,
-                mask,
-                facts.get("key", ""),
-            )
+            said_by = (facts["teacher"], facts["teacher_version"], role, facts["view"])
+            kept[wanted[row]] = Signal(*said_by, spans, values, mask, facts.get("key", ""))
         return kept
 
     def environment(self, id: str) -> list[EnvironmentRecord]:
