@@ -7,9 +7,10 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -19,6 +20,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.tokenizers import Elsewhere
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -56,6 +58,25 @@ class TeacherKind(Choice):
 
     def reads(self) -> Sequence[ModelRef]:
         return ()
+
+    def earlier(self) -> Sequence[str]:
+        """Runs that it reads: directories, or `stage:NAME`."""
+        return ()
+
+    def inside(self, directory: Path) -> TeacherKind:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    def files(self) -> list[Path]:
+        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+
+    def vocabulary(self) -> Elsewhere | None:
+        """Of a teacher whose model is not in this process."""
+        return None
 
     @property
     def title(self) -> str:
