@@ -238,7 +238,8 @@ class Stage(BaseModel):
     def uses_rewards(self) -> bool:
         """Whether a term or what a teacher is shown depends on them."""
         choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
-        return any(choice.needs().rewards for choice in choices)
+        replaced = self.rollout.demonstrations is not None and self.rollout.demonstrations.by is None
+        return replaced or any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")
     @classmethod

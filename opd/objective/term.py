@@ -189,11 +189,16 @@ class CorrectedTerm(Term):
 AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
 
 
+SOME = 1e-6
+
+
 def present_authors(rollout: Rollouts) -> dict[str, float]:
     """The share of prompts that each author answers."""
     shares = {"student": 0.0, "data": 0.0, "teacher": 0.0}
     for writer in rollout.everyone:
         shares[writer.author] += writer.share
+    if rollout.demonstrations is not None:  # of how many answers cannot be known before
+        shares["teacher"] = max(shares["teacher"], SOME)
     return shares
 
 

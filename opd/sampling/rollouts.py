@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from opd import families
+from opd.sampling.demonstrations import Demonstrations
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.shorthand import OneOrMany
 
@@ -33,6 +34,9 @@ class Rollouts(BaseModel):
     )
     writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
         default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
+    )
+    demonstrations: Demonstrations | None = Field(
+        None, description="answers of a model behind a chat endpoint that replace those of the student that failed"
     )
     contrast: Count = Field(
         0,

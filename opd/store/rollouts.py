@@ -168,16 +168,18 @@ class RolloutStore:
         return True
 
     def record_environment(self, id: str, order: int, call: Any, result: Any) -> None:
-        """Log a call to an environment and its result, both plain JSON. `order` counts the rollout's calls from 0."""
-        live = self._taking(id)
-        if order != live.calls:
+        """Log a call to an environment, or about a finished rollout, and its result, both plain JSON. `order` counts from 0."""
+        self._writable()
+        live, number = self._open.get(id), self.entries.number(id)
+        if live is not None and order != live.calls:
             raise StoreError(f"rollout {id!r}: environment call {order} cannot be logged: call {live.calls} is next")
         try:
-            data = records.environment(live.number, order, call, result)
+            data = records.environment(number, order, call, result)
         except (TypeError, ValueError) as error:
             raise StoreError(f"rollout {id!r}: environment call {order} is not plain JSON ({error})") from None
-        live.calls += 1
-        self._commit.add(Waiting(records.ENVIRONMENT, live.number, data))
+        if live is not None:
+            live.calls += 1
+        self._commit.add(Waiting(records.ENVIRONMENT, number, data))
 
     def commit(self, sync: bool = False) -> None:
         """Ask for a group commit; with `sync`, wait until everything so far is durable."""
@@ -307,10 +309,13 @@ class RolloutStore:
 
     def environment(self, id: str) -> list[EnvironmentRecord]:
         """The calls a rollout made to its environment, in order."""
+        return [record for _, record in self.calls([self.entries.number(id)])]
+
+    def calls(self, rows: Iterable[int]) -> Iterator[tuple[int, EnvironmentRecord]]:
+        """The calls of these rows of the index, in the order they were logged."""
         self._settle()
-        rows = np.array([self.entries.number(id)], dtype=np.int64)
-        places = self._state.index.find_attached(rows, ENVIRONMENT)
-        return [EnvironmentRecord(**self._read(place, size).facts) for _, place, size in places]
+        for row, place, size in self._state.index.find_attached(np.array(list(rows), dtype=np.int64), ENVIRONMENT):
+            yield row, EnvironmentRecord(**self._read(place, size).facts)
 
     @property
     def position(self) -> Position:

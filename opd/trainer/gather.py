@@ -53,6 +53,7 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
             rollouts = run.store.load(run.trajectories.collect(visits, run.version))
         with clock("reward"):
             rewards |= run.reward(rollouts, visits)
+            rollouts = run.demonstrate(rollouts, rewards, visits)
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
@@ -63,6 +64,8 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     metrics: dict[str, float] = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
+    if run.demonstrator is not None:
+        metrics |= run.demonstrator.drain()
     kept = kept or groups
     return Gathered(
         [rollout for members in kept.values() for rollout in members],

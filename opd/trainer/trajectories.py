@@ -25,6 +25,7 @@ from opd.store import RolloutStore
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
+DEMONSTRATION = "/demonstration"  # behind the id of the answer that it replaces
 REPLAY = "replay"  # the source of rollouts that an earlier run drew
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
 
@@ -77,7 +78,7 @@ class Trajectories:
                 self._begin(rollout_id, visit, sample, source, prompt_ids)
             completion = writer.completion(visit, self.desk)
             if completion is not None:
-                self._write(rollout_id, completion, writer, version, durable.get(rollout_id))
+                self._write(rollout_id, completion, AUTHORS[writer.author], version, durable.get(rollout_id))
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, sample)
                 request = SampleRequest(rollout_id, prompt_ids, key, self.sampling)
@@ -89,6 +90,20 @@ class Trajectories:
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         self.newest = list(planned)
         return self.newest
+
+    def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:
+        """Write a text that somebody else gave beside an answer that failed; the id of its rollout."""
+        rollout_id = failed.id + DEMONSTRATION
+        self.consumed = None if self.consumed is None else self.consumed + 1
+        self.newest.append(rollout_id)
+        known = self.store.entries.get(rollout_id)
+        if known is not None and known.stop is not None:
+            return rollout_id  # an earlier process had it
+        durable = None if known is None else self.store.partial([rollout_id])[0]
+        if durable is None:
+            self._begin(rollout_id, visit, failed.sample, source, failed.prompt_ids)
+        self._write(rollout_id, self.desk.completion(visit, text), Author.TEACHER, version, durable)
+        return rollout_id
 
     @property
     def taken_up(self) -> bool:
@@ -168,13 +183,13 @@ class Trajectories:
         self,
         rollout_id: str,
         completion: tuple[np.ndarray, bool],
-        writer: Writer,
+        author: Author,
         version: int,
         durable: Rollout | None,
     ) -> None:
         ids, cut = completion
         done = durable.response_ids.size if durable is not None else 0
-        self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
+        self.store.extend(rollout_id, ids[done:], author, version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
     def _replay_stored(
