@@ -108,6 +108,11 @@ def _teachers(stage: Stage) -> Iterator[str]:
             )
         if kind.domains is not None and len(set(kind.domains)) < len(kind.domains):
             yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
+        if kind.view.chat_template == "teacher" and not kind.reads():
+            yield (
+                f"teachers.{name}.view: chat_template teacher, but a teacher of kind {kind.name} has no chat template of its own. "
+                "Drop it."
+            )
         for choice in (kind, kind.view):
             yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
     if stage.route != DOMAIN and not stage.teachers:

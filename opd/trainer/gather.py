@@ -96,11 +96,12 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
         need = need_beside(signals, role, kind)
         for name, asked in by_teacher(batch.rollouts, run.routes[role], value_of).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
+            seen = texts_for(view, asked, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
+    run.tell_unshown(step, metrics)
     return signals, metrics
