@@ -41,6 +41,7 @@ def start_table(run: StageRun) -> list[Pair]:
         kind, teacher = run.spec.teachers[name], run.teachers[name]
         chosen = chooser(run.routes[kind.role], run.spec.route)
         part = probe.of(lambda prompt, chosen=chosen, name=name: chosen(prompt) == name)  # type: ignore[misc]
+        part = replace(part, groups=run.groups_for(name, part.groups))
         found.append(compare(run.student, name, teacher, kind.view, part, run.stop_ids))
         run.check_stop()
     return found

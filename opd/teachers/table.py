@@ -99,7 +99,7 @@ def compare(
         found |= _divergence(student, teacher, shown, stop_ids)
     if "logprobs_at" in teacher.offers:
         found["stop_mass"] = _stop_mass(teacher, probe, stop_ids)
-        if model is not None and found["ids_differ"] == 0:
+        if model is not None and found["ids_differ"] == 0 and view.chat_template == "student":
             found["template"] = _template(student, model, teacher, view, probe)
     return Pair(name, **found)
 
@@ -269,7 +269,7 @@ def _findings(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             "another chat template",
             f"{pair.template:.2g} nats per token",
-            "Put the templates right, or let it read its own.",
+            "Put the templates right, or let it read its own: view: {chat_template: teacher}.",
         )
     yield from _about_stops(pair)
     yield from _about_distance(pair)
