@@ -21,7 +21,7 @@ from opd.runner.stage import StageRun
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.teachers.router import chooser
-from opd.teachers.table import K, Pair, Probe, compare
+from opd.teachers.table import K, Pair, Samples, compare
 from opd.teachers.views import Group
 from opd.text import cell, plain
 from opd.types import Author, Prompt, Rollout, SampleRequest
@@ -47,7 +47,7 @@ def start_table(run: StageRun) -> list[Pair]:
     return found
 
 
-def probe_of(run: StageRun, teachers: Sequence[str]) -> Probe:
+def probe_of(run: StageRun, teachers: Sequence[str]) -> Samples:
     """Answers of the student to a few prompts of every teacher."""
     prompts = dict(_prompts(run, teachers))
     size = min(TOKENS, run.spec.rollout.max_new_tokens)
@@ -65,7 +65,7 @@ def probe_of(run: StageRun, teachers: Sequence[str]) -> Probe:
     }  # fmt: skip
     by_id = {name: prompt for name, (_, prompt, _) in prompts.items()}
     reference = [_reference(run, *found, size) for found in prompts.values() if found[1].fields.get("completion")]
-    return Probe(rollouts, by_id, groups, reference)
+    return Samples(rollouts, by_id, groups, reference)
 
 
 def _prompts(run: StageRun, teachers: Sequence[str]) -> Iterator[tuple[str, tuple[int, Prompt, np.ndarray]]]:

@@ -32,7 +32,7 @@ COMPARED = 4  # tensors
 
 
 @dataclass(frozen=True)
-class Probe:
+class Samples:
     """A few answers of the student, and of the dataset where it has any."""
 
     rollouts: Sequence[Rollout]
@@ -40,13 +40,13 @@ class Probe:
     groups: Mapping[str, Group]
     reference: Sequence[Rollout] = ()  # the dataset's; they end where an answer ends
 
-    def of(self, wanted: Callable[[Prompt], bool]) -> Probe:
+    def of(self, wanted: Callable[[Prompt], bool]) -> Samples:
         """The part whose prompts are wanted; all of it where none is."""
 
         def some(rollouts: Sequence[Rollout]) -> list[Rollout]:
             return [rollout for rollout in rollouts if wanted(self.prompts[rollout.prompt_id])]
 
-        chosen = Probe(some(self.rollouts), self.prompts, self.groups, some(self.reference))
+        chosen = Samples(some(self.rollouts), self.prompts, self.groups, some(self.reference))
         return chosen if chosen.rollouts else self
 
 
@@ -87,7 +87,7 @@ class Pair:
 
 @torch.no_grad()
 def compare(
-    student: LanguageModel, name: str, teacher: TeacherLike, view: View, probe: Probe, stop_ids: tuple[int, ...]
+    student: LanguageModel, name: str, teacher: TeacherLike, view: View, probe: Samples, stop_ids: tuple[int, ...]
 ) -> Pair:
     """`stop_ids`: of all models together, one event."""
     model: LanguageModel | None = teacher.model
@@ -111,7 +111,7 @@ def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
         "rows": (student.head.weight.shape[0], model.head.weight.shape[0]),
         "context": (student.context, model.context),
         "stop_ids": (student.stop_ids, model.stop_ids),
-        "origin": origin(student, model),
+        "origin": same_origin(student, model),
         "memory": held(model, student),
     }
 
@@ -145,7 +145,7 @@ def _divergence(
     return {"kl": float(known.mean()) if known.size else None, "sampled": True, "tokens": known.size}
 
 
-def _stop_mass(teacher: TeacherLike, probe: Probe, stop_ids: tuple[int, ...]) -> float | None:
+def _stop_mass(teacher: TeacherLike, probe: Samples, stop_ids: tuple[int, ...]) -> float | None:
     """Where answers stop, of the dataset's if there are any: a student stops in wrong places too."""
     ended = [rollout for rollout in probe.reference or probe.rollouts if _stopped(rollout, stop_ids)]
     if not ended:
@@ -169,7 +169,7 @@ def _plainly(teacher: TeacherLike, rollouts: Sequence[Rollout]) -> list[Signal]:
 
 
 def _template(
-    student: LanguageModel, model: LanguageModel, teacher: TeacherLike, view: View, probe: Probe
+    student: LanguageModel, model: LanguageModel, teacher: TeacherLike, view: View, probe: Samples
 ) -> float | None:
     """How much its own chat template would change what it says of the answers; 0 where both render the same ids."""
     pairs: list[tuple[Rollout, Rendered, Rendered]] = []
@@ -198,7 +198,7 @@ def _template(
     return float(np.abs(first - second).sum() / (first.size + same))
 
 
-def origin(student: LanguageModel, model: LanguageModel) -> float | None:
+def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two; None where no tensors have the same shapes."""
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
     theirs = dict(model.module.named_parameters())
