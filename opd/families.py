@@ -54,6 +54,8 @@ CHOICES: dict[str, str] = {
     "teacher.ema": "opd.teachers.of_student:EmaTeacher",
     "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
     "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.vllm": "opd.teachers.vllm:VllmTeacher",
+    "teacher.openai": "opd.teachers.vllm:OpenAITeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",

@@ -60,7 +60,7 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("student", "model")
             | ("teachers",)
             | ("teachers", _)
-            | ("teachers", _, "model" | "models", *_)
+            | ("teachers", _, "model" | "models" | "weights" | "tokenizer", *_)
         ):
             return _absolute(value, base, MODEL_FILES)
         case ("prompts",) | ("prompts", "source" | "eval_source"):
