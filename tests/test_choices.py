@@ -59,6 +59,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
     "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05, "temperature": 0.9},
     "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},
+    "teacher.vllm": {"address": "http://box:8000", "model": "m", "weights": "w", "dtype": "bfloat16", "transfer": "bfloat16", "tolerance": 0.1},
+    "teacher.openai": {"address": "https://box", "model": "m", "tokenizer": "t", "max_logprobs": 64, "token_env": "KEY", "patience": 9.0},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
     "view.context": {"document": "long", "instead": "short", "longest": 9, "keep": "both", "chat_template": "teacher"},
     "view.feedback": {"sibling": "{sibling}", "feedback": "{feedback}!", "feedback_beside_sibling": False, "closing": "", "longest": 5},

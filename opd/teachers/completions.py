@@ -132,7 +132,7 @@ class CompletionsTeacher:
         known = [entry[index] for index in self._stops if index in entry]
         if not known:
             return math.nan
-        mass = math.fsum(map(math.exp, known))
+        mass = math.fsum(math.exp(value) for value in known)
         unlisted = (len(self._stops) - len(known)) * math.exp(min(entry.values()))
         return math.log(mass) if mass > 0 and math.log1p(unlisted / mass) <= SHARP else math.nan
 
