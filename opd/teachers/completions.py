@@ -39,7 +39,7 @@ class CompletionsTeacher:
         require_same(student.tokenizer, head.tokenizer, student.name, f"{name} ({kind.local})")
         self._stops, self._fingerprint = supplies.stop_ids, fingerprint(head.tokenizer)
         self.version = int(self._fingerprint[:12], 16)
-        self._remote = kind.connect(supplies.around)
+        self._remote = kind.connect()
         self.context = min(head.context, kind.room(kind.longest(self._remote)))
         self._same = Constancy(self, self._remote, student.size, kind.tolerance)
         self._same.open(self._stops)
@@ -124,7 +124,7 @@ class CompletionsTeacher:
         tops.ids[place, : len(likeliest)] = [index for index, _ in likeliest]
         tops.logprobs[place, : len(likeliest)] = [value for _, value in likeliest]
         rest = 1.0 - math.fsum(math.exp(value) for _, value in likeliest)
-        tops.tail[place] = math.log(max(rest, np.finfo(np.float32).eps))
+        tops.tail[place] = math.log(max(rest, float(np.finfo(np.float32).eps)))
         tops.stop_logprob[place] = self._stop(entry)
 
     def _stop(self, entry: Listed) -> float:

@@ -6,23 +6,21 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from opd.remote import nothing, to_stderr
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
-    from opd.models.tokenizers import Vocabulary
+    from opd.models.tokenizers import Elsewhere
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -35,29 +33,12 @@ class ModelRef(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The run that a teacher is opened for: whom it tells that it waits, who may end a wait, where it may keep files."""
-
-    say: Callable[[str], None] = to_stderr
-    check: Callable[[], None] = nothing
-    directory: Path | None = None
-
-
-class Outlook(NamedTuple):
-    """What can be known of a teacher elsewhere before anything is loaded."""
-
-    context: int = sys.maxsize
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Supplies:
     """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
 
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
-    around: Surroundings = field(default_factory=Surroundings)
 
 
 class TeacherKind(Choice):
@@ -66,7 +47,9 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
+    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -76,6 +59,25 @@ class TeacherKind(Choice):
 
     def reads(self) -> Sequence[ModelRef]:
         return ()
+
+    def earlier(self) -> Sequence[str]:
+        """Runs that it reads: directories, or `stage:NAME`."""
+        return ()
+
+    def inside(self, directory: Path) -> TeacherKind:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    def files(self) -> list[Path]:
+        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+
+    def vocabulary(self) -> Elsewhere | None:
+        """Of a teacher whose model is not in this process."""
+        return None
 
     @property
     def title(self) -> str:
@@ -90,13 +92,13 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
-        """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
-        return Outlook()
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        return self.refuse(view)
 
-    def vocabularies(self, name: str, around: Surroundings) -> Sequence[Vocabulary]:
-        """Of models elsewhere: stop ids of all are one event, so they are asked for before any teacher is opened."""
-        return ()
+    def weighed_domains(self) -> list[str]:
+        """Domains that its settings name, beside those that it scores."""
+        return []
 
     @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:

@@ -35,7 +35,7 @@ class PoolingTeacher(ScoringTeacher):
         require_same(student.tokenizer, self._head.tokenizer, student.name, f"{name} ({kind.local})")
         self.fingerprint = fingerprint(self._head.tokenizer)
         self.version = int(self._head.digest[:12], 16)
-        self._remote = kind.connect(supplies.around)
+        self._remote = kind.connect()
         self.context = min(self._head.context, kind.room(kind.longest(self._remote)))
         self._same = Constancy(self, self._remote, student.size, kind.tolerance)
         self._same.open(self.stop_ids)
@@ -72,6 +72,10 @@ class PoolingTeacher(ScoringTeacher):
         if each == 4:
             return np.frombuffer(raw, dtype="<f4").reshape(shape).astype(np.float32)
         return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+    @property
+    def width(self) -> int:
+        return self._head.width
 
     def project(self, hidden: Tensor) -> Projection:
         return self.tempered(self._head.project(hidden, self._student.size))

@@ -6,7 +6,7 @@ A teacher of this kind gives `hidden`, and `project` turns that into its distrib
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,13 +53,6 @@ def _positions(text: Rendered, first: int) -> np.ndarray:
     return np.concatenate([np.arange(span[first], span[first + 1]) for span in text.spans] or [np.zeros(0, dtype=int)])
 
 
-def tempered(projection: Projection, temperature: float) -> Projection:
-    if temperature == 1.0:
-        return projection
-    cap = None if projection.softcap is None else projection.softcap / temperature
-    return replace(projection, scale=projection.scale / temperature, softcap=cap)
-
-
 class ScoringTeacher:
     """A teacher is this with `hidden` and `project`."""
 
@@ -92,17 +85,23 @@ class ScoringTeacher:
         """(N, D), one row per token that is scored."""
         raise NotImplementedError
 
-    def project(self, hidden: Tensor) -> Projection:
+    def project(self, hidden: Tensor) -> Any:
+        """Its distribution: a `Projection`, or a `Mixture` of some."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """D, of the hidden states that `project` takes; a mixture tells its parts apart by it."""
         raise NotImplementedError
 
     def tempered(self, projection: Projection) -> Projection:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
-        return tempered(projection, self.temperature)
+        if self.temperature == 1.0:
+            return projection
+        cap = None if projection.softcap is None else projection.softcap / self.temperature
+        return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
 
-    def score(
-        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
-    ) -> list[Signal]:
-        """Hidden states, likeliest ids, or log-probs of the response tokens, in the order of the rollouts."""
+    def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(
                 f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
@@ -111,25 +110,26 @@ class ScoringTeacher:
             raise ValueError(
                 "a teacher of this kind gives log-probs at the response tokens; others come from its hidden states"
             )
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+        self.require_offered(need)
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
         found: dict[int, Signal] = {}
-        batches = pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens)
-        asked = [([text for _, text in batch], [rollouts[number].id for number, _ in batch]) for batch in batches]
-        for batch, answers in zip(batches, self._answers(asked, need), strict=True):
-            for (number, text), values in zip(batch, answers, strict=True):
+        for batch in pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens):
+            ids = [rollouts[number].id for number, _ in batch]
+            for (number, text), values in zip(batch, self._values([text for _, text in batch], need, ids), strict=True):
                 found[number] = self._signal(rollouts[number], text, values)
         return [found[number] for number in range(len(seen))]
-
-    def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
-        """Batch after batch: its texts, and the rollouts that they are of."""
-        return (self._values(texts, need, ids) for texts, ids in asked)
 
     @torch.no_grad()
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
         if need.hidden is not None and all(name in need.hidden for name in ids):
-            hidden_ND = torch.cat([_reached(need.hidden[name]).to(self.device) for name in ids])
+            hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
@@ -151,7 +151,7 @@ class ScoringTeacher:
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
         mask[_positions(text, 0)] = True
         if not mask.all():
-            values = _spread(values, mask)
+            values = spread(values, mask)
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
 
     def observe(self, step: int, weights: WeightsRef) -> None:
@@ -179,13 +179,13 @@ class _Numbered(NamedTuple):
         return self.text.length
 
 
-def _reached(signal: Signal) -> Tensor:
+def reached(signal: Signal) -> Tensor:
     """Hidden states of the tokens that a span reaches."""
     values: Tensor = signal.values
     return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
 
 
-def _spread(values: Any, mask: np.ndarray) -> Any:
+def spread(values: Any, mask: np.ndarray) -> Any:
     if isinstance(values, TopK):
         return values.spread(mask)
     if isinstance(values, Tensor):

@@ -6,22 +6,20 @@ openai    any server with OpenAI's /v1/completions that gives log-probs of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from opd.errors import RecipeError, RemoteError, ServerAway
+from opd.errors import RecipeError, RemoteError
 from opd.remote import Remote, address_of
 from opd.settings import Address, Dtype, Positive, StageView, Word
-from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
-from opd.text import plain
-from opd.types import TeacherLike
+from opd.teachers.kinds import Supplies, TeacherKind
+from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
-    from opd.models.tokenizers import Vocabulary
-
-GLANCE = 3.0  # seconds for a first look, which need not succeed
+    from opd.models.tokenizers import Elsewhere
 
 
 class ForeignTeacher(TeacherKind):
@@ -57,15 +55,9 @@ class ForeignTeacher(TeacherKind):
     def title(self) -> str:
         return f"{self.model} at {self.address}"
 
-    def connect(self, around: Surroundings, patience: float | None = None) -> Remote:
+    def connect(self) -> Remote:
         return Remote(
-            self.address,
-            self.token_env,
-            timeout=self.timeout if patience is None else GLANCE,
-            patience=self.patience if patience is None else patience,
-            concurrency=self.concurrency,
-            say=around.say,
-            check=around.check,
+            self.address, self.token_env, timeout=self.timeout, patience=self.patience, concurrency=self.concurrency
         )
 
     def longest(self, remote: Remote) -> int | None:
@@ -84,29 +76,28 @@ class ForeignTeacher(TeacherKind):
         length = by_name[self.model].get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+    def room(self, length: int | None) -> int:
+        """Tokens of a text that fit into what the server reads."""
+        return sys.maxsize if length is None else length
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """The server itself is asked when the teacher is opened: until then it need not be there."""
         from opd.models.head import describe_head
         from opd.models.tokenizers import require_same
 
-        head = describe_head(self.local, self.revision)
-        require_same(tokenizer, head.tokenizer, student, f"{name} ({self.local})")
-        where = f"teachers.{name}: {plain(self.title)}"
-        try:
-            length = self.longest(self.connect(Surroundings(say=lambda line: None), patience=0.0))
-        except ServerAway as error:
-            return Outlook(head.context, (f"{where}: not reachable now ({plain(error, 300)}). A run waits for it",))
-        return Outlook(min(head.context, self.room(length)), (f"{where}: reads up to {self.room(length):,} tokens",))
+        require_same(
+            tokenizer, describe_head(self.local, self.revision).tokenizer, "of this recipe", f"{name} ({self.local})"
+        )
 
-    def room(self, length: int | None) -> int:
-        """Tokens of a text that fit into what the server reads."""
-        return Outlook().context if length is None else length
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        yield f"a model behind a server cannot be mixed with others. Load it here: {{model: {self.local}}}."
 
-    def vocabularies(self, name: str, around: Surroundings) -> Sequence[Vocabulary]:
+    def vocabulary(self) -> Elsewhere | None:
         from opd.models.head import describe_head
-        from opd.models.tokenizers import Vocabulary
+        from opd.models.tokenizers import Elsewhere
 
         head = describe_head(self.local, self.revision)
-        return (Vocabulary(f"{name} ({self.local})", head.rows, head.stop_ids),)
+        return Elsewhere(self.title, head.stop_ids, head.rows)
 
 
 class VllmTeacher(ForeignTeacher):
