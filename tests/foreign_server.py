@@ -22,7 +22,7 @@ NAME = "served"
 def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, token: str | None = None) -> FastAPI:
     """`runner`: pooling or generate; `most`: log-probs at a position. `app.state`: what was asked, and what to do about it."""
     app = FastAPI()
-    app.state.asked, app.state.fail, app.state.noise = [], 0, 0.0
+    app.state.asked, app.state.fail, app.state.noise, app.state.says = [], 0, 0.0, None
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Response:
@@ -52,6 +52,8 @@ def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, tok
 
     def completions(body: dict[str, Any]) -> Any:
         k, ids = body["prompt_logprobs"], body["prompt"]
+        if app.state.says is not None:
+            return app.state.says
         if k > most:
             raise HTTPException(400, f"Requested prompt logprobs of {k}, which is greater than max allowed: {most}")
         logprobs = model.project(hidden(ids)).logits().log_softmax(-1)

@@ -184,6 +184,27 @@ def test_what_a_completions_teacher_finds_wrong(
         assert asked(address, directory, token_env="SOME_TOKEN").context == 63
 
 
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({"choices": [{"text": "hello"}]}, "cannot score"),
+        ({"choices": []}, "cannot score"),
+        ([], "cannot score"),
+        ({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": 3.0}}]}]}, "cannot score"),
+        ({"choices": [{"prompt_logprobs": [None] * 99}]}, "answered about 99"),
+        ({"choices": [{"prompt_logprobs": [None] + [{"77": {"logprob": -1.0}}] * 7}]}, "another one at 1"),
+    ],
+    ids=str,
+)
+def test_answers_that_are_none_are_told(model: LanguageModel, directory: str, says: Any, words: str) -> None:
+    app = app_of(model, runner="generate")
+    with serving(app) as address:
+        teacher = asked(address, directory)
+        app.state.says = says
+        with pytest.raises(RemoteError, match=words):
+            teacher.score(ROLLOUTS[:1], SignalNeed("logprobs_at"))
+
+
 def test_another_tokenizer_is_refused(model: LanguageModel) -> None:
     with serving(app_of(model)) as address, pytest.raises(TokenizerMismatch, match="do not share a tokenizer"):
         pooled(address, "tiny/arithmetic")

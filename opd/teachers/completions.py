@@ -71,7 +71,6 @@ class CompletionsTeacher:
             "max_tokens": 1,
             "temperature": 0.0,
             "prompt_logprobs": k,
-            "add_special_tokens": False,
         }
         found = self._remote.json("POST", "/v1/completions", body)
         try:
@@ -79,10 +78,12 @@ class CompletionsTeacher:
             listed = [None if entry is None else _listed(entry) for entry in entries]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise RemoteError(
-                f"{self._kind.title}: its answer has no `prompt_logprobs`, so it does not give log-probs of a prompt's tokens. "
-                "vLLM's generate server does; a judge of texts is not a teacher."
+                f"{self._kind.title}: its answer has no `prompt_logprobs` that can be read, so it does not give log-probs of a "
+                "prompt's tokens. vLLM's generate server does; one that answers with texts alone cannot score."
             ) from None
-        wrong = [place for place, entry in enumerate(listed) if entry is not None and ids[place] not in entry]
+        wrong = [
+            place for place, (token, entry) in enumerate(zip(ids, listed, strict=False)) if token not in (entry or ids)
+        ]
         if len(listed) != len(ids) or wrong:
             raise RemoteError(
                 f"{self._kind.title}: {len(ids)} tokens were sent, and it answered about {len(listed)}"
@@ -150,4 +151,7 @@ class CompletionsTeacher:
 
 
 def _listed(entry: Mapping[str, Any]) -> Listed:
-    return {int(index): float(value["logprob"]) for index, value in entry.items()}
+    found = {int(index): float(value["logprob"]) for index, value in entry.items()}
+    if not found or not all(value <= 0.01 for value in found.values()):  # NaN is not, either
+        raise ValueError("no log-probs")
+    return found

@@ -43,7 +43,7 @@ class PoolingTeacher(ScoringTeacher):
     def hidden(self, page: Page) -> Tensor:
         texts = [part.tolist() for part in page.ids_T.cpu().split(list(page.layout.lengths))]
         rows = np.concatenate(self._remote.map([partial(self._ask, ids) for ids in texts]))
-        return torch.from_numpy(rows).to(self.device)[page.predicting_N]
+        return torch.from_numpy(rows)[page.predicting_N.cpu()].to(self.device)
 
     def _ask(self, ids: list[int]) -> np.ndarray:
         """(T, D) in fp32, after the last norm."""
@@ -60,7 +60,7 @@ class PoolingTeacher(ScoringTeacher):
         try:
             raw, _ = self._remote.bytes("POST", "/pooling", body)
         except RemoteError as error:
-            if "404" in str(error) or "pooler-config" in str(error):
+            if "answered with 404" in str(error) or "pooler-config" in str(error):
                 raise RemoteError(f"{error} It does not give hidden states as it was started. {START}") from None
             raise
         each, shape = {"float32": 4, "bfloat16": 2}[self._kind.transfer], (len(ids), self._head.width)
