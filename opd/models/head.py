@@ -25,7 +25,7 @@ from opd.models.tokenizers import stop_ids
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class OutputHead:
     """`weight` is None where only its shape was asked for."""
 
     name: str
@@ -51,13 +51,13 @@ class Head:
         return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
-def describe_head(name: str, revision: str | None = None) -> Head:
+def describe_head(name: str, revision: str | None = None) -> OutputHead:
     """All but the weights: only a model's config and tokenizer are read."""
     found, _ = _described(name, revision)
     return found
 
 
-def load_head(name: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Head:
+def load_head(name: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> OutputHead:
     from safetensors import safe_open
 
     found, module = _described(name, revision)
@@ -83,7 +83,7 @@ def load_head(name: str, revision: str | None = None, dtype: str = "float32", de
     return replace(found, weight=weight, bias=bias)
 
 
-def _described(name: str, revision: str | None) -> tuple[Head, Any]:
+def _described(name: str, revision: str | None) -> tuple[OutputHead, Any]:
     from transformers import GenerationConfig
 
     config, tokenizer, location = load_config(name, revision), load_tokenizer(name, revision), locate(name, revision)
@@ -94,7 +94,7 @@ def _described(name: str, revision: str | None) -> tuple[Head, Any]:
         rows, width = plain_head(module, name).weight.shape
         stops = stop_ids(module, tokenizer, rows, name)
     scale, softcap = logit_scale(config), logit_softcap(config)
-    return Head(name, tokenizer, stops, rows, width, context_of(config), scale, softcap), module
+    return OutputHead(name, tokenizer, stops, rows, width, context_of(config), scale, softcap), module
 
 
 def _names(module: Any, tensor: Tensor) -> list[str]:
