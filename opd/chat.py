@@ -1,7 +1,7 @@
 """A model that gives text alone: asked through an OpenAI-compatible chat endpoint, many questions at once, within a budget.
 
     chat = Chat(Endpoint(address="http://127.0.0.1:8000/v1", model="big"), calls)
-    chat.ask([Question("main/p/0/0", "Is this right? …")])      # answers in order; one that failed says why
+    chat.ask([ChatQuestion("main/p/0/0", "Is this right? …")])      # answers in order; one that failed says why
 
 Every answered call is logged with the rollout it is about, so that a resumed run does not ask again. What comes back is text, and
 stays text. No httpx before the first question.
@@ -67,7 +67,7 @@ class Endpoint(BaseModel):
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatQuestion:
     """`about`: the rollout that the call is logged with; None: it is not logged."""
 
     about: str | None
@@ -121,7 +121,7 @@ class Chat:
                 self._count(self.total, result)
                 self._worked = True
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def ask(self, questions: Sequence[ChatQuestion]) -> list[Answer]:
         """Answers in order. Where nothing has ever been answered and nothing is now, that is the error."""
         bodies = [self._call(question) for question in questions]
         known = [
@@ -147,7 +147,7 @@ class Chat:
     def close(self) -> None:
         self._remote.close()
 
-    def _call(self, question: Question) -> dict[str, Any]:
+    def _call(self, question: ChatQuestion) -> dict[str, Any]:
         """What a call is: logged as it is, so the token is no part of it."""
         messages = [{"role": "user", "content": question.text}]
         if question.system is not None:
@@ -156,7 +156,7 @@ class Chat:
         settings = {"temperature": spec.temperature, "max_tokens": spec.max_tokens}
         return {"chat": spec.address, "model": spec.model, "messages": messages, **settings}
 
-    def _ask(self, question: Question, call: Mapping[str, Any], errors: list[RemoteError]) -> Answer:
+    def _ask(self, question: ChatQuestion, call: Mapping[str, Any], errors: list[RemoteError]) -> Answer:
         self._require_budget(0)
         body = {name: value for name, value in call.items() if name != "chat"}
         try:

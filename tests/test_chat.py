@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import opd
-from opd.chat import Answer, Chat, Endpoint, Question
+from opd.chat import Answer, Chat, Endpoint, ChatQuestion
 from opd.errors import RecipeError, RemoteError, TrainingError, UserError
 from opd.rewards.chat import ChatReward, digit_of
 from opd.rewards.rewarder import Rewarder
@@ -112,24 +112,24 @@ def test_tokens_stay_in_the_environment_and_servers_that_fail_are_asked_again(
     monkeypatch.setenv("OPD_TEST_TOKEN", TOKEN)
     served.fails = 2
     chat = Chat(Endpoint(**endpoint(served, token_env="OPD_TEST_TOKEN", concurrency=1)))
-    assert chat.ask([Question(None, "add 1+2")]) == [Answer("3")]
+    assert chat.ask([ChatQuestion(None, "add 1+2")]) == [Answer("3")]
     assert served.tokens == [f"Bearer {TOKEN}"] * 3
     chat.close()
 
 
 def test_a_server_that_never_answered_is_an_error_and_one_that_stops_to_is_a_failure(served: Served) -> None:
     with pytest.raises(RemoteError, match=r"404.*Is the name right"):
-        Chat(Endpoint(**endpoint(served) | {"address": served.address + "/wrong"})).ask([Question(None, "add 1+2")])
+        Chat(Endpoint(**endpoint(served) | {"address": served.address + "/wrong"})).ask([ChatQuestion(None, "add 1+2")])
     chat = Chat(Endpoint(**endpoint(served, patience=0.3)))
-    assert chat.ask([Question(None, "add 1+2")]) == [Answer("3")]
+    assert chat.ask([ChatQuestion(None, "add 1+2")]) == [Answer("3")]
     served.fails = 1000
-    (answer,) = chat.ask([Question(None, "add 1+3")])
+    (answer,) = chat.ask([ChatQuestion(None, "add 1+3")])
     assert "503" in answer.error
     assert chat.drain()["failures"] == 1
     served.fails, served.usage = 0, False
     priced = Chat(Endpoint(**endpoint(served, price={"input": 1, "output": 1})))
     with pytest.raises(RemoteError, match="does not say how many tokens"):
-        priced.ask([Question(None, "add 1+2")])
+        priced.ask([ChatQuestion(None, "add 1+2")])
 
 
 def test_a_run_is_rewarded_by_the_digits_and_stops_where_the_budget_ends(served: Served, tmp_path: Path) -> None:

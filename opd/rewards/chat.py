@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import Field, field_validator
 
-from opd.chat import CallLog, Chat, Endpoint, Question
+from opd.chat import CallLog, Chat, Endpoint, ChatQuestion
 from opd.data.questions import field_texts, fields_of, filled, question, well_formed
 from opd.errors import RecipeError
 from opd.remote import nothing
@@ -86,7 +86,7 @@ class ChatReward(RewardKind):
 
     def question(self, sample: Sample) -> Question:
         values = {**field_texts(sample.prompt.fields), PROMPT: question(sample.prompt), ANSWER: sample.text}
-        return Question(sample.rollout.id if sample.rollout is not None else None, filled(self.template, values))
+        return ChatQuestion(sample.rollout.id if sample.rollout is not None else None, filled(self.template, values))
 
 
 class ChatRewards:

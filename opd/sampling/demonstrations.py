@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from opd.chat import Endpoint, Question
+from opd.chat import Endpoint, ChatQuestion
 from opd.data.questions import field_texts, fields_of, filled, question, well_formed
 from opd.settings import SETTINGS, Family
 from opd.types import Prompt
@@ -36,9 +36,9 @@ class Demonstrations(BaseModel):
     def _well_formed(cls, value: str) -> str:
         return well_formed(value)
 
-    def question(self, about: str, prompt: Prompt) -> Question | None:
+    def question(self, about: str, prompt: Prompt) -> ChatQuestion | None:
         """None: the prompt lacks a column that the template shows."""
         values = {**field_texts(prompt.fields), PROMPT: question(prompt)}
         if any(name not in values for name in fields_of(self.template)):
             return None
-        return Question(about, filled(self.template, values), self.system)
+        return ChatQuestion(about, filled(self.template, values), self.system)
