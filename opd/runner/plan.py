@@ -9,6 +9,7 @@ from typing import Any
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import WEIGHTS
 from opd.models import lora_parameter_count, parameter_count
+from opd.plugins import plugin_errors
 from opd.runner.checks import check_stage
 from opd.text import plain
 
@@ -58,9 +59,10 @@ def make_plan(recipe: Recipe) -> list[Plan]:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
 
     plans = []
-    for stage in recipe.stages:
-        plans.append(_plan(stage, resolve))
-        known[stage.name] = resolve(stage.student.model)
+    with plugin_errors():
+        for stage in recipe.stages:
+            plans.append(_plan(stage, resolve))
+            known[stage.name] = resolve(stage.student.model)
     return plans
 
 
