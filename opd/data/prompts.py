@@ -15,6 +15,7 @@ from opd.data.parse import BadRow
 from opd.types import Message, Prompt
 
 TAKEN = ("prompt", "domain", "completion", "system")  # columns with a meaning of their own; others travel in `fields`
+DOMAIN = "domain"  # the column that says who scores a prompt, unless `route` names another
 CHECKABLE = ("answer", "verifier", "cases", "tests", "schema")  # columns that rewards compare with
 
 
@@ -43,6 +44,18 @@ def row_prompt(row: Mapping[str, Any], identity: str, domain: str) -> Prompt:
     if system is not None:
         messages = _with_system(system, messages)
     return Prompt(id=identity, domain=label, messages=messages, fields=fields)
+
+
+def route_value(prompt: Prompt, column: str) -> str:
+    """What a teacher has to be named after, or to list, so that it scores this prompt."""
+    if column == DOMAIN:
+        return prompt.domain
+    value = prompt.fields.get(column)
+    if value is None or value == "":
+        raise BadRow(f"no `{column}`, which `route` reads; it has {', '.join(map(str, prompt.fields)) or 'nothing'}")
+    if not isinstance(value, (str, int)):
+        raise BadRow(f"`{column}`, which `route` reads, must be text, got {_short(value)}")
+    return str(value)
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from opd.data.folders import open_hub
 from opd.data.parse import BadRow
-from opd.data.prompts import CHECKABLE, renamed, row_prompt
+from opd.data.prompts import CHECKABLE, DOMAIN, renamed, route_value, row_prompt
 from opd.data.rows import ListRows, Row, Rows, kind_of, local_files, open_local, open_rows
 from opd.data.scan import PROGRESS, SHOWN, Scan, ScannedSource, refusal, scan_rows
 from opd.data.source import Opening, PromptSource, Source, Split, Told, Wanted, anything
@@ -117,10 +118,11 @@ def as_rows(rows: Rows | list[Mapping[str, Any]]) -> Rows:
 class RowFacts:
     """What one pass over rows tells: which can be used, which have a completion, and rows that stand for all."""
 
-    def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told) -> None:
+    def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told, route: str = DOMAIN) -> None:
         self.usable, self.complete = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
         self.checkable = False
         self.reasons: list[str] = []  # of the first bad rows
+        self.routed: dict[tuple[str, str], int] = {}  # (domain, value of the route's column) -> the first such row
         self.examples: dict[tuple[str, bool], list[int]] = {}  # (domain, has a verifier) -> the first such rows
         unseen, columns = set(spec.columns.values()), dict[str, None]()
         domain = spec.domain or spec.default_domain()
@@ -132,7 +134,7 @@ class RowFacts:
                     raise row
                 unseen -= row.keys()
                 columns |= dict.fromkeys(row)
-                self._note(index, renamed(row, spec.columns), domain)
+                self._note(index, renamed(row, spec.columns), domain, route)
             except BadRow as bad:
                 if len(self.reasons) < SHOWN:
                     self.reasons.append(f"{rows.place(index)}: {bad}")
@@ -147,8 +149,9 @@ class RowFacts:
                 f"Say which one holds the prompt: `columns: {{prompt: {next(iter(columns))}}}`."
             )
 
-    def _note(self, index: int, row: Row, domain: str) -> None:
+    def _note(self, index: int, row: Row, domain: str, route: str) -> None:
         prompt = row_prompt(row, f"{index}", domain)
+        self.routed.setdefault((prompt.domain, route_value(prompt, route)), index)
         self.usable[index] = True
         self.complete[index] = bool(prompt.fields.get("completion"))
         self.checkable = self.checkable or any(key in prompt.fields for key in CHECKABLE)
@@ -161,7 +164,7 @@ class RowSource:
     """Open rows. Where none are held out apart, the last tenth is kept back where answers can be checked."""
 
     def __init__(self, spec: RowPrompts, opening: Opening) -> None:
-        self.spec, self.name, self._label = spec, spec.source, opening.label
+        self.spec, self.name, self._label, self.route = spec, spec.source, opening.label, opening.route
         self._domain = spec.domain or spec.default_domain()
         self._rows = as_rows(spec.rows())
         count = min(len(self._rows), spec.limit or len(self._rows))
@@ -170,7 +173,9 @@ class RowSource:
         apart = spec.held_out_rows()
         if apart is not None:
             self._held, self._held_from = as_rows(apart), 0
-            self._held_facts = _checked(self._held, len(self._held), spec, spec.held_out_name, opening)
+            self._held_facts = _checked(
+                self._held, len(self._held), spec, spec.held_out_name, replace(opening, route=DOMAIN)
+            )
         elif (self.facts.checkable or opening.rewarded) and count > 1:
             self._held_from = count - max(1, int(count * HELD_OUT_ROWS))
             count = self._held_from
@@ -228,7 +233,7 @@ class RowSource:
 def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Opening) -> RowFacts:
     if not count:
         raise DataError(f"prompts {name!r}: there are no rows in it.")
-    facts = RowFacts(rows, count, spec, name, opening.told)
+    facts = RowFacts(rows, count, spec, name, opening.told, opening.route)
     bad = count - int(facts.usable.sum())
     if bad and (opening.bad_rows == "stop" or bad == count):
         raise refusal(name, bad, count, facts.reasons)

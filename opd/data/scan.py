@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opd.data.prompts import DOMAIN
 from opd.data.render import render_prompts
 from opd.data.source import BadRows, PromptSource, Source, Told, silent
 from opd.errors import DataError, RunDirectoryError
@@ -201,6 +202,7 @@ def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
         tokenizer.eos_token_id,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,
+        *([] if source.route == DOMAIN else [source.route]),  # rows without that column cannot be used
     ]
     key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
     root = cache_directory()

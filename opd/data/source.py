@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator
 from pydantic_core import CoreSchema
 
+from opd.data.prompts import DOMAIN
 from opd.data.rows import looks_local, on_disk
 from opd.data.template import RESERVED_KWARGS
 from opd.errors import DataError
@@ -76,6 +77,7 @@ class Opening:
     label: str  # its prompts' ids begin with it; they key the draws
     bad_rows: BadRows = "stop"
     rewarded: bool = False  # rewards need no answer: rows without one can be evaluated on, too
+    route: str = DOMAIN  # the column that every training row needs, since it says who scores it
     told: Told = silent
 
 
@@ -102,6 +104,10 @@ class PromptSource(Choice):
     def fingerprint(self) -> str | None:
         """Likewise of what is no file here. None: its prompts follow from its settings alone."""
         return None
+
+    def inside(self, directory: Path) -> PromptSource:
+        """The same in a run directory: earlier stages are found there."""
+        return self
 
     @property
     def address(self) -> str:

@@ -96,6 +96,19 @@ def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None)
     return [(value - mean) / (std + 1e-8) for value in values]
 
 
+def weighed_by_teacher(outcome_T: np.ndarray, log_ratio_T: np.ndarray, share: float, band: float) -> np.ndarray:
+    """RLSD: A * ((1 - share) + share * clip(exp(sign(A) * log_ratio), 1 - band, 1 + band)); log_ratio = log T - log S.
+
+    Clipped before the exponential, so that no log-ratio overflows it.
+
+    >>> weighed_by_teacher(np.array([2.0, -2.0, 0.0]), np.full(3, 9.0), 0.5, 0.2).round(6).tolist()
+    [2.2, -1.8, 0.0]
+    """
+    signed = np.sign(outcome_T) * log_ratio_T
+    weight = np.exp(signed.clip(np.log1p(-band), np.log1p(band)))
+    return outcome_T * ((1 - share) + share * weight)
+
+
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
     """0 up to `buffer` tokens before the limit, then a straight line down to -1 at the limit (DAPO's soft punishment).
 

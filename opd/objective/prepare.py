@@ -30,6 +30,7 @@ class PreparedTerm:
     counted: ByRollout  # bool: in the denominator
     factor: ByRollout  # what gates leave of a token, 0 where closed
     metrics: dict[str, float]  # what the gates did
+    step: int = 1  # of the stage, for what changes with it
     state: Any = None  # what the form has prepared for itself
 
     def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
@@ -38,7 +39,7 @@ class PreparedTerm:
 
 
 def prepare_term(
-    term: Term, name: str, coefficient: float, batch: TrainingBatch, max_new_tokens: int, seed: int
+    term: Term, name: str, coefficient: float, batch: TrainingBatch, max_new_tokens: int, seed: int, step: int = 1
 ) -> PreparedTerm:
     rollouts, metrics = batch.rollouts, {}
     authors = [int(Author[author.upper()]) for author in term.authors]
@@ -48,7 +49,7 @@ def prepare_term(
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
         metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
-    asked = term.needs().signals
+    asked = term.needs().possible
     masks = [
         mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
         for mask, rollout in zip(eligible, rollouts, strict=True)
@@ -74,6 +75,7 @@ def prepare_term(
         counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
         factor=_by_rollout(rollouts, factors),
         metrics=metrics,
+        step=step,
     )
     prepared.state = term.prepare(prepared)
     return prepared

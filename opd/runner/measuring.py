@@ -36,11 +36,11 @@ def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
     """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
     return {
         name: measure_answers(run, run.samplers.of(run.teachers[name].model))
-        for name in dict.fromkeys(run.teacher_of.values())
+        for name in dict.fromkeys(run.routes.get("teacher", {}).values())
         if run.spec.teachers[name].has_model and not run.spec.teachers[name].of_student
     }
 
 
 def measure_weight_average(run: StageRun) -> dict[str, Measures]:
-    models = [run.teachers[name].model for name in dict.fromkeys(run.teacher_of.values())]
+    models = [run.teachers[name].model for name in dict.fromkeys(run.routes.get("teacher", {}).values())]
     return measure_answers(run, run.samplers.of(weight_average(models)))

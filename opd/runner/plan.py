@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import WEIGHTS
+from opd.data.prompts import DOMAIN
+from opd.data.source import PromptSource
 from opd.models import lora_parameter_count, parameter_count
 from opd.plugins import plugin_errors
 from opd.runner.checks import check_stage
 from opd.text import plain
 
+SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -27,7 +31,8 @@ class Plan:
     parameters: int
     trained: int
     teachers: dict[str, int]  # name -> parameters
-    routes: dict[str, dict[str, str]]
+    routes: dict[str, dict[str, str]]  # role -> value of the route's column -> teacher
+    route: str
     prompt_tokens: float
     tokens_per_step: int
     rollouts_per_step: int
@@ -41,15 +46,19 @@ class Plan:
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
-            *(
-                f"  route      {role}: {domain} -> {name}"
-                for role, table in self.routes.items()
-                for domain, name in table.items()
-            ),
+            *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
             *(f"  note       {plain(note)}" for note in self.notes),
         ]
+
+    def _routes(self) -> Iterator[str]:
+        column = "" if self.route == DOMAIN else f"{plain(self.route)} "
+        for role, table in self.routes.items():
+            for value, name in islice(table.items(), SHOWN):
+                yield f"  route      {role}: {column}{plain(value)} -> {name}"
+            if len(table) > SHOWN:
+                yield f"  route      {role}: … and {len(table) - SHOWN:,} more"
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
@@ -58,10 +67,13 @@ def make_plan(recipe: Recipe) -> list[Plan]:
     def resolve(name: str) -> str:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
 
-    plans = []
+    plans, asked = [], dict[str, list[PromptSource]]()
     with plugin_errors():
         for stage in recipe.stages:
-            plans.append(_plan(stage, resolve))
+            # of a stage whose rollouts are taken up again, what it asks is all that is known yet
+            prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
+            asked[STAGE_PREFIX + stage.name] = prompts
+            plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
             known[stage.name] = resolve(stage.student.model)
     return plans
 
@@ -83,7 +95,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
-        teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
+        teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts,
         memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve, student), longest),
     )  # fmt: skip

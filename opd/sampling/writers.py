@@ -17,7 +17,7 @@ from opd.data.render import render_completion
 from opd.data.stream import Visit
 from opd.errors import TrainingError
 from opd.settings import Choice, Fraction, StageView
-from opd.types import Author, TokenSampler
+from opd.types import Author, Prompt, TokenSampler
 
 AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
 
@@ -29,7 +29,7 @@ class Desk:
     tokenizer: Any
     max_new_tokens: int
     stop_ids: tuple[int, ...]
-    teacher_for: Mapping[str, str]  # domain -> teacher
+    teacher_for: Callable[[Prompt], str]  # the name of the prompt's own teacher
     student: TokenSampler
     teacher: Callable[[str], TokenSampler]
     mixed: Callable[[str], TokenSampler]  # the student with that teacher mixed in
@@ -92,7 +92,7 @@ class MixedWriter(Writer):
     takes_the_rest = True
 
     def source(self, visit: Visit, desk: Desk) -> str:
-        return f"mixed:{desk.teacher_for[visit.prompt.domain]}"
+        return f"mixed:{desk.teacher_for(visit.prompt)}"
 
     def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.mixed(source.removeprefix("mixed:"))
@@ -106,7 +106,7 @@ class TeacherWriter(Writer):
     samples_teacher = True
 
     def source(self, visit: Visit, desk: Desk) -> str:
-        return f"teacher:{desk.teacher_for[visit.prompt.domain]}"
+        return f"teacher:{desk.teacher_for(visit.prompt)}"
 
     def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.teacher(source.removeprefix("teacher:"))

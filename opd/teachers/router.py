@@ -1,70 +1,132 @@
-"""Which teacher scores which prompt: exactly one per role, by domain. Gaps and idle teachers are errors at start-up."""
+"""Which teacher scores which prompt: exactly one per role, by domain or by another column of its row.
+
+Gaps and idle teachers are errors at start-up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from opd.data.prompts import DOMAIN, route_value
 from opd.errors import RecipeError
 from opd.teachers.kinds import TeacherKind
-from opd.types import Rollout
+from opd.types import Prompt, Rollout
+
+Routes = Mapping[str, Mapping[str, str]]  # role -> value of the column -> teacher
 
 
 def routes(
-    teachers: Mapping[str, TeacherKind], domains: Iterable[str], roles: Iterable[str], where: str = ""
+    teachers: Mapping[str, TeacherKind],
+    values: Iterable[str],
+    roles: Iterable[str],
+    where: str = "",
+    column: str = DOMAIN,
+    places: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, str]]:
-    """{role: {domain: teacher}} for every role the objective asks for. `where` names the stage, if there are several.
+    """{role: {value: teacher}} for every role the objective asks for. `where` names the stage, if there are several;
+    `places`: where each value first stands, for messages.
 
-    A teacher scores the domains it lists, else the domain it is named after, else (alone in its role) every domain.
+    A teacher scores the values that it lists under `domains`, else the one it is named after, else (alone in its role) all.
     """
-    domains, table = list(dict.fromkeys(domains)), {}
+    known, table = list(dict.fromkeys(values)), {}
     for role in dict.fromkeys([*roles, *(kind.role for kind in teachers.values())]):
         names = [name for name, kind in teachers.items() if kind.role == role]
         if not names:
             raise RecipeError(
                 f"{where}the objective asks for the role {role!r}, but no teacher has it. Add one under `teachers:`."
             )
-        table[role] = {domain: _pick(domain, role, names, teachers, where) for domain in domains}
+        table[role] = {value: _pick(value, role, names, teachers, where, column, places or {}) for value in known}
         idle = [name for name in names if name not in table[role].values()]
         if idle:
             raise RecipeError(
-                f"{where}teacher {idle[0]!r} scores no domain: {_why_idle(idle[0], teachers, table[role])}"
+                f"{where}teacher {idle[0]!r} scores no {column}: {_why_idle(idle[0], teachers, table[role], column)}"
             )
     return table
 
 
-def _why_idle(name: str, teachers: Mapping[str, TeacherKind], table: Mapping[str, str]) -> str:
+def require_known_domains(teachers: Mapping[str, TeacherKind], domains: Sequence[str], where: str) -> None:
+    """That a mixture weighs its parts by."""
+    for name, kind in teachers.items():
+        unknown = [domain for domain in kind.weighed_domains() if domain not in domains]
+        if unknown:
+            raise RecipeError(
+                f"{where}teacher {name!r} has a weight for the domain {unknown[0]!r}, which no prompt has; they have "
+                f"{', '.join(domains)}. Correct it."
+            )
+
+
+def _why_idle(name: str, teachers: Mapping[str, TeacherKind], table: Mapping[str, str], column: str) -> str:
     if teachers[name].domains is None and name in table:
         other = table[name]
         return f"{name!r} is listed under `domains` of {other!r}. Take it out of that list, or remove teacher {name!r}."
-    return f"the prompts' domains are {', '.join(table)}. Name it after a domain, give it `domains: […]`, or remove it."
+    if column == DOMAIN:
+        return f"the prompts' domains are {', '.join(table)}. Name it after a domain, give it `domains: […]`, or remove it."
+    shown = ", ".join(list(table)[:20])
+    return (
+        f"the values of that column are {shown}. Name it after one, list some under its `domains: […]`, or remove it."
+    )
 
 
-def _pick(domain: str, role: str, names: Sequence[str], teachers: Mapping[str, TeacherKind], where: str) -> str:
-    listed = [name for name in names if domain in (teachers[name].domains or [])]
+def _pick(
+    value: str,
+    role: str,
+    names: Sequence[str],
+    teachers: Mapping[str, TeacherKind],
+    where: str,
+    column: str,
+    places: Mapping[str, str],
+) -> str:
+    listed = [name for name in names if value in (teachers[name].domains or [])]
     if len(listed) > 1:
         raise RecipeError(
-            f"{where}domain {domain!r} is claimed by several teachers ({', '.join(listed)}); exactly one scores it."
+            f"{where}{column} {value!r} is claimed by several teachers ({', '.join(listed)}); exactly one scores it."
         )
     if listed:
         return listed[0]
     open_ones = [name for name in names if teachers[name].domains is None]
-    if domain in open_ones:
-        return domain
+    if value in open_ones:
+        return value
     if len(names) == 1 and open_ones:
         return names[0]
+    place = f" ({places[value]})" if value in places else ""
     raise RecipeError(
-        f"{where}domain {domain!r} has no {role}: there are {', '.join(names)}. Add a teacher named {domain!r}, or list the "
-        f"domain under one: `teachers: {{{names[0]}: {{…, domains: [{domain}]}}}}`."
+        f"{where}{column} {value!r}{place} has no {role}: there are {', '.join(names)}. Add a teacher named {value!r}, or list "
+        f"it under one: `teachers: {{{names[0]}: {{…, domains: [{value}]}}}}`."
     )
 
 
-def by_teacher(rollouts: Sequence[Rollout], table: Mapping[str, str]) -> dict[str, list[Rollout]]:
+def chooser(table: Mapping[str, str], column: str) -> Callable[[Prompt], str]:
+    """The teacher of a prompt. One whose value nobody could see at the start is refused when it comes."""
+
+    def choose(prompt: Prompt) -> str:
+        value = route_value(prompt, column)
+        if value not in table:
+            raise RecipeError(
+                f"prompt {prompt.id!r} has the {column} {value!r}, which no teacher scores; known: {', '.join(table)}."
+            )
+        return table[value]
+
+    return choose
+
+
+def one_per_domain(table: Mapping[str, str], found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Domain -> teacher, of the domains that one teacher scores alone. `found`: (domain, value) of every prompt."""
+    owners: dict[str, set[str]] = {}
+    for domain, value in found:
+        owners.setdefault(domain, set()).update([table[value]] if value in table else [])
+    return {domain: next(iter(names)) for domain, names in owners.items() if len(names) == 1}
+
+
+def by_teacher(
+    rollouts: Sequence[Rollout], table: Mapping[str, str], value_of: Callable[[Rollout], str] = lambda item: item.domain
+) -> dict[str, list[Rollout]]:
     """The rollouts of a batch grouped by the teacher that scores them, in the order teachers first appear."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        if rollout.domain not in table:
+        value = value_of(rollout)
+        if value not in table:
             raise RecipeError(
-                f"rollout {rollout.id!r} has the domain {rollout.domain!r}, which no teacher scores; known: {', '.join(table)}."
+                f"rollout {rollout.id!r} belongs to {value!r}, which no teacher scores; known: {', '.join(table)}."
             )
-        groups.setdefault(table[rollout.domain], []).append(rollout)
+        groups.setdefault(table[value], []).append(rollout)
     return groups

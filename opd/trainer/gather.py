@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from opd.data.prompts import route_value
 from opd.data.stream import Visit
-from opd.objective.batch import Signals, need_beside
+from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, texts_for
 from opd.trainer.metrics import Clock
@@ -27,6 +28,12 @@ class Gathered:
     metrics: dict[str, float]
     prompts: dict[str, Prompt]  # by id
     groups: dict[str, Group]  # what views may look at
+
+    def teacher_of(self, run: StageRun) -> dict[str, str]:
+        """Rollout id -> the teacher (of that role) that it belongs to; nothing where there is none."""
+        if "teacher" not in run.routes:
+            return {}
+        return {rollout.id: run.teacher_for(self.prompts[rollout.prompt_id]) for rollout in self.rollouts}
 
 
 def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
@@ -79,17 +86,22 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
+
+    def value_of(rollout: Rollout) -> str:
+        return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
+
     for role, kind in run.objective.needs(step, run.spec.train.updates):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
-        need = need_beside(signals, role, kind)
-        for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
+        need = run.objective.need_beside(signals, role, kind)
+        for name, asked in by_teacher(batch.rollouts, run.routes[role], value_of).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
+            seen = texts_for(view, asked, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
+    run.tell_unshown(step, metrics)
     return signals, metrics

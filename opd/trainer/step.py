@@ -42,15 +42,16 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     with clock("score"):
         signals, shown = score(run, gathered, step)
+    result = StepResult({})
+    if run.spec.train.learn:  # else scores are all that is wanted
+        with clock("update"):
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
+            result = run.trainer.step(batch, step)
+            run.publish(step=step)
 
-    with clock("update"):
-        batch = TrainingBatch(rollouts, signals, rewards)
-        result = run.trainer.step(batch, step)
-        run.publish(step=step)
-
-    rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
-    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
-    extra |= gathered.metrics | shown | result.metrics | rewarding
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
+    extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
+    extra |= gathered.metrics | shown | result.metrics
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )
@@ -77,12 +78,13 @@ def train_step(
     train: Train | None = None, seed: int = 0, teacher_of: Mapping[str, str] | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> StepResult:  # fmt: skip
-    """Train on one scored batch: `train.epochs` times `train.minibatches` updates. `teacher_of`: domain -> teacher."""
-    train, teacher_of = train or Train(), teacher_of or {}
+    """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if it does not say."""
+    train, domains = train or Train(), teacher_of or {}
+    owners = batch.teacher_of or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
     device = student.device
 
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
-        return micro_batches(rollouts, train.micro_tokens, device, teacher_of)
+        return micro_batches(rollouts, train.micro_tokens, device, owners)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
         prepared = objective.prepare(student, batch, step, cut, train.updates)
@@ -123,11 +125,11 @@ def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> 
 def micro_batches(
     rollouts: Sequence[Rollout], tokens: int, device: torch.device, teacher_of: Mapping[str, str]
 ) -> list[Pack]:
-    """Packs ordered by teacher, then length; a group is never split."""
+    """Packs ordered by teacher (`teacher_of`: rollout id -> teacher), then length; a group is never split."""
     longest: dict[str, int] = {}
     for rollout in rollouts:
         longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
-    ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.domain, ""), longest[item.group], item.group))
+    ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.id, ""), longest[item.group], item.group))
     return [Pack.of(part, device) for part in pack(ordered, tokens, unit=lambda item: item.pair or item.group)]
 
 

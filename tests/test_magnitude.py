@@ -1,0 +1,72 @@
+"""RLSD's advantage: the verifier gives the direction, the teacher how far each token goes."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from opd.objective.advantage_formulas import weighed_by_teacher
+from opd.objective.magnitude import MagnitudeAdvantage
+from opd.teachers.local import LocalTeacher
+from opd.types import SignalNeed
+from tests.helpers import term, tiny_model
+from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
+
+
+def plain(advantage: float, teacher: float, student: float, share: float, band: float) -> float:
+    """As published (arXiv 2604.03128, equations 14 to 16), one token."""
+    sign = (advantage > 0) - (advantage < 0)
+    weight = min(max(exp(min(sign * (teacher - student), 700)), 1 - band), 1 + band)
+    return advantage * ((1 - share) + share * weight)
+
+
+@given(
+    advantage=st.floats(-3, 3),
+    teacher=st.floats(-800, 0),
+    student=st.floats(-800, 0),
+    share=st.floats(0, 1),
+    band=st.floats(0.01, 0.9),
+)
+def test_the_formula_in_double_precision(
+    advantage: float, teacher: float, student: float, share: float, band: float
+) -> None:
+    found = weighed_by_teacher(np.array([advantage]), np.array([teacher - student]), share, band)
+    assert found[0] == pytest.approx(plain(advantage, teacher, student, share, band), rel=1e-12, abs=1e-15)
+    assert found[0] * advantage >= 0  # the teacher never turns the direction
+
+
+def test_share_rises_and_falls() -> None:
+    rising = MagnitudeAdvantage(share=0.8, warmup=4, decay=2)
+    assert [rising.share_at(step) for step in range(1, 9)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.4, 0, 0, 0])
+    assert MagnitudeAdvantage(share=0.3).share_at(1) == MagnitudeAdvantage(share=0.3).share_at(99) == 0.3
+    for wrong in ({"share": 0}, {"outcome_weight": 0}, {"band": 1.0}):
+        with pytest.raises(ValidationError):
+            MagnitudeAdvantage(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_term_weighs_the_outcome_of_whole_answers() -> None:
+    student, teacher = tiny_model("llama"), tiny_model("llama", 1)
+    rollouts = sampled_by(student, some_rollouts())
+    rewards = {item.id: float(number % 3 == 0) for number, item in enumerate(rollouts)}
+    also: Any = {"kind": "magnitude", "share": 0.6, "band": 0.3, "std": True, "warmup": 2}
+    weighed = term(form="policy_gradient", aggregate="constant", advantage={"teacher_weight": 0, "also": also})
+    found, _, _ = gradients(student, {"t": teacher}, [weighed], rollouts, scores=rewards)
+
+    scores = LocalTeacher("t", "teacher", teacher, 64, STOPS).score(rollouts, SignalNeed("logprobs_at"))
+    wanted = 0.0
+    for item, signal in zip(rollouts, scores, strict=True):
+        group = np.array([rewards[other.id] for other in rollouts if other.group == item.group])
+        spread = group.std(ddof=1) if group.size > 1 else 0.0
+        advantage = float((rewards[item.id] - group.mean()) / (spread + 1e-4))
+        for said, own in zip(signal.values, item.logprob, strict=True):  # the first of two warm-up steps: half of 0.6
+            wanted -= plain(advantage, float(said), float(own), 0.3, 0.3)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert weighed.needs().rewards
+    assert weighed.needs().signals == (("teacher", "logprobs_at"),)
+    assert weighed.minimises == ""
