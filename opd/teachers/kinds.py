@@ -80,7 +80,7 @@ AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 class ModelTeacher(TeacherKind):
     """Kinds that score with a model in this process."""
 
-    offers = frozenset({"logprobs_at", "hidden"})
+    offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
