@@ -54,6 +54,7 @@ CHOICES: dict[str, str] = {
     "teacher.ema": "opd.teachers.of_student:EmaTeacher",
     "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
     "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.served": "opd.teachers.served:ServedTeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError, TokenizerMismatch
@@ -68,18 +69,30 @@ def vocabulary_size(tokenizer: Any, stop: Sequence[int], rows: int) -> int:
     return min(max([*tokenizer.get_vocab().values(), *stop], default=-1) + 1, rows)
 
 
-def share_vocabulary(student: LanguageModel, teachers: Mapping[str, LanguageModel]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Vocabulary:
+    """Of a model that is not in this process: the ids that its head has rows for, and those that it stops at."""
+
+    name: str
+    rows: int
+    stop_ids: tuple[int, ...]
+
+
+def share_vocabulary(
+    student: LanguageModel, teachers: Mapping[str, LanguageModel], elsewhere: Sequence[Vocabulary] = ()
+) -> tuple[int, ...]:
     """The stop ids of all together, one event; from now on every model has the same ids, so each can score what another drew."""
     models = [student, *teachers.values()]
-    rows = min(model.head.weight.shape[0] for model in models)
+    every = [Vocabulary(model.name, model.head.weight.shape[0], model.stop_ids) for model in models] + [*elsewhere]
+    rows = min(found.rows for found in every)
     lost = [index for index in student.stop_ids if index >= rows]
     if lost:
-        short = min(models, key=lambda model: model.head.weight.shape[0])
+        short = min(every, key=lambda found: found.rows)
         raise ModelError(
             f"student {student.name!r} stops at id {lost[0]}, and teacher {short.name!r} has a head of {rows} ids: it cannot score "
             "the end of an answer. Use a teacher that knows the student's stop ids."
         )
-    stop = tuple(dict.fromkeys(index for model in models for index in model.stop_ids if index < rows))
+    stop = tuple(dict.fromkeys(index for found in every for index in found.stop_ids if index < rows))
     size = min(rows, max([student.size, *(index + 1 for index in stop)]))
     for model in models:
         model.size = size

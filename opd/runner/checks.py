@@ -59,8 +59,10 @@ def check_stage(
     told: Told = silent,
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
+    *,
+    planning: bool = False,
 ) -> Checked:
-    """Refuse what cannot work; what takes longest comes last."""
+    """Refuse what cannot work; what takes longest comes last. `planning`: servers need not be there yet."""
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
@@ -75,6 +77,7 @@ def check_stage(
     tokenizer = tokenizers[names[own]]
     for ref in refs:
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
+    outlooks = [kind.inquire(name, tokenizer, own.model, planning) for name, kind in spec.teachers.items()]
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
     sources = open_prompts(spec, told)
@@ -103,8 +106,9 @@ def check_stage(
         raise RecipeError(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
-    context = min(map(context_of, configs.values()))
-    warnings = [
+    context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
+    warnings = [note for outlook in outlooks for note in outlook.notes]
+    warnings += [
         f"WARNING: teachers.{name}: {line}"
         for name, kind in spec.teachers.items()
         for line in kind.warn(StageView.of(spec))

@@ -73,7 +73,7 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
-    checked = check_stage(stage, resolve)
+    checked = check_stage(stage, resolve, planning=True)
     config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {

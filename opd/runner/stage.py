@@ -22,7 +22,7 @@ from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
-from opd.teachers.kinds import ModelRef
+from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
@@ -83,7 +83,8 @@ class StageRun:
             revision = revision_of(ref.model, ref.revision)
             return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=device)
 
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
+        around = Surroundings(say, check_stop, store.directory.parent)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, around)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."

@@ -62,6 +62,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     most = 64 * settings.limits.tokens
     worker = Worker(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
     front = Front(served, worker, token, settings.limits, settings.body_seconds)
+    listening.listen(BACKLOG)
     port = listening.getsockname()[1]
     if not LOOPBACK.fullmatch(settings.host):
         say(
@@ -205,5 +206,4 @@ def _run(app: Any, front: Front, listening: socket.socket, settings: ServeSettin
         proxy_headers=False,
         lifespan="off",
     )
-    listening.listen(BACKLOG)
     DrainingServer(config).run(sockets=[listening])

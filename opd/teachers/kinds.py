@@ -6,19 +6,23 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from opd.remote import nothing, to_stderr
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.tokenizers import Vocabulary
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -31,12 +35,29 @@ class ModelRef(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """The run that a teacher is opened for: whom it tells that it waits, who may end a wait, where it may keep files."""
+
+    say: Callable[[str], None] = to_stderr
+    check: Callable[[], None] = nothing
+    directory: Path | None = None
+
+
+class Outlook(NamedTuple):
+    """What can be known of a teacher elsewhere before anything is loaded."""
+
+    context: int = sys.maxsize
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Supplies:
     """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
 
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
+    around: Surroundings = field(default_factory=Surroundings)
 
 
 class TeacherKind(Choice):
@@ -67,6 +88,14 @@ class TeacherKind(Choice):
 
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
+        return ()
+
+    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+        """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
+        return Outlook()
+
+    def vocabularies(self, name: str, around: Surroundings) -> Sequence[Vocabulary]:
+        """Of models elsewhere: stop ids of all are one event, so they are asked for before any teacher is opened."""
         return ()
 
     @abstractmethod
