@@ -142,7 +142,7 @@ def _run(app: Any, front: Front, listening: socket.socket, settings: ServeSettin
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class PatientOnce(H11Protocol):  # type: ignore[misc]
+    class PatientOnce(H11Protocol):
         """Headers have to come in time, too; uvicorn alone would wait for ever."""
 
         slow: asyncio.TimerHandle | None = None
@@ -178,7 +178,7 @@ def _run(app: Any, front: Front, listening: socket.socket, settings: ServeSettin
                 self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
                 self.transport.close()
 
-    class DrainingServer(uvicorn.Server):  # type: ignore[misc]
+    class DrainingServer(uvicorn.Server):
         deadline = float("inf")
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from opd.divergences import Projection
@@ -108,8 +109,8 @@ class ServedScorer(ScoringTeacher):
             return list(tensors["hidden"].to(self.device).split(counts))
         if want == "logprobs":
             return [part.numpy() for part in tensors["logprobs"].split(counts)]
-        parts = [tensors[name].split(counts) for name in ("ids", "logprobs", "tail", "stop")]
-        return [TopK(*(part.numpy() for part in row), self.fingerprint) for row in zip(*parts, strict=True)]
+        whole = TopK(*(tensors[name].numpy() for name in ("ids", "logprobs", "tail", "stop")), fingerprint=self.fingerprint)
+        return [whole.rows(index) for index in np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])]
 
     def _ask(self, question: Question, texts: Sequence[Rendered]) -> dict[str, Tensor]:
         body, headers = self._remote.bytes(

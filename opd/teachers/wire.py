@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 FRAME = "application/x-safetensors"
 WEIGHTS_HEADER, INSTANCE_HEADER = "x-opd-weights", "x-opd-instance"
-INTEGERS = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 LARGEST = 2**31 - 1
 Id = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
