@@ -27,8 +27,8 @@ from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
-from opd.teachers.kinds import ModelRef
-from opd.teachers.router import chooser, one_per_domain, routes
+from opd.teachers.kinds import ModelRef, Outlook
+from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -77,13 +77,14 @@ def check_stage(
     tokenizer = tokenizers[names[own]]
     for ref in refs:
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
-    outlooks = [kind.inquire(name, tokenizer, own.model, planning) for name, kind in spec.teachers.items()]
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
+    outlooks = _require_teachers(spec, tokenizer, planning)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
+    require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
     places: dict[str, str] = {}
     for (_, value), place in found.items():
@@ -107,16 +108,26 @@ def check_stage(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
-    warnings = [note for outlook in outlooks for note in outlook.notes]
-    warnings += [
-        f"WARNING: teachers.{name}: {line}"
-        for name, kind in spec.teachers.items()
-        for line in kind.warn(StageView.of(spec))
-    ]
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *warnings))
+    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec, outlooks)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
+
+
+def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
+    """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
+    for name, kind in spec.teachers.items():
+        kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
+    return [kind.inquire(name, tokenizer, spec.student.model, planning) for name, kind in spec.teachers.items()]
+
+
+def _warnings(spec: Stage, outlooks: Iterable[Outlook]) -> list[str]:
+    view = StageView.of(spec)
+    notes = [note for outlook in outlooks for note in outlook.notes]
+    return notes + [
+        f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)
+    ]
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

@@ -15,13 +15,17 @@ from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models import load_model
+from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
+from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
+from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
@@ -89,7 +93,28 @@ class StageRun:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
+        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
+
+    def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
+        """Whose scores this stage keeps, for teachers of kind cached."""
+        spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
+        weights = {
+            name: {
+                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
+            }
+            for name, kind in spec.teachers.items()
+        }
+        scored = ScoredStage(
+            self.store.directory.parent / FOLDER / f"{spec.name}.json",
+            fingerprint(self.student.tokenizer),
+            self.stop_ids,
+            self.student.size,
+            {name: scored_by(kind, self.teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+        )
+        scored.begin()
+        return scored
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -173,6 +198,7 @@ class StageRun:
             store=self.store,
             desk=desk,
             max_prompt_tokens=room,
+            replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
@@ -22,7 +22,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
-    from opd.models.tokenizers import Vocabulary
+    from opd.models.tokenizers import Elsewhere
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -67,6 +67,7 @@ class TeacherKind(Choice):
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
+    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -76,6 +77,25 @@ class TeacherKind(Choice):
 
     def reads(self) -> Sequence[ModelRef]:
         return ()
+
+    def earlier(self) -> Sequence[str]:
+        """Runs that it reads: directories, or `stage:NAME`."""
+        return ()
+
+    def inside(self, directory: Path) -> TeacherKind:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    def files(self) -> list[Path]:
+        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
+        """Of a teacher whose model is not in this process."""
+        return None
 
     @property
     def title(self) -> str:
@@ -94,9 +114,13 @@ class TeacherKind(Choice):
         """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
         return Outlook()
 
-    def vocabularies(self, name: str, around: Surroundings) -> Sequence[Vocabulary]:
-        """Of models elsewhere: stop ids of all are one event, so they are asked for before any teacher is opened."""
-        return ()
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        return self.refuse(view)
+
+    def weighed_domains(self) -> list[str]:
+        """Domains that its settings name, beside those that it scores."""
+        return []
 
     @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:

@@ -20,13 +20,13 @@ def open_teachers(
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
     around = around or Surroundings()
-    elsewhere = [found for name, kind in kinds.items() for found in kind.vocabularies(name, around)]
     models: dict[ModelRef, LanguageModel] = {}
     for ref in (ref for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
+    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary(around)) is not None]
     stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()}, elsewhere)
 
     def loaded(ref: ModelRef) -> LanguageModel:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from opd.errors import RecipeError, RemoteError, ServerAway, TokenizerMismatch
 from opd.remote import Remote, address_of
-from opd.settings import Address, Positive, Word
+from opd.settings import Address, Positive, StageView, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
 from opd.text import plain
 from opd.types import TeacherLike
 
 if TYPE_CHECKING:
-    from opd.models.tokenizers import Vocabulary
+    from opd.models.tokenizers import Elsewhere
 
 GLANCE = 3.0  # seconds for a first look, which need not succeed
 
@@ -83,6 +83,9 @@ class ServedTeacher(TeacherKind):
         except RecipeError as error:
             raise ValueError(str(error)) from None
 
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        yield "kind served scores by itself, not as a part of a mixture. Load the model here (kind: frozen), or mix it where it is served."
+
     @property
     def title(self) -> str:
         return f"{self.model} at {self.address}"
@@ -132,11 +135,11 @@ class ServedTeacher(TeacherKind):
         known = f"weights {facts.weights[:12]}, {facts.dtype} on {facts.device}, width {facts.width}, context {facts.context:,}"
         return Outlook(min(facts.context, facts.limits.tokens), (f"{where}: {known}",))
 
-    def vocabularies(self, name: str, around: Surroundings) -> Sequence[Vocabulary]:
-        from opd.models.tokenizers import Vocabulary
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
+        from opd.models.tokenizers import Elsewhere
 
         facts = self.facts(self.connect(around))
-        return (Vocabulary(f"{name} ({self.title})", facts.rows, facts.stop_ids),)
+        return Elsewhere(self.title, facts.stop_ids, facts.rows)
 
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.served_scoring import ServedScorer

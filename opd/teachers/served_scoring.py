@@ -109,7 +109,9 @@ class ServedScorer(ScoringTeacher):
             return list(tensors["hidden"].to(self.device).split(counts))
         if want == "logprobs":
             return [part.numpy() for part in tensors["logprobs"].split(counts)]
-        whole = TopK(*(tensors[name].numpy() for name in ("ids", "logprobs", "tail", "stop")), fingerprint=self.fingerprint)
+        whole = TopK(
+            *(tensors[name].numpy() for name in ("ids", "logprobs", "tail", "stop")), fingerprint=self.fingerprint
+        )
         return [whole.rows(index) for index in np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])]
 
     def _ask(self, question: Question, texts: Sequence[Rendered]) -> dict[str, Tensor]:
