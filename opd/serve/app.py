@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as PlainHTTPException
 from starlette.requests import ClientDisconnect
 
 from opd.serve.models import ServedModel
-from opd.serve.worker import QueueFull, Worker
+from opd.serve.worker import QueueFull, ScoringThread
 from opd.teachers.wire import FRAME, INSTANCE_HEADER, WEIGHTS_HEADER, RequestLimits, WireError, read_question
 from opd.text import first_line, plain
 
@@ -34,7 +34,7 @@ class Front:
     """What the addresses share."""
 
     models: Mapping[str, ServedModel]
-    worker: Worker
+    worker: ScoringThread
     token: str
     limits: RequestLimits
     body_seconds: float
@@ -99,34 +99,39 @@ def make_app(front: Front) -> FastAPI:
             raise WireError(429, "too many requests are waiting; ask again later") from None
         return frame(model, await waiting)
 
-    @app.exception_handler(WireError)
-    async def refused(_: Request, error: WireError) -> Response:
-        return refusal(error.status, str(error))
-
-    @app.exception_handler(PlainHTTPException)
-    async def elsewhere(_: Request, error: PlainHTTPException) -> Response:
-        return refusal(error.status_code, f"{error.detail}: see docs/serving.md for what can be asked")
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return refusal(422, plain(error, 300))
-
-    @app.exception_handler(RuntimeError)  # out of memory, a failed kernel: the others are still served
-    async def failed(_: Request, error: RuntimeError) -> Response:
-        return refusal(500, f"scoring failed: {plain(first_line(error), 300)}")
-
-    app.add_middleware(Gate, front=front)
+    _refuse(app)
+    app.add_middleware(Doorkeeper, front=front)
     return app
 
 
-def refusal(status: int, message: str) -> Response:
+def _refuse(app: FastAPI) -> None:
+    """What becomes of errors."""
+
+    @app.exception_handler(WireError)
+    async def refused(_: Request, error: WireError) -> Response:
+        return refused_with(error.status, str(error))
+
+    @app.exception_handler(PlainHTTPException)
+    async def elsewhere(_: Request, error: PlainHTTPException) -> Response:
+        return refused_with(error.status_code, f"{error.detail}: see docs/serving.md for what can be asked")
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return refused_with(422, plain(error, 300))
+
+    @app.exception_handler(RuntimeError)  # out of memory, a failed kernel: the others are still served
+    async def failed(_: Request, error: RuntimeError) -> Response:
+        return refused_with(500, f"scoring failed: {plain(first_line(error), 300)}")
+
+
+def refused_with(status: int, message: str) -> Response:
     headers = RETRY if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else {}
     if status in (408, 413):
         headers = {**headers, "connection": "close"}  # what is left of the body is not read
     return JSONResponse({"error": message}, status, headers)
 
 
-class Gate:
+class Doorkeeper:
     """In front of every address: the token, the limits that need no body, draining; and it counts."""
 
     def __init__(self, app: Any, front: Front) -> None:
@@ -146,7 +151,7 @@ class Gate:
 
         problem = self._problem(scope)
         if problem is not None:
-            await refusal(*problem)(scope, receive, counted)
+            await refused_with(*problem)(scope, receive, counted)
             return
         front.open += 1
         try:

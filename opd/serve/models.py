@@ -18,7 +18,7 @@ from opd.models.language_model import LanguageModel
 from opd.models.packing import pack
 from opd.models.tokenizers import fingerprint
 from opd.teachers.scoring import Page, tempered
-from opd.teachers.wire import PROTOCOL, Asked, write_answer
+from opd.teachers.wire import PROTOCOL, ScoreRequest, write_answer
 from opd.types import Rendered
 
 ROWS = 1024  # rows of log-probs at once, where ids other than the text's own are asked about
@@ -33,7 +33,7 @@ class ServedModel:
         embedded = model.module.get_input_embeddings().weight.shape[0]
         self.rows = min(model.head.weight.shape[0], embedded)
         self.context = model.context
-        self.weights = weights_hash(dict(chain(model.module.named_parameters(), model.module.named_buffers())))
+        self.weights = tensors_hash(dict(chain(model.module.named_parameters(), model.module.named_buffers())))
         self.head_hash = hashlib.sha256(self.head()).hexdigest()
 
     def head(self) -> bytes:
@@ -62,7 +62,7 @@ class ServedModel:
         }
 
     @torch.no_grad()
-    def answer(self, group: Sequence[Asked]) -> tuple[list[bytes], int]:
+    def answer(self, group: Sequence[ScoreRequest]) -> tuple[list[bytes], int]:
         """The frames of several questions, and how many forward passes they took together."""
         texts = [_Text(str(number), text) for number, text in enumerate(chain(*(asked.texts for asked in group)))]
         pages = [Page.of([each.text for each in batch], self.model.device) for batch in pack(texts, self._batch_tokens)]
@@ -72,7 +72,7 @@ class ServedModel:
         parts = zip(group, hidden_ND.split(counts), tokens_N.split(counts), strict=True)
         return [write_answer(self._tensors(asked, hidden, tokens)) for asked, hidden, tokens in parts], len(pages)
 
-    def _tensors(self, asked: Asked, hidden_ND: Tensor, tokens_N: Tensor) -> Mapping[str, Tensor]:
+    def _tensors(self, asked: ScoreRequest, hidden_ND: Tensor, tokens_N: Tensor) -> Mapping[str, Tensor]:
         question = asked.question
         if question.want == "hidden":
             return {"hidden": hidden_ND.cpu()}
@@ -109,7 +109,7 @@ def _given(projection: Projection, tokens_NM: Tensor, stop_ids: tuple[int, ...])
     return torch.cat(parts)
 
 
-def weights_hash(tensors: Mapping[str, Tensor]) -> str:
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     """Names, types, shapes and bytes of all weights: two servers with the same hash score alike, but for rounding."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

@@ -5,15 +5,12 @@ SIGTERM and Ctrl-C drain: what was accepted is answered, what comes later gets 5
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import UserError
@@ -22,13 +19,9 @@ from opd.teachers.wire import RequestLimits
 from opd.text import plain
 
 if TYPE_CHECKING:
-    from opd.serve.app import Front
     from opd.serve.models import ServedModel
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-BACKLOG = 4096  # connections that may wait to be accepted
-CONNECTIONS = 8192
-HEAD_BYTES = 64 << 10  # of a request line and headers
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,11 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     listening = _listen(settings)
     served = _load(named, settings, say)
     from opd.serve.app import Front, make_app
-    from opd.serve.worker import Worker
+    from opd.serve.sockets import BACKLOG, run_until_told
+    from opd.serve.worker import ScoringThread
 
     most = 64 * settings.limits.tokens
-    worker = Worker(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
+    worker = ScoringThread(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
     front = Front(served, worker, token, settings.limits, settings.body_seconds)
     listening.listen(BACKLOG)
     port = listening.getsockname()[1]
@@ -74,7 +68,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"serving {', '.join(served)} at http://{host}:{port}")
     try:
-        _run(make_app(front), front, listening, settings)
+        run_until_told(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
     finally:
         worker.close()
     say("every request that was accepted has been answered")
@@ -136,74 +130,3 @@ def _listen(settings: ServeSettings) -> socket.socket:
             f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}. Choose another --port."
         ) from None
     return listening
-
-
-def _run(app: Any, front: Front, listening: socket.socket, settings: ServeSettings) -> None:
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class PatientOnce(H11Protocol):
-        """Headers have to come in time, too; uvicorn alone would wait for ever."""
-
-        slow: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self.slow is not None:
-                self.slow.cancel()
-            super().connection_lost(exc)
-
-        def _watch(self) -> None:
-            """A clock runs from the first byte of a request to the end of its headers."""
-            import h11
-
-            headers_are_coming = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-            if headers_are_coming and self.slow is None:
-                self.slow = self.loop.call_later(settings.body_seconds, self._too_slow)
-            elif not headers_are_coming and self.slow is not None:
-                self.slow.cancel()
-                self.slow = None
-
-        def _too_slow(self) -> None:
-            if not self.transport.is_closing():
-                body = b'{"error": "the request did not come in time"}'
-                head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-                self.transport.close()
-
-    class DrainingServer(uvicorn.Server):
-        deadline = float("inf")
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if front.draining:
-                super().handle_exit(sig, frame)
-                self.force_exit = True
-            front.draining = True
-            self.deadline = time.monotonic() + settings.drain_seconds
-
-        async def on_tick(self, counter: int) -> bool:
-            ended = front.draining and (front.open == 0 or time.monotonic() > self.deadline)
-            return bool(await super().on_tick(counter)) or ended
-
-    config = uvicorn.Config(
-        app,
-        http=PatientOnce,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        backlog=BACKLOG,
-        limit_concurrency=CONNECTIONS,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        timeout_graceful_shutdown=int(settings.drain_seconds),
-        server_header=False,
-        proxy_headers=False,
-        lifespan="off",
-    )
-    DrainingServer(config).run(sockets=[listening])

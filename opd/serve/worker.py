@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from opd.serve.models import ServedModel
-from opd.teachers.wire import Asked
+from opd.teachers.wire import ScoreRequest
 
 
 class QueueFull(Exception):
@@ -22,18 +22,18 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ScoreJob:
     model: str
-    asked: Asked
+    asked: ScoreRequest
     answer: Future[bytes] = field(default_factory=Future)
 
 
-class Worker:
+class ScoringThread:
     """`waiting`: how many questions may wait; `tokens`: how many tokens they may have together."""
 
     def __init__(self, models: Mapping[str, ServedModel], *, batch_tokens: int, waiting: int, tokens: int) -> None:
         self._models, self._batch_tokens, self._most, self._most_tokens = models, batch_tokens, waiting, tokens
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[ScoreJob] = deque()
         self._tokens, self._closed, self._changed = 0, False, threading.Condition()
         self.passes: Counter[str] = Counter()
         self.scored: Counter[str] = Counter()
@@ -46,8 +46,8 @@ class Worker:
     def length(self) -> int:
         return len(self._jobs)
 
-    def submit(self, model: str, asked: Asked) -> Future[bytes]:
-        job = Job(model, asked)
+    def submit(self, model: str, asked: ScoreRequest) -> Future[bytes]:
+        job = ScoreJob(model, asked)
         with self._changed:
             if len(self._jobs) >= self._most or (self._jobs and self._tokens + asked.length > self._most_tokens):
                 raise QueueFull
@@ -69,7 +69,7 @@ class Worker:
             if live:
                 self._score(live)
 
-    def _next(self) -> list[Job]:
+    def _next(self) -> list[ScoreJob]:
         """The question that waits longest, and others that fit into its forward pass; none: the end."""
         with self._changed:
             while not self._jobs and not self._closed:
@@ -88,7 +88,7 @@ class Worker:
             self._tokens -= sum(job.asked.length for job in group)
             return group
 
-    def _score(self, group: list[Job]) -> None:
+    def _score(self, group: list[ScoreJob]) -> None:
         model = group[0].model
         began = time.perf_counter()
         try:

@@ -22,7 +22,7 @@ from opd.teachers.wire import (
     FRAME,
     INSTANCE_HEADER,
     WEIGHTS_HEADER,
-    Question,
+    ScoreQuestion,
     WireError,
     read_answer,
     write_question,
@@ -90,7 +90,7 @@ class ServedScorer(ScoringTeacher):
         if need.hidden is not None and all(name in need.hidden for name in ids):
             return super()._values(texts, need, ids)
         want = {"hidden": "hidden", "logprobs_at": "logprobs", "topk": "topk"}[need.kind]
-        question = Question.model_validate(
+        question = ScoreQuestion.model_validate(
             {
                 "want": want,
                 "k": need.k if want == "topk" else None,
@@ -109,12 +109,11 @@ class ServedScorer(ScoringTeacher):
             return list(tensors["hidden"].to(self.device).split(counts))
         if want == "logprobs":
             return [part.numpy() for part in tensors["logprobs"].split(counts)]
-        whole = TopK(
-            *(tensors[name].numpy() for name in ("ids", "logprobs", "tail", "stop")), fingerprint=self.fingerprint
-        )
+        likeliest, logprobs, tail, stop = (tensors[name].numpy() for name in ("ids", "logprobs", "tail", "stop"))
+        whole = TopK(likeliest, logprobs, tail, stop, self.fingerprint)
         return [whole.rows(index) for index in np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])]
 
-    def _ask(self, question: Question, texts: Sequence[Rendered]) -> dict[str, Tensor]:
+    def _ask(self, question: ScoreQuestion, texts: Sequence[Rendered]) -> dict[str, Tensor]:
         body, headers = self._remote.bytes(
             "POST", f"/models/{self._kind.model}/score", write_question(question, texts), accept=FRAME
         )

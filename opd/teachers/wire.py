@@ -41,7 +41,7 @@ class WireError(UserError):
         self.status = status
 
 
-class Question(BaseModel):
+class ScoreQuestion(BaseModel):
     """What is asked about texts. `stop_ids` are one event; `size`: how many ids count, the rest of the head is padding."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -54,7 +54,7 @@ class Question(BaseModel):
     exact: bool = False  # a forward pass of its own: the answer's bits do not depend on who else asks
 
 
-class PlainQuestion(Question):
+class TextQuestion(ScoreQuestion):
     """The same with the texts in it: a body in JSON."""
 
     ids: list[list[Id]]
@@ -72,10 +72,10 @@ class RequestLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class ScoreRequest:
     """A question that was read and checked."""
 
-    question: Question
+    question: ScoreQuestion
     texts: list[Rendered]
     tokens_NM: np.ndarray | None = None  # ids whose log-probs are asked for, instead of the tokens that stand there
 
@@ -88,7 +88,7 @@ class Asked:
         return sum(t1 - t0 for text in self.texts for _, _, t0, t1 in text.spans)
 
 
-def write_question(question: Question, texts: Sequence[Rendered]) -> bytes:
+def write_question(question: ScoreQuestion, texts: Sequence[Rendered]) -> bytes:
     from safetensors.numpy import save
 
     spans = [(number, t0, t1) for number, text in enumerate(texts) for _, _, t0, t1 in text.spans]
@@ -101,7 +101,7 @@ def write_question(question: Question, texts: Sequence[Rendered]) -> bytes:
     return frame
 
 
-def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, context: int) -> Asked:
+def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, context: int) -> ScoreRequest:
     """A request's body. What is wrong with it is said, with a status: 400 unreadable, 413 too much, 422 impossible."""
     asked = _from_json(body) if kind == "application/json" else _from_frame(body)
     if not asked.texts:
@@ -139,7 +139,7 @@ def _check_text(number: int, text: Rendered, rows: int, context: int) -> None:
         )
 
 
-def _check_tokens(asked: Asked, limits: RequestLimits, size: int) -> None:
+def _check_tokens(asked: ScoreRequest, limits: RequestLimits, size: int) -> None:
     tokens = asked.tokens_NM
     if tokens is None:
         return
@@ -157,9 +157,9 @@ def _rendered(ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> Rendered:
     return Rendered(ids, tuple((t0, t1, t0, t1) for t0, t1 in spans))
 
 
-def _from_json(body: bytes) -> Asked:
+def _from_json(body: bytes) -> ScoreRequest:
     try:
-        found = PlainQuestion.model_validate(json.loads(body))
+        found = TextQuestion.model_validate(json.loads(body))
     except ValidationError as error:
         raise WireError(422, _first_mistake(error)) from None
     except (ValueError, RecursionError) as error:
@@ -171,13 +171,13 @@ def _from_json(body: bytes) -> Asked:
     if found.tokens is not None and len({len(row) for row in found.tokens}) > 1:
         raise WireError(422, "`tokens` has rows of different lengths")
     tokens = None if found.tokens is None else np.array(found.tokens, dtype=np.int64).reshape(len(found.tokens), -1)
-    return Asked(found, texts, tokens)
+    return ScoreRequest(found, texts, tokens)
 
 
-def _from_frame(body: bytes) -> Asked:
+def _from_frame(body: bytes) -> ScoreRequest:
     tensors, metadata = _integers(body)
     try:
-        question = Question.model_validate_json(metadata.get("question", ""))
+        question = ScoreQuestion.model_validate_json(metadata.get("question", ""))
     except ValidationError as error:
         raise WireError(422, f"metadata `question`: {_first_mistake(error)}") from None
     missing = {"ids", "lengths"} - tensors.keys()
@@ -202,7 +202,7 @@ def _from_frame(body: bytes) -> Asked:
         by_text[number].append((t0, t1))
     tokens = tensors.get("tokens")
     texts = [_rendered(part, here) for part, here in zip(parts, by_text, strict=True)]
-    return Asked(question, texts, tokens if tokens is None or tokens.ndim != 1 else tokens[:, None])
+    return ScoreRequest(question, texts, tokens if tokens is None or tokens.ndim != 1 else tokens[:, None])
 
 
 def _integers(body: bytes) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
