@@ -6,6 +6,7 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opd.remote import nothing, to_stderr
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
@@ -32,6 +33,7 @@ class ModelRef(NamedTuple):
     model: str
     revision: str | None = None
     dtype: Dtype | None = None  # None: that of the student's weights
+    device: str | None = None  # None: the student's
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
     is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
@@ -158,9 +161,24 @@ class FrozenTeacher(ModelTeacher):
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
     dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
+    device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+            raise ValueError("expected cpu, cuda or cuda:N")
+        return value
 
     def reads(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, self.revision, self.dtype),)
+        return (ModelRef(self.model, self.revision, self.dtype, self.device),)
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.device is not None and view.rollout.teacher_mix and self.role == "teacher":
+            yield (
+                f"device {self.device} with rollout.teacher_mix, which draws every token from student and teacher together: both "
+                "have to be on one device. Drop one of the two."
+            )
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
