@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,9 +89,7 @@ def check_stage(
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
     require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
-    places: dict[str, str] = {}
-    for (_, value), place in found.items():
-        places.setdefault(value, place)
+    places = _first_places(found)
     roles = [role for term in spec.objective for role in term.roles]
     table = routes(spec.teachers, places, roles, where, spec.route, {} if spec.route == DOMAIN else places)
     if spec.eval.prompts and spec.eval.weight_average:
@@ -115,6 +113,14 @@ def check_stage(
     inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec, outlooks)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
+
+
+def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Where each value of the route's column first stands."""
+    places: dict[str, str] = {}
+    for (_, value), place in found.items():
+        places.setdefault(value, place)
+    return places
 
 
 def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
