@@ -28,7 +28,7 @@ from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef
-from opd.teachers.router import chooser, one_per_domain, routes
+from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -77,10 +77,12 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
+    _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
+    require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
     places: dict[str, str] = {}
     for (_, value), place in found.items():
@@ -104,15 +106,22 @@ def check_stage(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
-    warnings = [
-        f"WARNING: teachers.{name}: {line}"
-        for name, kind in spec.teachers.items()
-        for line in kind.warn(StageView.of(spec))
-    ]
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *warnings))
+    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
+
+
+def _require_teachers(spec: Stage, tokenizer: Any) -> None:
+    """What they read beside models is there, and has the signals that they are asked for."""
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
+    for name, kind in spec.teachers.items():
+        kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
+
+
+def _warnings(spec: Stage) -> list[str]:
+    view = StageView.of(spec)
+    return [f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)]
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

@@ -18,6 +18,7 @@ from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
+from opd.sampling.replay import RunSource
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
@@ -25,6 +26,7 @@ from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleReq
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled under
+REPLAY = "replay"  # the source of rollouts that an earlier run drew
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
 
 
@@ -55,6 +57,7 @@ class Trajectories:
     desk: Desk
     max_prompt_tokens: int
     max_length: int  # of a sequence in the sampler
+    replays: Mapping[int, RunSource] = field(default_factory=dict)  # sources that bring their answers, by number
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
@@ -96,6 +99,9 @@ class Trajectories:
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
             visit, writer, prompt_ids = plan.visit, plan.writer, prompts[plan.visit.prompt.id]
+            if visit.source in self.replays:
+                self._replay_stored(rollout_id, plan, prompt_ids, durable.get(rollout_id))
+                continue
             source = writer.source(visit, self.desk)
             if rollout_id not in durable:
                 self._begin(rollout_id, plan, source, prompt_ids, shown.get(rollout_id))
@@ -140,8 +146,9 @@ class Trajectories:
         self.used, self.continued = self.used + len(finished), self.continued + len(open_ids)
         for rollout in [*(self.store.load(finished) if finished else ()), *durable.values()]:
             read = shown.get(rollout.id, prompts[rollout.prompt_id])
+            replayed = planned[rollout.id].visit.source in self.replays  # which brings what was read
             same = np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id])
-            if not same or not np.array_equal(sampled_under(rollout), read):
+            if not same or not (replayed or np.array_equal(sampled_under(rollout), read)):
                 raise DataError(
                     f"prompt {rollout.prompt_id!r} reads differently now than when the run began. Its source has changed: put it back, "
                     "or start a new run."
@@ -182,7 +189,7 @@ class Trajectories:
     def _chosen(self, visit: Visit) -> tuple[Writer, Prompt | None]:
         """Who answers, and what is read if it is not the prompt. Where there is nothing to show, the student answers plainly."""
         writer = self._writer(visit)
-        if not writer.shows_more:
+        if not writer.shows_more or visit.source in self.replays:
             return writer, None
         shown = writer.asks(visit.prompt)
         if shown is None or not self.fits(shown, visit):
@@ -224,6 +231,28 @@ class Trajectories:
         done = durable.response_ids.size if durable is not None else 0
         self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
+
+    def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
+        """An answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
+        visit = plan.visit
+        stored = self.replays[visit.source].rollout(visit.prompt, plan.sample)
+        if not np.array_equal(stored.prompt_ids, prompt_ids):
+            raise DataError(
+                f"prompt {visit.prompt.id!r} is rendered to other ids than in the run that answered it: another tokenizer or chat "
+                "template, other chat_template_kwargs, or a source that has changed. Put them back."
+            )
+        if durable is None:
+            shown = sampled_under(stored) if SAMPLED_UNDER in stored.extras else None
+            self._begin(rollout_id, plan, REPLAY, prompt_ids, shown)
+        columns = [
+            getattr(stored, name).tolist()
+            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
+        ]
+        done = durable.response_ids.size if durable is not None else 0
+        for *token, author in list(zip(*columns, strict=True))[done:]:
+            self.store.append(SampledToken(rollout_id, *token), Author(author))
+        assert stored.stop is not None
+        self.store.finish(rollout_id, stored.stop)
 
     def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
         waiting = 0
