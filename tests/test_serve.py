@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from opd.errors import UserError
-from opd.serve.server import names_of
+from opd.serve.server import served_names
 from tests.servers import TOKEN, ServeProcess
 
 SEEN = {"Authorization": f"Bearer {TOKEN}"}
@@ -311,7 +311,7 @@ def test_a_thousand_at_once_are_answered() -> None:
 
 
 def test_names() -> None:
-    assert names_of(["tiny/arithmetic", "maths=a/b=c"], ["x=dir"]) == {
+    assert served_names(["tiny/arithmetic", "maths=a/b=c"], ["x=dir"]) == {
         "arithmetic": "tiny/arithmetic",
         "maths": "a/b=c",
         "x": "dir",
@@ -323,4 +323,4 @@ def test_names() -> None:
         ([], ["dir"], "NAME=DIRECTORY"),
     ):
         with pytest.raises(UserError, match=says):
-            names_of(models, adapters)
+            served_names(models, adapters)

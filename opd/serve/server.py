@@ -44,7 +44,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"serving needs {' and '.join(missing)}: pip install 'opd[serve]'.")
-    named = names_of(models, adapters)
+    named = served_names(models, adapters)
     token = secrets.token_urlsafe(32) if settings.token_env is None else token_of(settings.token_env, "this server")
     assert token is not None
     listening = _listen(settings)
@@ -74,7 +74,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     say("every request that was accepted has been answered")
 
 
-def names_of(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
+def served_names(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
     """Name -> model. `maths=Qwen/Qwen3-8B`, or a model that goes by the last part of its own name."""
     pairs = [_named(text) for text in models] + [_named(text, adapter=True) for text in adapters]
     found: dict[str, str] = {}
