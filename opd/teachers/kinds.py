@@ -6,14 +6,17 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from opd.remote import nothing, to_stderr
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
 from opd.types import SignalKind, TeacherLike
@@ -30,6 +33,23 @@ class ModelRef(NamedTuple):
     model: str
     revision: str | None = None
     dtype: Dtype | None = None  # None: that of the student's weights
+    device: str | None = None  # None: the student's
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The run that a teacher is opened for: whom it tells that it waits, who may end a wait, where it may keep files."""
+
+    say: Callable[[str], None] = to_stderr
+    check: Callable[[], None] = nothing
+    directory: Path | None = None
+
+
+class Outlook(NamedTuple):
+    """What can be known of a teacher elsewhere before anything is loaded."""
+
+    context: int = sys.maxsize
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class Supplies:
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
+    around: Surroundings = field(default_factory=Surroundings)
 
 
 class TeacherKind(Choice):
@@ -75,7 +96,7 @@ class TeacherKind(Choice):
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
         """Everything it needs is here, or the error says what is missing: before weights are loaded."""
 
-    def vocabulary(self) -> Elsewhere | None:
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
         """Of a teacher whose model is not in this process."""
         return None
 
@@ -91,6 +112,10 @@ class TeacherKind(Choice):
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()
+
+    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+        """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
+        return Outlook()
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
@@ -136,9 +161,24 @@ class FrozenTeacher(ModelTeacher):
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
     dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
+    device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+            raise ValueError("expected cpu, cuda or cuda:N")
+        return value
 
     def reads(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, self.revision, self.dtype),)
+        return (ModelRef(self.model, self.revision, self.dtype, self.device),)
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.device is not None and view.rollout.teacher_mix and self.role == "teacher":
+            yield (
+                f"device {self.device} with rollout.teacher_mix, which draws every token from student and teacher together: both "
+                "have to be on one device. Drop one of the two."
+            )
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
