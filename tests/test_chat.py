@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import opd
-from opd.chat import Answer, Chat, Endpoint, ChatQuestion
+from opd.chat import Answer, Chat, ChatQuestion, Endpoint
 from opd.errors import RecipeError, RemoteError, TrainingError, UserError
 from opd.rewards.chat import ChatReward, digit_of
 from opd.rewards.rewarder import Rewarder

@@ -239,9 +239,10 @@ class Stage(BaseModel):
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether a term or what a teacher is shown depends on them."""
+        """Whether a term, what a teacher is shown or who answers depends on them."""
         choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
-        replaced = self.rollout.demonstrations is not None and self.rollout.demonstrations.by is None
+        wanted = self.rollout.demonstrations
+        replaced = self.rollout.rescue is not None or (wanted is not None and wanted.by is None)
         return replaced or any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import Field, field_validator
 
-from opd.chat import CallLog, Chat, Endpoint, ChatQuestion
+from opd.chat import CallLog, Chat, ChatQuestion, Endpoint
 from opd.data.questions import field_texts, fields_of, filled, question, well_formed
 from opd.errors import RecipeError
 from opd.remote import nothing
@@ -84,7 +84,7 @@ class ChatReward(RewardKind):
     def open(self, calls: CallLog | None, check: Callable[[], None] = nothing) -> ChatRewards:
         return ChatRewards(self, Chat(self.endpoint, calls, check))
 
-    def question(self, sample: Sample) -> Question:
+    def question(self, sample: Sample) -> ChatQuestion:
         values = {**field_texts(sample.prompt.fields), PROMPT: question(sample.prompt), ANSWER: sample.text}
         return ChatQuestion(sample.rollout.id if sample.rollout is not None else None, filled(self.template, values))
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from opd.chat import Endpoint, ChatQuestion
+from opd.chat import ChatQuestion, Endpoint
 from opd.data.questions import field_texts, fields_of, filled, question, well_formed
 from opd.settings import SETTINGS, Family
 from opd.types import Prompt

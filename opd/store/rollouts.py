@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -87,10 +87,13 @@ class RolloutStore:
         prompt_ids: np.ndarray,
         group: str = "",
         pair: str = "",
+        extras: Mapping[str, Any] | None = None,
     ) -> None:
+        """`extras`: further facts of the rollout, plain JSON."""
         self._writable()
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
+        names |= {"extras": dict(extras)} if extras else {}
         with self._lock:
             if id in self._state.numbers:
                 raise StoreError(f"rollout {id!r} was begun twice")
@@ -296,9 +299,8 @@ class RolloutStore:
         self._settle()
         wanted = {self.entries.number(id): id for id in ids}
         kept: dict[str, Signal] = {}
-        for row, place, size in self._state.index.find_attached(
-            np.array(list(wanted), dtype=np.int64), f"{role}/{kind}"
-        ):
+        rows = np.array(list(wanted), dtype=np.int64)
+        for row, place, size in self._state.index.find_attached(rows, f"{role}/{kind}"):
             record = self._read(place, size)
             values, mask = records.signal_values(record)
             facts = record.facts
@@ -396,5 +398,4 @@ class RolloutStore:
 def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
     """Every finished rollout of a run, oldest first."""
     rows = np.flatnonzero(store.index["stop"])
-    for start in range(0, len(rows), batch):
-        yield from store.load_rows(rows[start : start + batch])
+    yield from (rollout for at in range(0, len(rows), batch) for rollout in store.load_rows(rows[at : at + batch]))
