@@ -89,11 +89,10 @@ class RolloutStore:
         pair: str = "",
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extras`: further facts of the rollout, plain JSON."""
         self._writable()
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
-        names |= {"extras": dict(extras)} if extras else {}
+        names |= {"extras": dict(extras)} if extras else {}  # further facts of the rollout, plain JSON
         with self._lock:
             if id in self._state.numbers:
                 raise StoreError(f"rollout {id!r} was begun twice")
@@ -104,8 +103,7 @@ class RolloutStore:
         """Take one sampled token; it reaches the disk with the next group commit."""
         id, value, logprob, sampled, stop, version = token
         live = self._open.get(id) or self._taking(id)
-        row = (live.number, value, logprob, sampled, stop, version, int(author))
-        live.rows.append(row)
+        live.rows.append(row := (live.number, value, logprob, sampled, stop, version, int(author)))
         self._commit.add(row)
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
@@ -398,4 +396,5 @@ class RolloutStore:
 def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
     """Every finished rollout of a run, oldest first."""
     rows = np.flatnonzero(store.index["stop"])
-    yield from (rollout for at in range(0, len(rows), batch) for rollout in store.load_rows(rows[at : at + batch]))
+    for start in range(0, len(rows), batch):
+        yield from store.load_rows(rows[start : start + batch])
