@@ -96,13 +96,14 @@ def check_stage(
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
     templates: dict[str, Any] = {}
+    written = spec.rollout.experience is not None
     for name, kind in spec.teachers.items():
         own_models = [names[ref] for ref in kind.reads()] or [names[own]]
         templates[name] = tokenizers[own_models[0]] if kind.view.chat_template == "teacher" else tokenizer
         scored = partial(_scores, name, chooser(table[kind.role], spec.route))
         known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
         reads = min(context_of(configs[model]) for model in own_models) if known else MANY
-        require_shown(name, kind.view, scored, sources, templates[name], reads)
+        require_shown(name, kind.view, scored, sources, templates[name], reads, written)
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
