@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
+from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -65,6 +65,8 @@ def main() -> None:
     except BrokenPipeError:  # `opd schema | head`
         sys.stdout = None
         sys.exit(1)
+    except AnotherRank as error:
+        sys.exit(error.exit_code)
     except OpdError as error:
         print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
@@ -50,9 +51,10 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             asked |= {visit.prompt.id: visit for visit in visits}
-            rollouts = run.store.load(run.trajectories.collect(visits, run.version))
+            written = run.trajectories.collect(visits, run.version)
+            rollouts = run.world.share(partial(run.store.load, written))
         with clock("reward"):
-            rewards |= run.reward(rollouts, visits)
+            rewards |= run.world.share(partial(run.reward, rollouts, visits))
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
@@ -86,6 +88,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
+    mine = {rollout.id for rollout in run.world.deal(batch.rollouts)}
 
     def value_of(rollout: Rollout) -> str:
         return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
@@ -100,7 +103,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
     return signals, metrics

@@ -21,6 +21,7 @@ from opd.sampling.draws import request_key, uniforms
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
+from opd.trainer.world import World
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
@@ -43,6 +44,7 @@ class Trajectories:
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
+    world: World = field(default_factory=World)
     consumed: int | None = (
         0  # rollouts in the store that belong to earlier steps and stages; None: unknown, it was repaired
     )
@@ -58,9 +60,29 @@ class Trajectories:
             for sample in range(self.spec.samples):
                 if planned.setdefault(self.rollout_id(visit, sample), (visit, sample))[0] is not visit:
                     raise _twice(visit.prompt)
-        prompts = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
+        writers = {self._source(visit): self._writer(visit) for visit in visits}
+        requests, self.used, self.continued = self.world.share(lambda: self._plan(planned, version))
+        for source, wanted in requests.items():
+            self._sample(writers[source].sampler(source, self.desk), wanted, AUTHORS[writers[source].author])
+        self.store.commit(sync=True)
+        self.consumed = None if self.consumed is None else self.consumed + len(planned)
+        self.newest = list(planned)
+        return self.newest
+
+    def _source(self, visit: Visit) -> str:
+        return self._writer(visit).source(visit, self.desk)
+
+    def _plan(
+        self, planned: Mapping[str, tuple[Visit, int]], version: int
+    ) -> tuple[dict[str, list[SampleRequest]], int, int]:
+        """What is to be sampled, by source; and how many rollouts an earlier process had finished, and begun.
+
+        Everything else of the batch is in the store already, or is put there.
+        """
+        visits = {visit.prompt.id: visit for visit, _ in planned.values()}
+        prompts = {name: self.prompt_ids(visit.prompt, self.sources[visit.source]) for name, visit in visits.items()}
         durable = self._take_up(planned, prompts)
-        requests: dict[str, tuple[Writer, list[SampleRequest]]] = {}
+        requests: dict[str, list[SampleRequest]] = {}
         for rollout_id, (visit, sample) in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
@@ -75,13 +97,8 @@ class Trajectories:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, sample)
                 request = SampleRequest(rollout_id, prompt_ids, key, self.sampling)
                 request = self._go_on(request, durable.get(rollout_id), writer, version)
-                requests.setdefault(source, (writer, []))[1].append(request)
-        for source, (writer, wanted) in requests.items():
-            self._sample(writer.sampler(source, self.desk), wanted, AUTHORS[writer.author])
-        self.store.commit(sync=True)
-        self.consumed = None if self.consumed is None else self.consumed + len(planned)
-        self.newest = list(planned)
-        return self.newest
+                requests.setdefault(source, []).append(request)
+        return requests, self.used, self.continued
 
     @property
     def taken_up(self) -> bool:
