@@ -92,9 +92,11 @@ def run(
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
     from opd.config.names import check_output
+    from opd.runner.run import launched
 
-    loaded = load_recipe(recipe, overrides or ())
-    wanted = check_output(Path("runs") / loaded.name if out is None else out)
+    if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
+        loaded = load_recipe(recipe, overrides or ())
+        check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan
 
@@ -107,7 +109,7 @@ def run(
 
     from opd.runner.run import run as start
 
-    start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
+    start(recipe, overrides=overrides or (), out=out, resume=resume, quiet=False, console=Console())
 
 
 class Mode(StrEnum):

@@ -149,6 +149,7 @@ def _start(
             _write_recipe(lock.directory, text, recipe, inputs)
         from opd.runner.pipeline import Pipeline
 
+        _call_others(world, lock.directory)
         pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, world)
         try:
             _carry_out(pipeline)
@@ -205,7 +206,8 @@ def _go_on(
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
-    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world), resume=True, mode=mode)
+    _call_others(world, lock.directory, True, mode)
+    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world), resume=True)
 
 
 def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
@@ -220,15 +222,25 @@ def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> 
     return recipe.model_copy(update={"stages": changed})
 
 
+def launched() -> bool:
+    """Whether this process is a rank that torchrun or its like has started."""
+    return all(name in os.environ for name in LAUNCHED)
+
+
 def joined() -> AbstractContextManager[World]:
     """This process by itself, or the ranks that a launcher has started, of which this is one."""
-    if all(name in os.environ for name in LAUNCHED):
+    if launched():
         from opd.trainer.ranks import joined_ranks
 
         return joined_ranks()
     from opd.trainer.world import World
 
     return nullcontext(World())
+
+
+def _call_others(world: World, directory: Path, resume: bool = False, mode: Mode | None = None) -> None:
+    """Ranks that `_follow` begin once everything that they read is written."""
+    world.share(lambda: (str(directory), resume, mode))
 
 
 def _follow(world: World, rewards: GivenRewards | None) -> Run:
@@ -241,21 +253,19 @@ def _follow(world: World, rewards: GivenRewards | None) -> Run:
     directory, resume, mode = Path(told[0]), told[1], told[2]
     inputs = read_sealed(directory / SEALS).get("inputs")
     recipe = _again(directory, mode, rewards)
-    pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world)
-    pipeline.run(resume=resume)
+    _carry_out(Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world), resume)
     return Run(directory)
 
 
-def _carry_out(pipeline: Pipeline, resume: bool = False, mode: Mode | None = None) -> None:
+def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
     """A stop that a callback asked for is no error; what one raised comes out as it was, with its own traceback."""
-    pipeline.world.share(lambda: (str(pipeline.live.directory), resume, mode))  # other ranks begin here
     try:
         pipeline.run(resume=resume)
         return
     except CallbackRaised as carrier:
         raised = carrier.error
     except Stopped as stop:
-        if isinstance(stop, Preempted) or not pipeline.live.stopping:
+        if isinstance(stop, Preempted) or not pipeline.world.share(lambda: pipeline.live.stopping):
             raise
         return
     raise raised  # out here, so that nothing becomes its context

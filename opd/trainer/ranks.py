@@ -7,6 +7,7 @@ rank does what the others do not: an exchange that one of them does not take par
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,16 +32,18 @@ from opd.trainer.messages import read_message, write_message
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.sharded_optimiser import ShardedOptimiser
 from opd.trainer.shared_sampler import SharedSampler
-from opd.trainer.world import Seen, World, refuse_numbered
+from opd.trainer.world import World, refuse_numbered
 from opd.types import Rollout, Signal, TokenSampler
 
 if TYPE_CHECKING:
     from opd.runner.interrupts import Interrupts
+    from opd.trainer.world import Seen
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
+LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
 _RUNS = count()  # of this process
-FAILED, CODE = "failed", "code"  # in the launcher's store: who told of an error first, and its exit code
+FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
 
 
 class Ranks(World):
@@ -199,16 +202,24 @@ class Ranks(World):
 
     # Errors
 
-    def tells(self, code: int) -> bool:
-        """Whether this rank is the first to end with an error, so that it is the one to tell of it."""
-        first: bool = self._store.add(FAILED, 1) == 1
-        if first:
-            self._store.set(CODE, str(code))
-        return first
+    def first_code(self, code: int) -> int | None:
+        """What the first rank to fail ended with; None: this is the first, and the one to tell of it.
 
-    def code(self) -> int:
-        """What the first ended with."""
-        return int(self._store.get(CODE))
+        The store may be one that a rank keeps, which then waits for the others to have asked.
+        """
+        try:
+            if self._store.add(FAILED, 1) > 1:
+                found = int(self._store.get(CODE))
+                self._store.add(LEFT, 1)
+                return found
+            self._store.set(CODE, str(code))
+            dist.destroy_process_group()  # so that the others notice
+            until = time.monotonic() + LEAVE
+            while time.monotonic() < until and self._store.add(LEFT, 0) < self.size - 1:
+                time.sleep(0.05)
+        except dist.DistError:  # it went with its rank
+            pass
+        return None
 
 
 def _bytes(value: Any) -> torch.Tensor:
@@ -246,14 +257,16 @@ def joined_ranks() -> Iterator[World]:
         dist.destroy_process_group()
         raise
     except OpdError as error:
-        if not ranks.tells(error.exit_code):
-            raise AnotherRank(ranks.code()) from None
+        code = ranks.first_code(error.exit_code)
+        if code is not None:
+            raise AnotherRank(code) from None
         raise
     except RuntimeError as error:
         if not _lost(error):
             raise
-        if not ranks.tells(RanksLost.exit_code):
-            raise AnotherRank(ranks.code()) from None
+        code = ranks.first_code(RanksLost.exit_code)
+        if code is not None:
+            raise AnotherRank(code) from None
         raise RanksLost(
             f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
             f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"

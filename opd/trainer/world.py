@@ -1,7 +1,7 @@
 """The processes of a run: one by itself, or several ranks that take the same step over the same batch.
 
 Every rank forms weights and denominators from the whole batch, so they are those of one process; what is dealt out is work:
-rollouts to sample, to score and to pass through the student. `Solo` is a run in one process. `trainer.ranks` has the other.
+rollouts to sample, to score and to pass through the student. `World` itself is a run in one process, and knows nothing of `torch.distributed`; `trainer.ranks` has the other.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from opd.config import Train
 from opd.errors import RecipeError
-from opd.models.language_model import LanguageModel
-from opd.models.packing import Pack
-from opd.objective.batch import TrainingBatch
-from opd.objective.micro import TokenStatistics
-from opd.trainer.optimiser import Optimiser
-from opd.types import Rollout, Signal, TokenSampler
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a recipe is read, and refused, before torch is needed
+    import torch
+
+    from opd.config import Train
+    from opd.models.language_model import LanguageModel
+    from opd.models.packing import Pack
+    from opd.objective.batch import TrainingBatch
+    from opd.objective.micro import TokenStatistics
     from opd.runner.interrupts import Interrupts
+    from opd.trainer.optimiser import Optimiser
+    from opd.types import Rollout, Signal, TokenSampler
+
+    Seen = list[tuple[Pack, TokenStatistics]]
 
 T = TypeVar("T")
-Seen = list[tuple[Pack, TokenStatistics]]
 
 
 class World:
@@ -69,6 +70,8 @@ class World:
         return student
 
     def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
+        from opd.trainer.optimiser import Optimiser
+
         return Optimiser(parameters, train)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
