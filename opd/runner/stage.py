@@ -55,6 +55,10 @@ class StageRun:
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
+        if self.world.sharded and spec.store.hidden:
+            raise RecipeError(
+                "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false."
+            )
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
@@ -82,7 +86,7 @@ class StageRun:
             revision = revision_of(ref.model, ref.revision)
             return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=device)
 
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, sharded=self.world.sharded)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."

@@ -37,6 +37,9 @@ class Supplies:
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
+    sharded: bool = (
+        False  # the student's weights will be spread over ranks: what scores is a copy, made while it is whole
+    )
 
 
 class TeacherKind(Choice):

@@ -13,7 +13,11 @@ from opd.types import TeacherLike
 
 
 def open_teachers(
-    kinds: Mapping[str, TeacherKind], student: LanguageModel, load: Callable[[ModelRef], LanguageModel]
+    kinds: Mapping[str, TeacherKind],
+    student: LanguageModel,
+    load: Callable[[ModelRef], LanguageModel],
+    *,
+    sharded: bool = False,
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
     models: dict[ModelRef, LanguageModel] = {}
@@ -30,7 +34,7 @@ def open_teachers(
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
         return models[ref]
 
-    supplies = Supplies(student, stop_ids, loaded)
+    supplies = Supplies(student, stop_ids, loaded, sharded)
     return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids
 
 

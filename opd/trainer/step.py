@@ -80,10 +80,9 @@ def train_step(
     check_stop: Callable[[], None] = lambda: None, world: World | None = None,
 ) -> StepResult:  # fmt: skip
     """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if it does not say."""
-    train, domains = train or Train(), teacher_of or {}
+    train, domains, world = train or Train(), teacher_of or {}, world or World()
     owners = batch.teacher_of or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
-    device, world = student.device, world or World()
-    mine = {rollout.id for rollout in world.deal(batch.rollouts)}
+    device, mine = student.device, {rollout.id for rollout in world.deal(batch.rollouts)}
 
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
         return micro_batches([item for item in rollouts if item.id in mine], train.micro_tokens, device, owners)
@@ -142,11 +141,8 @@ def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm:
     bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return
-    where = (
-        f"term {bad[0][1]}, rollouts {', '.join(item.id for item in bad[0][0].rollouts[:3])}, …"
-        if bad
-        else "the gradient"
-    )
+    names = ", ".join(item.id for item in bad[0][0].rollouts[:3]) if bad else ""
+    where = f"term {bad[0][1]}, rollouts {names}, …" if bad else "the gradient"
     optimiser.discard()
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "
