@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,15 +19,17 @@ from opd.divergences.chunked import (
     GradientInForward,
     chunked_divergence,
     chunked_statistics,
+    likeliest_rows,
     scale_,
+    slices,
     wide_dtype,
 )
 from opd.divergences.formulas import Formula
-from opd.divergences.mixture import Source
+from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergences.projection import MergeGroups, Projection, without_autocast
-from opd.divergences.rows import Job, RowStatistics, reference_rows
-from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
+from opd.divergences.rows import Job, RowStatistics, Weight, reference_rows
+from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation, outside
 from opd.types import TopK
 
 CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
@@ -79,6 +81,9 @@ def divergence(
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
+    if isinstance(rows, Mixture):
+        _require_fit(rows, formula, truncation)
+        weight = _weighed(weight, rows)
     job = Job(formula, size, merge, temperature, truncation, weight, tokens, ids, overlap)
     plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
     if not student.count:
@@ -97,6 +102,30 @@ def divergence(
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
+
+
+def _require_fit(mixture: Mixture, formula: Formula, truncation: Truncation) -> None:
+    """A sum of divergences is one to a single teacher in one case alone."""
+    if mixture.kind == "sum" and (formula != Formula("reverse_kl") or truncation.support != "full"):
+        raise ValueError(
+            f"a mixture of kind 'sum' is a sum of reverse KLs over the full vocabulary, and was given {formula.kind!r} over "
+            f"support {truncation.support!r}; use 'geometric' or 'arithmetic'"
+        )
+
+
+def _weighed(weight: Weight, mixture: Mixture) -> Weight:
+    """The weights of rows, times what a mixture's rows are multiplied with."""
+    factor = mixture.row_factor
+    if factor is None:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight * factor
+
+    def of_rows(found: RowStatistics) -> Tensor:
+        own = factor[found.index].to(found.entropy) if isinstance(factor, Tensor) else factor
+        return own * (torch.ones_like(found.entropy) if weight is None else weight(found))
+
+    return of_rows
 
 
 def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:
@@ -208,3 +237,18 @@ def statistics(
 
         return triton_statistics(job, student.detach(), source, plan)
     return RowStatistics.join(list(chunked_statistics(job, student.detach(), source, plan.chunk)))
+
+
+@without_autocast
+@torch.no_grad()
+def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(N, K) ids and log-probs, most likely first: each of `apart`, and the k likeliest of the others; the mass outside, that of `apart`.
+
+    Both are (N,) logs. With all members of a group known, it can be merged at any temperature.
+    """
+    job = Job(None, projection.vocabulary)
+    apart = [index for index in dict.fromkeys(apart) if index < job.size]
+    chunk = values_plan(job, projection, None, CHUNK_BYTES).chunk
+    parts = [likeliest_rows(job, projection.rows(rows), k, apart) for rows in slices(max(projection.count, 1), chunk)]
+    ids, logprobs, group = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, logprobs, outside(logprobs).squeeze(-1), group

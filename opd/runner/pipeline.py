@@ -162,11 +162,11 @@ class Pipeline:
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
-        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
+        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with explain_memory(lambda: self._phase):
             self._on_phase("loading")
             run = StageRun(
-                spec,
+                spec.inside(self._directory),
                 store,
                 self._resolve_model,
                 revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),

@@ -10,6 +10,7 @@ from typing import Any
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
+from opd.data.source import PromptSource
 from opd.models import lora_parameter_count, parameter_count
 from opd.runner.checks import check_stage
 from opd.text import plain
@@ -65,9 +66,12 @@ def make_plan(recipe: Recipe) -> list[Plan]:
     def resolve(name: str) -> str:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
 
-    plans = []
+    plans, asked = [], dict[str, list[PromptSource]]()
     for stage in recipe.stages:
-        plans.append(_plan(stage, resolve))
+        # of a stage whose rollouts are taken up again, what it asks is all that is known yet
+        prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
+        asked[STAGE_PREFIX + stage.name] = prompts
+        plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
         known[stage.name] = resolve(stage.student.model)
     return plans
 

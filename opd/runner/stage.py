@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,13 +15,17 @@ from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models import load_model
+from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_samplers import StageSamplers
+from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
+from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
@@ -30,6 +36,7 @@ from opd.trainer.trajectories import Trajectories
 from opd.trainer.world import World
 from opd.types import Rollout, Sample, Sampling, TeacherLike
 
+UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
@@ -55,10 +62,7 @@ class StageRun:
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
-        if self.world.sharded and spec.store.hidden:
-            raise RecipeError(
-                "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false."
-            )
+        self.world.require(spec)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
@@ -70,6 +74,8 @@ class StageRun:
         self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
         self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
         self._unrewarded = 0  # steps in a row
+        self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
+        self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
         own = WEIGHTS[spec.train.precision_on(device)]
@@ -91,7 +97,28 @@ class StageRun:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
+        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
+
+    def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
+        """Whose scores this stage keeps, for teachers of kind cached."""
+        spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
+        weights = {
+            name: {
+                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
+            }
+            for name, kind in spec.teachers.items()
+        }
+        scored = ScoredStage(
+            self.store.directory.parent / FOLDER / f"{spec.name}.json",
+            fingerprint(self.student.tokenizer),
+            self.stop_ids,
+            self.student.size,
+            {name: scored_by(kind, self.teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+        )
+        scored.begin()
+        return scored
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -180,6 +207,7 @@ class StageRun:
             store=self.store,
             desk=desk,
             max_prompt_tokens=room,
+            replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,
@@ -198,7 +226,34 @@ class StageRun:
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids)
+        feedback = {}
+        if self._keeps_feedback:
+            feedback = {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids, feedback)
+
+    def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
+        """With the tokenizer whose chat template the teacher's view uses."""
+        tokenizer = self._templates[teacher]
+        if self.spec.teachers[teacher].view.chat_template == "student":
+            return groups
+        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+
+    def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
+        """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""
+        for name in self.teachers:
+            share = shares.get(f"unshown/{name}")
+            if share is None:  # it was not asked, or shows what the student reads
+                continue
+            steps = self._unshown[name] = self._unshown[name] + 1 if share == 1 else 0
+            if steps >= UNSHOWN and steps & (steps - 1) == 0:
+                self.say(
+                    f"{self.spec.name}: WARNING: step {step}: the view of teachers.{name} has shown nothing for {steps} steps, so nothing "
+                    "is learnt from it. Look at what it needs: columns, right answers in a group, feedback, the teacher's context"
+                )
+
+    @property
+    def _keeps_feedback(self) -> bool:
+        return any(kind.view.reads_feedback for kind in self.spec.teachers.values())
 
     def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""
@@ -209,7 +264,8 @@ class StageRun:
         samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
         for rollout, result in zip(asked, self.rewarder(samples), strict=True):
             known[rollout.id] = result.reward
-            self.store.note(rollout.id, reward=result.reward)
+            said = {"feedback": result.feedback} if self._keeps_feedback and result.feedback else {}
+            self.store.note(rollout.id, reward=result.reward, **said)
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:

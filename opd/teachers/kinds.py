@@ -7,9 +7,10 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -19,6 +20,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.tokenizers import Elsewhere
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -49,6 +51,7 @@ class TeacherKind(Choice):
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
+    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -58,6 +61,25 @@ class TeacherKind(Choice):
 
     def reads(self) -> Sequence[ModelRef]:
         return ()
+
+    def earlier(self) -> Sequence[str]:
+        """Runs that it reads: directories, or `stage:NAME`."""
+        return ()
+
+    def inside(self, directory: Path) -> TeacherKind:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    def files(self) -> list[Path]:
+        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+
+    def vocabulary(self) -> Elsewhere | None:
+        """Of a teacher whose model is not in this process."""
+        return None
 
     @property
     def title(self) -> str:
@@ -72,6 +94,14 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        return self.refuse(view)
+
+    def weighed_domains(self) -> list[str]:
+        """Domains that its settings name, beside those that it scores."""
+        return []
+
     @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError
@@ -83,7 +113,7 @@ AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 class ModelTeacher(TeacherKind):
     """Kinds that score with a model in this process."""
 
-    offers = frozenset({"logprobs_at", "hidden"})
+    offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")

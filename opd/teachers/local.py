@@ -26,5 +26,9 @@ class LocalTeacher(ScoringTeacher):
     def hidden(self, page: Page) -> Tensor:
         return self._model.predict(page).hidden
 
+    @property
+    def width(self) -> int:
+        return int(self._model.head.weight.shape[1])
+
     def project(self, hidden: Tensor) -> Projection:
         return self.tempered(self._model.project(hidden.to(self._model.dtype)))

@@ -26,7 +26,8 @@ def open_teachers(
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
-    stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()})
+    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary()) is not None]
+    stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()}, elsewhere)
 
     def loaded(ref: ModelRef) -> LanguageModel:
         if ref not in models:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection, token_logprobs
+from opd.divergences import Projection, likeliest_ids, token_logprobs
 from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.models.packing import pack
+from opd.models.tokenizers import fingerprint
 from opd.teachers.views import behind
-from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, WeightsRef
+from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ def _positions(text: Rendered, first: int) -> np.ndarray:
 class ScoringTeacher:
     """A teacher is this with `hidden` and `project`."""
 
-    offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden"})
+    offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden", "topk"})
     version = 0
     context = sys.maxsize
     temperature = 1.0  # of its own distribution, whatever the student's
@@ -74,11 +76,22 @@ class ScoringTeacher:
     def model(self) -> Any:
         return None
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokenizer that gives ids their meaning."""
+        return "" if self.model is None else fingerprint(self.model.tokenizer)
+
     def hidden(self, page: Page) -> Tensor:
         """(N, D), one row per token that is scored."""
         raise NotImplementedError
 
-    def project(self, hidden: Tensor) -> Projection:
+    def project(self, hidden: Tensor) -> Any:
+        """Its distribution: a `Projection`, or a `Mixture` of some."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """D, of the hidden states that `project` takes; a mixture tells its parts apart by it."""
         raise NotImplementedError
 
     def tempered(self, projection: Projection) -> Projection:
@@ -88,10 +101,7 @@ class ScoringTeacher:
         cap = None if projection.softcap is None else projection.softcap / self.temperature
         return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
 
-    def score(
-        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
-    ) -> list[Signal]:
-        """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+    def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(
                 f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
@@ -100,6 +110,12 @@ class ScoringTeacher:
             raise ValueError(
                 "a teacher of this kind gives log-probs at the response tokens; others come from its hidden states"
             )
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+        self.require_offered(need)
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
         found: dict[int, Signal] = {}
@@ -113,20 +129,29 @@ class ScoringTeacher:
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
         if need.hidden is not None and all(name in need.hidden for name in ids):
-            hidden_ND = torch.cat([_reached(need.hidden[name]).to(self.device) for name in ids])
+            hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
             return list(hidden_ND.split(page.counts))
+        if need.kind == "topk":
+            assert need.k is not None
+            return self._likeliest(self.project(hidden_ND), need.k, page.counts)
         logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
         return [part.numpy() for part in logprobs_N.split(page.counts)]
+
+    def _likeliest(self, projection: Projection, k: int, counts: Sequence[int]) -> list[TopK]:
+        """Each stop id beside the k likeliest others, so that they can be one event at any temperature."""
+        ids, logprobs, tail, stop = (part.cpu().numpy() for part in likeliest_ids(projection, k, self.stop_ids))
+        whole = TopK(ids.astype(np.int32), logprobs, tail, stop, self.fingerprint)
+        return [whole.rows(index) for index in np.split(np.arange(len(tail)), np.cumsum(counts)[:-1])]
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
         """Values at their response positions; NaN and masked where no span reaches."""
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
         mask[_positions(text, 0)] = True
         if not mask.all():
-            values = _spread(values, mask)
+            values = spread(values, mask)
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
 
     def observe(self, step: int, weights: WeightsRef) -> None:
@@ -154,13 +179,15 @@ class _Numbered(NamedTuple):
         return self.text.length
 
 
-def _reached(signal: Signal) -> Tensor:
+def reached(signal: Signal) -> Tensor:
     """Hidden states of the tokens that a span reaches."""
     values: Tensor = signal.values
     return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
 
 
-def _spread(values: Any, mask: np.ndarray) -> Any:
+def spread(values: Any, mask: np.ndarray) -> Any:
+    if isinstance(values, TopK):
+        return values.spread(mask)
     if isinstance(values, Tensor):
         whole = values.new_full((mask.size, *values.shape[1:]), float("nan"))
         whole[torch.from_numpy(mask).to(values.device)] = values

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection
+from opd.divergences.mixture import Source
 from opd.errors import RecipeError, UserError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
@@ -85,7 +85,7 @@ class Teacher:
         return self._opened.model
 
     @torch.no_grad()
-    def predict(self, batch: Pack) -> Projection:
+    def predict(self, batch: Pack) -> Source:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         self._follow()
         signals = self._opened.score(batch.rollouts, SignalNeed("hidden"))
@@ -112,9 +112,9 @@ class Teacher:
         self._opened.stop_ids = self.stop_ids = beside.stop_ids
         self._size = beside.size
 
-    def project(self, hidden: Tensor) -> Projection:
+    def project(self, hidden: Tensor) -> Source:
         self._follow()
-        found: Projection = self._opened.project(hidden)
+        found: Source = self._opened.project(hidden)
         return found
 
     def observe(self, step: int, weights: WeightsRef) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
 from opd.data.stream import Visit
-from opd.objective.batch import Signals, need_beside
+from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, texts_for
 from opd.trainer.metrics import Clock
@@ -96,14 +96,15 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     for role, kind in run.objective.needs(step, run.spec.train.updates):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
-        need = need_beside(signals, role, kind)
+        need = run.objective.need_beside(signals, role, kind)
         for name, asked in by_teacher(batch.rollouts, run.routes[role], value_of).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
+            seen = texts_for(view, asked, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
+    run.tell_unshown(step, metrics)
     return signals, metrics

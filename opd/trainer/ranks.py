@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from opd.config import Train
+from opd.config import Stage, Train
 from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
@@ -57,6 +57,17 @@ class Ranks(World):
     @property
     def sharded(self) -> bool:
         return True
+
+    def require(self, spec: Stage) -> None:
+        if not spec.train.learn:
+            raise RecipeError(
+                f"stage {spec.name!r} only scores (train.learn: false), which one process does. Run it without torchrun."
+            )
+        if spec.keeps_hidden:
+            raise RecipeError(
+                "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
+                "one process."
+            )
 
     def device(self, asked: torch.device, name: str) -> torch.device:
         if asked.type == "cpu":

@@ -44,15 +44,16 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     with clock("score"):
         signals, shown = score(run, gathered, step)
+    result = StepResult({})
+    if run.spec.train.learn:  # else scores are all that is wanted
+        with clock("update"):
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
+            result = run.trainer.step(batch, step)
+            run.publish(step=step)
 
-    with clock("update"):
-        batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
-        result = run.trainer.step(batch, step)
-        run.publish(step=step)
-
-    rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
-    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
-    extra |= gathered.metrics | shown | result.metrics | rewarding
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
+    extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
+    extra |= gathered.metrics | shown | result.metrics
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )
@@ -141,8 +142,7 @@ def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm:
     bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return
-    names = ", ".join(item.id for item in bad[0][0].rollouts[:3]) if bad else ""
-    where = f"term {bad[0][1]}, rollouts {names}, …" if bad else "the gradient"
+    where = f"term {bad[0][1]}, rollouts {bad[0][0].rollouts[0].id}, …" if bad else "the gradient"
     optimiser.discard()
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "

@@ -14,7 +14,7 @@ from opd.errors import RecipeError
 if TYPE_CHECKING:  # a recipe is read, and refused, before torch is needed
     import torch
 
-    from opd.config import Train
+    from opd.config import Stage, Train
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
     from opd.objective.batch import TrainingBatch
@@ -43,6 +43,9 @@ class World:
     def sharded(self) -> bool:
         """Whether the student's weights are spread over the ranks."""
         return False
+
+    def require(self, spec: Stage) -> None:
+        """Refuse what these processes cannot do together."""
 
     def device(self, asked: torch.device, name: str) -> torch.device:
         """Of this process, where the recipe asks for a device by this name."""
