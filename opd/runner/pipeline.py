@@ -186,9 +186,8 @@ class Pipeline:
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
             self._reports.open()
-        ranks = f", {self.world.size} ranks" if self.world.sharded else ""
         self._progress.say(
-            f"{spec.name}: {spec.train.steps} steps on {run.device}{ranks}; run directory {self._directory}"
+            f"{spec.name}: {spec.train.steps} steps on {run.device}{self.world.title}; run directory {self._directory}"
         )
         self.live.enter(spec.name, result.steps, run)
         try:

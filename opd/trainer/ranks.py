@@ -58,6 +58,10 @@ class Ranks(World):
     def sharded(self) -> bool:
         return True
 
+    @property
+    def title(self) -> str:
+        return f" and {self.size} ranks"
+
     def require(self, spec: Stage) -> None:
         if not spec.train.learn:
             raise RecipeError(

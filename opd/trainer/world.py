@@ -44,6 +44,11 @@ class World:
         """Whether the student's weights are spread over the ranks."""
         return False
 
+    @property
+    def title(self) -> str:
+        """How many, where there are several."""
+        return ""
+
     def require(self, spec: Stage) -> None:
         """Refuse what these processes cannot do together."""
 
