@@ -147,6 +147,9 @@ class Log(BaseModel):
     project: Word = "opd"
     samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10
+    start_table: bool = Field(
+        True, description="measure every teacher beside the student on a few answers before the first step"
+    )
 
 
 class Hub(BaseModel):

@@ -25,13 +25,22 @@ def fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def differing_ids(student: Any, teacher: Any) -> list[int]:
+    """Ids that mean something else, or nothing, to one of the two."""
+    if fingerprint(student) == fingerprint(teacher):
+        return []
+    ours = {index: token for token, index in student.get_vocab().items()}
+    theirs = {index: token for token, index in teacher.get_vocab().items()}
+    return [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
+
+
 def require_same(student: Any, teacher: Any, student_name: str, teacher_name: str) -> None:
     """Refuse a teacher whose ids mean something else, and say which."""
-    if fingerprint(student) == fingerprint(teacher):
+    differing = differing_ids(student, teacher)
+    if not differing:
         return
     ours = {index: token for token, index in student.get_vocab().items()}
     theirs = {index: token for token, index in teacher.get_vocab().items()}
-    differing = [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
     shown = ", ".join(
         f"id {index}: {ours.get(index, '(none)')!r} vs {theirs.get(index, '(none)')!r}" for index in differing[:5]
     )

@@ -133,11 +133,11 @@ class StageRun:
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
         (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
         reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
-        fits = not isinstance(ids, DataError) and ids.size <= self._room
+        fits = not isinstance(ids, DataError) and ids.size <= self.room
         if not fits and not self._warned:
             self._warned = True
             self.say(
-                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
+                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self.room:,}: prompts like this are skipped and "
                 "counted. rollout.max_prompt_tokens makes more room in a new run"
             )
         return fits
@@ -147,7 +147,7 @@ class StageRun:
         spec = self.spec
         for note in inputs.notes:
             self.say(f"{spec.name}: {note}")
-        self.questions, self._room = inputs.questions, inputs.room
+        self.questions, self.room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         max_length = inputs.room + response_limit(spec)
         self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, self.world)

@@ -30,6 +30,7 @@ class CachedTeacher(TeacherKind):
 
     name = "cached"
     offers = frozenset({"logprobs_at", "hidden"})
+    scores_any = False
 
     run: Address = Field(description="of cached: the run directory with the scores, or stage:NAME")
     stage: Word | None = Field(None, description="of cached: the stage that scored; default: the run's only one")

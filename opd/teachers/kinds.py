@@ -50,6 +50,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
     is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
