@@ -190,9 +190,7 @@ class Pipeline:
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
             self._reports.open()
-        self._progress.say(
-            f"{spec.name}: {spec.train.steps} steps on {run.device}{self.world.title}; run directory {self._directory}"
-        )
+        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
             with explain_memory(lambda: self._phase):

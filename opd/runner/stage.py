@@ -214,6 +214,11 @@ class StageRun:
             world=self.world,
         )
 
+    @property
+    def place(self) -> str:
+        """Where it works, in words."""
+        return f"{self.device}{self.world.title}"
+
     def publish(self, version: int | None = None, step: int | None = None) -> None:
         """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
         self.version = self.version + 1 if version is None else version

@@ -29,7 +29,8 @@ class StageSamplers:
         self._teachers: dict[str, TokenSampler] = {}
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
-        opened = self._opened(student.inference_copy(self._dtype))
+        self.copy = student.inference_copy(self._dtype)  # what the student samples with
+        opened = self._opened(self.copy)
         self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
         self.student = world.sampler(opened)
 
