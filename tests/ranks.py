@@ -106,7 +106,7 @@ def differences(one: Path, other: Path, bound: float = 1e-5) -> list[str]:
         for name in a:
             x, y = a[name], b[name]
             near = x == y or (
-                x is not None and y is not None and name in NUMBERS and abs(x - y) <= bound * max(abs(x), 1e-3)
+                x is not None and y is not None and name in NUMBERS and abs(x - y) <= bound * max(abs(x), 1e-2)
             )
             if not near:
                 found.append(f"{other.name}, step {a['step']}: {name} {x} and {y}")

@@ -21,7 +21,8 @@ SMALL = ["train.steps=3", "eval.prompts=0", "rollout.prompts=8", "rollout.max_ne
 CUT = [*SMALL, "train.micro_tokens=128"]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "direct": ("quickstart", CUT),
-    "policy gradient": ("methods/thinking-machines", [*CUT, "train.epochs=2", "train.minibatches=2"]),
+    "policy gradient": ("methods/thinking-machines", CUT),
+    "several updates": ("methods/thinking-machines", [*CUT, "train.epochs=2", "train.minibatches=2"]),
     "grpo": ("methods/grpo", CUT),
     "tip": ("methods/tip", CUT),
     "kdrl": ("methods/kdrl", CUT),
@@ -33,11 +34,14 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "pairs": ("methods/online-dpo", CUT),
     "glm5": ("methods/glm5-objective", CUT),
     "ema": ("methods/ema", CUT),
-    "live": ("methods/sdpo", [*CUT, "rollout.samples=4"]),
+    "siblings": ("methods/sdpo", [*CUT, "rollout.samples=4"]),
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", CUT),
 }
-BOUND = {"mixed precision": 2e-2}  # a bfloat16 gradient is rounded once per micro-batch, and those differ
+BOUND = {
+    "mixed precision": 2e-2,  # a bfloat16 gradient is rounded once per micro-batch, and those differ
+    "several updates": 1e-4,  # of which each divides by moments that are still almost nothing: roundings grow
+}
 
 
 @pytest.fixture(scope="module")
