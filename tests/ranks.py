@@ -96,13 +96,16 @@ def numbers(run: Path) -> list[dict[str, float | None]]:
     return [{name: line.get(name) for name in ("step", "tokens", "reward", *NUMBERS)} for line in lines]
 
 
-def differences(one: Path, other: Path, bound: float = 1e-5) -> list[str]:
-    """Where two runs differ: what was drawn has to be the same, numbers relative to their size."""
+def differences(one: Path, other: Path, bound: float = 1e-5, steps: int | None = None) -> list[str]:
+    """Where two runs differ: what was drawn has to be the same, numbers relative to their size.
+
+    `steps`: how many are compared; None: all.
+    """
     found = []
     left, right = numbers(one), numbers(other)
     if len(left) != len(right):
         return [f"{len(left)} steps, and {len(right)}"]
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(left[:steps], right[:steps], strict=True):
         for name in a:
             x, y = a[name], b[name]
             near = x == y or (

@@ -39,9 +39,11 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "untied": ("quickstart", CUT),
 }
 BOUND = {
-    "mixed precision": 2e-2,  # a bfloat16 gradient is rounded once per micro-batch, and those differ
+    "mixed precision": 1e-3,
     "several updates": 1e-4,  # of which each divides by moments that are still almost nothing: roundings grow
 }
+
+FIRST = {"mixed precision": 1}  # bfloat16 gradients are rounded once per micro-batch, and Adam begins with their signs
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_any_number_of_ranks_takes_the_same_steps(size: int, alone: Path, untied
     found = []
     for name in names:
         one, many = job(name, alone, untied).out, job(name, tmp_path, untied).out
-        found += differences(one, many, BOUND.get(name, 1e-5))
+        found += differences(one, many, BOUND.get(name, 1e-5), FIRST.get(name))
     assert not found, "\n".join(found)
 
 
