@@ -90,7 +90,8 @@ class StageRun:
 
         def load(ref: ModelRef) -> LanguageModel:
             revision = revision_of(ref.model, ref.revision)
-            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=device)
+            where = ref.device or device
+            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=where)
 
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, sharded=self.world.sharded)
         if not self.stop_ids:
