@@ -47,6 +47,7 @@ CHOICES: dict[str, str] = {
     "writer.student": "opd.sampling.writers:StudentWriter",
     "writer.mixed": "opd.sampling.writers:MixedWriter",
     "writer.teacher": "opd.sampling.writers:TeacherWriter",
+    "writer.shown": "opd.sampling.writers:ShownWriter",
     "writer.data": "opd.sampling.writers:DataWriter",
     "teacher.cached": "opd.teachers.cached:CachedTeacher",
     "teacher.frozen": "opd.teachers.kinds:FrozenTeacher",
