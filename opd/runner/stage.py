@@ -27,7 +27,7 @@ from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
-from opd.teachers.kinds import ModelRef
+from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
@@ -94,7 +94,8 @@ class StageRun:
             where = ref.device or device
             return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=where)
 
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, sharded=self.world.sharded)
+        around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, around)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."

@@ -116,7 +116,7 @@ class LiveTeacher(StudentTeacher):
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import LiveStudent
 
-        if supplies.sharded:
+        if supplies.around.sharded:
             raise RecipeError(
                 f"teachers.{name}: kind live scores with the student's own weights, which are spread over the ranks. Use "
                 "kind: refresh with every: 1, which scores with a whole copy of the same."
