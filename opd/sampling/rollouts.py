@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from opd import families
 from opd.sampling.demonstrations import Demonstrations
+from opd.sampling.experience import Experience
 from opd.sampling.rescue import Rescue
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.shorthand import OneOrMany
@@ -38,6 +39,9 @@ class Rollouts(BaseModel):
     )
     rescue: Rescue | None = Field(
         None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
+    )
+    experience: Experience | None = Field(
+        None, description="a text that a model makes of a step's answers, for teachers' views to show (OEL)"
     )
     demonstrations: Demonstrations | None = Field(
         None, description="answers of a model behind a chat endpoint that replace those of the student that failed"
