@@ -63,6 +63,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.mixture": {"parts": {"a": {"model": "x"}, "b": {"kind": "live"}}, "combine": "geometric", "role": "other",
                         "weights": {"a": 1.5, "b": {"value": 0.8, "to": 0.0, "over": 9, "curve": "cosine", "domains": {"maths": 0.2}}}},
     "teacher.extrapolation": {"toward": {"model": "x"}, "away": {"kind": "self"}, "by": {"value": 0.1, "distance": 15, "most": 5}, "divide": True},
+    "view.bytes": {"skip": 3}, "form.uld": {"k": 9}, "form.gold": {"beta": 0.3, "matched_weight": 0.5, "unmatched_weight": 0.1},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
     "view.context": {"document": "long", "instead": "short", "longest": 9, "keep": "both", "chat_template": "teacher"},
     "view.feedback": {"sibling": "{sibling}", "feedback": "{feedback}!", "feedback_beside_sibling": False, "closing": "", "longest": 5},

@@ -225,7 +225,7 @@ class StageRun:
         tokenizer = self._templates[teacher]
         if self.spec.teachers[teacher].view.chat_template == "student":
             return groups
-        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
 
     def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
         """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""
