@@ -76,7 +76,12 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
-    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {"kind": "told", "skip": 0, "share": 0.5}
+    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {
+        "kind": "told",
+        "skip": 0,
+        "chat_template": "student",
+        "share": 0.5,
+    }
     (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
     (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
     assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)

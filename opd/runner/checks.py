@@ -67,6 +67,9 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
+    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
+        if ref.device is not None:
+            pick_device(ref.device, f"teachers.{name}: ")
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
@@ -151,14 +154,16 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
         )
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, whose: str = "") -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
+        raise RecipeError(f"{whose}device {name!r}: expected auto, cpu, cuda or cuda:N.")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+        raise RecipeError(f"{whose}device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+        raise RecipeError(
+            f"{whose}device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0."
+        )
     return device

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+
+import torch
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.data.source import PromptSource
-from opd.models import lora_parameter_count, parameter_count
+from opd.models import load_config, lora_parameter_count, parameter_count
 from opd.runner.checks import check_stage
+from opd.teachers.pool import settled
 from opd.text import plain
 
 SHOWN = 50  # values of a route that are printed
@@ -37,6 +40,7 @@ class Plan:
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
     notes: tuple[str, ...] = ()  # what is skipped
+    elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -48,6 +52,7 @@ class Plan:
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {_size(size)}: {parts}",
+            *(f"  memory     on {device} about {_size(held)}: teachers" for device, held in self.elsewhere.items()),
             *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
@@ -91,21 +96,31 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     )
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
+    held = _held(stage, checked.device, resolve, student)
+    here = held.pop("")
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts,
-        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve, student), longest),
+        rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
     )  # fmt: skip
 
 
-def _held(stage: Stage, device: str, resolve: Callable[[str], str], student: int) -> int:
-    """Bytes of the teachers' weights, at most; a model that several of them name is there once."""
-    models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
-    usual = WEIGHTS[stage.train.precision_on(device)]
-    read = sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models)
+def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
+    """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
+
+    Of a teacher on another device, the student's holds a copy of the head.
+    """
+    models = {settled(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
+    usual = WEIGHTS[stage.train.precision_on(str(device))]
     lora = stage.student.lora is not None
-    return read + student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())
+    held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
+    for ref in sorted(models, key=str):
+        name, each = resolve(ref.model), BYTES[ref.dtype or usual]
+        held[ref.device or ""] = held.get(ref.device or "", 0) + parameter_count(name, ref.revision) * each
+        if ref.device is not None:
+            config = load_config(name, ref.revision)
+            held[""] += int(config.vocab_size) * int(config.hidden_size) * each
+    return held
 
 
 def _memory(

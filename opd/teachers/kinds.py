@@ -6,13 +6,14 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
@@ -30,6 +31,7 @@ class ModelRef(NamedTuple):
     model: str
     revision: str | None = None
     dtype: Dtype | None = None  # None: that of the student's weights
+    device: str | None = None  # None: the student's
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,24 @@ class FrozenTeacher(ModelTeacher):
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
     dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
+    device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+            raise ValueError("expected cpu, cuda or cuda:N")
+        return value
 
     def reads(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, self.revision, self.dtype),)
+        return (ModelRef(self.model, self.revision, self.dtype, self.device),)
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.device is not None and view.rollout.teacher_mix and self.role == "teacher":
+            yield (
+                f"device {self.device} with rollout.teacher_mix, which draws every token from student and teacher together: both "
+                "have to be on one device. Drop one of the two."
+            )
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.token_bytes import matching_ids
@@ -20,8 +22,9 @@ def open_teachers(
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
     models: dict[ModelRef, LanguageModel] = {}
-    same = {ref for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
-    for ref in (ref for kind in kinds.values() for ref in kind.reads()):
+    here = student.device
+    same = {settled(ref, here) for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
+    for ref in (settled(ref, here) for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
@@ -30,7 +33,8 @@ def open_teachers(
     elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary()) is not None]
     stop_ids = share_vocabulary(student, {str(ref): models[ref] for ref in models if ref in same}, elsewhere)
 
-    def loaded(ref: ModelRef) -> LanguageModel:
+    def loaded(named: ModelRef) -> LanguageModel:
+        ref = settled(named, student.device)
         if ref not in models:
             known = ", ".join(map(str, models)) or "none"
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
@@ -56,6 +60,12 @@ def _crossing(name: str, kind: TeacherKind, supplies: Supplies) -> TeacherLike:
     known = (left < student.size) & (right < model.size)
     teacher.matched = left[known], right[known]
     return teacher
+
+
+def settled(ref: ModelRef, home: torch.device) -> ModelRef:
+    """The student's own device goes without its name: one model, however it is written."""
+    named = home if ref.device is None else torch.device(ref.device)
+    return ref._replace(device=None) if (named.type, named.index or 0) == (home.type, home.index or 0) else ref
 
 
 def teacher_tensors(teachers: Mapping[str, TeacherLike]) -> dict[str, Any]:

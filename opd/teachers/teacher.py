@@ -62,7 +62,9 @@ class Teacher:
 
         def load(ref: ModelRef) -> LanguageModel:
             if ref not in loaded:
-                loaded[ref] = load_model(ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=place)
+                loaded[ref] = load_model(
+                    ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=ref.device or place
+                )
             return loaded[ref]
 
         beside = student if student is not None else load(kind.reads()[0])
@@ -89,7 +91,7 @@ class Teacher:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         self._follow()
         signals = self._opened.score(batch.rollouts, SignalNeed("hidden"))
-        return self.project(torch.cat([signal.values for signal in signals]))
+        return self.project(torch.cat([signal.values for signal in signals]).to(self._beside.device))
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
