@@ -172,7 +172,11 @@ def _crossing(stage: Stage) -> Iterator[str]:
             asked |= {"topk" for role, _ in needs.topk if role == kind.role}
             formed = {signal for role, signal in own.signals if role == kind.role}
             plain = term.minimises in ("", "reverse_kl") and not any(role != kind.role for role, _ in needs.signals)
-            if not asked <= term.crosses or asked != formed or (asked and not plain):
+            gated = [
+                need for gate in term.gate for need in (gate.needs(term.role).signals, gate.needs(term.role).student)
+            ]
+            by_gate = any(kind.role in entry for entries in gated for entry in entries)
+            if not asked <= term.crosses or asked != formed or (asked and not plain) or by_gate:
                 yield (
                     f"{place}: teachers.{name} has another tokenizer (view bytes), and {term.name} with these settings compares "
                     "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, or gold."

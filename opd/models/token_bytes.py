@@ -89,7 +89,7 @@ def common_spans(ours: Sequence[bytes], theirs: Sequence[bytes]) -> list[Span]:
     puts before a text's first word is none of the text.
     """
     left, right = b"".join(ours), b"".join(theirs)
-    if right[:1] == b" " and left[:1] != b" " and right[1:2] == left[:1]:
+    if right[:1] == b" " and _common(left, right[1:]) > _common(left, right):
         first = next(number for number, piece in enumerate(theirs) if piece)
         theirs = [*theirs[:first], theirs[first][1:], *theirs[first + 1 :]]
         right = right[1:]
