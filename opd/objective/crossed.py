@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Events:
+class SpanEvents:
     """All that one teacher scores in a micro-batch."""
 
     spans: np.ndarray  # (M, 4)
@@ -55,7 +55,7 @@ class Events:
     crossed: bool
 
 
-def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[Events]:
+def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[SpanEvents]:
     import torch
 
     signals = [micro.batch.signals[role, "hidden"][rollout.id] for rollout in micro.pack.rollouts]
@@ -77,14 +77,17 @@ def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[Ev
         if kept.size:
             crossed = any(signal.crossed is not None for signal in signals if signal.teacher == name)
             chosen = np.array(spans)[kept]
-            yield Events(chosen, weights[kept], micro.teachers[name], torch.cat(hidden), np.concatenate(ids), crossed)
+            yield SpanEvents(
+                chosen, weights[kept], micro.teachers[name], torch.cat(hidden), np.concatenate(ids), crossed
+            )
 
 
 def _spans(signal: Signal, start: int, at: int) -> list[Event]:
     """Token by token with one tokenizer; else as they were cut."""
     if signal.crossed is None:
         return [
-            Event(start + place, start + place + 1, at + place, at + place + 1) for place in np.flatnonzero(signal.mask)
+            Event(start + place, start + place + 1, at + place, at + place + 1)
+            for place in np.flatnonzero(signal.mask).tolist()
         ]
     found = []
     for s0, s1, t0, t1 in signal.spans:
@@ -110,13 +113,13 @@ class CrossedTerm(Term):
             total = total + loss
         return total
 
-    def distance(self, micro: MicroBatch, events: Events) -> tuple[Tensor, Tensor]:
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def _merges(self, micro: MicroBatch, events: Events) -> tuple[Any, Any]:
+    def _merges(self, micro: MicroBatch, events: SpanEvents) -> tuple[Any, Any]:
         return micro.merge, ((tuple(events.teacher.stop_ids),) if events.crossed else micro.merge)
 
-    def _sides(self, micro: MicroBatch, events: Events, column: int) -> tuple[Projection, Projection]:
+    def _sides(self, micro: MicroBatch, events: SpanEvents, column: int) -> tuple[Projection, Projection]:
         """Both distributions at one token of every span: its first (0), or its last (1)."""
         from opd.objective.micro import in_half
 
@@ -133,7 +136,7 @@ class ULD(CrossedTerm):
     name = "uld"
     k: Positive | None = Field(None, description="of uld: the likeliest ids that are compared one by one; default: all")
 
-    def distance(self, micro: MicroBatch, events: Events) -> tuple[Tensor, Tensor]:
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
         from opd.divergences.crossed import crossed_loss, sorted_distance
 
         student, teacher = self._sides(micro, events, 0)
@@ -155,7 +158,7 @@ class GOLD(CrossedTerm):
     )
     unmatched_weight: float | None = Field(None, ge=0, description="of gold: of the others; default: the rest of 1")
 
-    def distance(self, micro: MicroBatch, events: Events) -> tuple[Tensor, Tensor]:
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
         from opd.divergences.crossed import crossed_loss, matched_distance
 
         student, teacher = self._sides(micro, events, 1)
@@ -174,7 +177,7 @@ class GOLD(CrossedTerm):
 
         return crossed_loss(student, teacher, micro.tensor(events.weight), one_by_one, merges, before)
 
-    def _matched(self, micro: MicroBatch, events: Events) -> tuple[Tensor, Tensor] | None:
+    def _matched(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor] | None:
         """Ids of common events; the stop is one."""
         if not events.crossed:
             return None
@@ -184,7 +187,7 @@ class GOLD(CrossedTerm):
         pairs = [np.append(side, stop) for side, stop in zip(head.matched, stops, strict=True)]
         return micro.tensor(pairs[0].astype(np.int64)), micro.tensor(pairs[1].astype(np.int64))
 
-    def _before(self, micro: MicroBatch, events: Events, merges: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    def _before(self, micro: MicroBatch, events: SpanEvents, merges: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
         """(M,) log-probs of what each span holds before its last token, on both sides."""
         from opd.divergences import token_logprobs
 

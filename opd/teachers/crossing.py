@@ -22,7 +22,7 @@ class BytesView(View):
     name = "bytes"
     crosses = True
     reprompts = False  # what it shows is in other ids
-    chat_template: Literal["teacher"] = Field("teacher", description="of bytes: always the teacher's own")  # type: ignore[assignment]
+    chat_template: Literal["teacher"] = Field("teacher", description="of bytes: always the teacher's own")
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
         from opd.data.render import ids_behind
