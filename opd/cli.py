@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
+from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -65,6 +65,8 @@ def main() -> None:
     except BrokenPipeError:  # `opd schema | head`
         sys.stdout = None
         sys.exit(1)
+    except AnotherRank as error:
+        sys.exit(error.exit_code)
     except OpdError as error:
         print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -90,9 +92,11 @@ def run(
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
     from opd.config.names import check_output
+    from opd.runner.run import launched
 
-    loaded = load_recipe(recipe, overrides or ())
-    wanted = check_output(Path("runs") / loaded.name if out is None else out)
+    if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
+        loaded = load_recipe(recipe, overrides or ())
+        check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan
 
@@ -105,7 +109,7 @@ def run(
 
     from opd.runner.run import run as start
 
-    start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
+    start(recipe, overrides=overrides or (), out=out, resume=resume, quiet=False, console=Console())
 
 
 class Mode(StrEnum):
@@ -180,6 +184,57 @@ def evaluate(
     from opd.runner.evaluate import measures_table
 
     Console().print(measures_table(model, measured.domains, measured.what))
+
+
+class Precision(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command()
+def serve(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL|NAME=MODEL...", help="Models that score for runs elsewhere.")
+    ],
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="An adapter directory; repeat for several.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; anything but loopback is seen by others.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 8200,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The variable that holds the token; default: one is made and printed."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one request.")] = 131_072,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 4096,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 << 20,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 4096,
+    request_seconds: Annotated[float, typer.Option(min=0.1, help="In which a request has to have come in.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
+) -> None:
+    """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
+    from opd.remote import to_stderr
+    from opd.serve.server import ServeSettings
+    from opd.serve.server import serve as start
+    from opd.teachers.wire import RequestLimits
+
+    limits = RequestLimits(max_bytes, max_tokens, max_sequences)
+    settings = ServeSettings(
+        host,
+        port,
+        token_env,
+        device,
+        dtype.value if dtype else None,
+        batch_tokens,
+        waiting,
+        limits,
+        request_seconds,
+        drain_seconds,
+    )
+    start(models, adapter or (), settings, to_stderr)
 
 
 @app.command()

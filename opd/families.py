@@ -58,6 +58,7 @@ CHOICES: dict[str, str] = {
     "teacher.ema": "opd.teachers.of_student:EmaTeacher",
     "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
     "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.served": "opd.teachers.served:ServedTeacher",
     "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
     "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
     "teacher.vllm": "opd.teachers.vllm:VllmTeacher",

@@ -12,15 +12,19 @@ from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.token_bytes import matching_ids
 from opd.models.tokenizers import require_same, share_vocabulary
-from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
+from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
 from opd.teachers.scoring import ScoringTeacher
 from opd.types import TeacherLike
 
 
 def open_teachers(
-    kinds: Mapping[str, TeacherKind], student: LanguageModel, load: Callable[[ModelRef], LanguageModel]
+    kinds: Mapping[str, TeacherKind],
+    student: LanguageModel,
+    load: Callable[[ModelRef], LanguageModel],
+    around: Surroundings | None = None,
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
+    around = around or Surroundings()
     models: dict[ModelRef, LanguageModel] = {}
     here = student.device
     same = {settled(ref, here) for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
@@ -30,7 +34,7 @@ def open_teachers(
             models[ref].module.requires_grad_(False)
             if ref in same:
                 require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
-    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary()) is not None]
+    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary(around)) is not None]
     stop_ids = share_vocabulary(student, {str(ref): models[ref] for ref in models if ref in same}, elsewhere)
 
     def loaded(named: ModelRef) -> LanguageModel:
@@ -40,7 +44,7 @@ def open_teachers(
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
         return models[ref]
 
-    supplies = Supplies(student, stop_ids, loaded)
+    supplies = Supplies(student, stop_ids, loaded, around)
     opened: dict[str, TeacherLike] = {}
     for name, kind in kinds.items():
         opened[name] = _crossing(name, kind, supplies) if kind.view.crosses else kind.open(name, supplies)
