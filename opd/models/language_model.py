@@ -38,6 +38,7 @@ class LanguageModel:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
+        self.unquantised: dict[str, Tensor] = {}  # weights of quantised layers as they were, until someone has compared
         self.head = _plain_head(module, name)
         self.scale, self.softcap = _logit_scale(module.config), _logit_softcap(module.config)
         rows = self.head.weight.shape[0]

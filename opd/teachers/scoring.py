@@ -101,6 +101,10 @@ class ScoringTeacher:
         cap = None if projection.softcap is None else projection.softcap / self.temperature
         return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
 
+    def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
+        """What is to be known of it on the texts of a first batch, for the metrics of that step."""
+        return {}
+
     def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(
