@@ -57,6 +57,8 @@ CHOICES: dict[str, str] = {
     "teacher.live": "opd.teachers.of_student:LiveTeacher",
     "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
     "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
+    "teacher.vllm": "opd.teachers.vllm:VllmTeacher",
+    "teacher.openai": "opd.teachers.vllm:OpenAITeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",

@@ -63,6 +63,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.mixture": {"parts": {"a": {"model": "x"}, "b": {"kind": "live"}}, "combine": "geometric", "role": "other",
                         "weights": {"a": 1.5, "b": {"value": 0.8, "to": 0.0, "over": 9, "curve": "cosine", "domains": {"maths": 0.2}}}},
     "teacher.extrapolation": {"toward": {"model": "x"}, "away": {"kind": "self"}, "by": {"value": 0.1, "distance": 15, "most": 5}, "divide": True},
+    "teacher.vllm": {"address": "http://box:8000", "model": "m", "weights": "w", "dtype": "bfloat16", "transfer": "bfloat16", "tolerance": 0.1},
+    "teacher.openai": {"address": "https://box", "model": "m", "tokenizer": "t", "max_logprobs": 64, "token_env": "KEY", "patience": 9.0},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
     "view.context": {"document": "long", "instead": "short", "longest": 9, "keep": "both", "chat_template": "teacher"},
     "view.feedback": {"sibling": "{sibling}", "feedback": "{feedback}!", "feedback_beside_sibling": False, "closing": "", "longest": 5},

@@ -66,6 +66,7 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("teachers", _, "toward" | "away", "model")
             | ("teachers", _, "parts", _)
             | ("teachers", _, "parts", _, "model")
+            | ("teachers", _, "weights" | "tokenizer")
         ):
             return _absolute(value, base, MODEL_FILES)
         case ("teachers", _, "run"):
