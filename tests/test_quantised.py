@@ -89,7 +89,7 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(monkeypatch: pytes
     teacher = {"model": "tiny/arithmetic", "quantise": "int4"}
     with pytest.raises(RecipeError, match=r"teachers\.t: quantise: int4 with float32 does not run on cpu: .*Use int8"):
         make_plan(load_recipe({**base, "teachers": {"t": teacher}}))
-    with pytest.raises(RecipeError, match="expected"):
+    with pytest.raises(RecipeError, match="should be 'int8', 'fp8' or 'int4'"):
         load_recipe({**base, "teachers": {"t": {**teacher, "quantise": "int3"}}})
     teacher["quantise"] = "int8"
     with pytest.raises(RecipeError, match="a quantised teacher only scores"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opd.divergences import Projection
 from opd.errors import ModelError
@@ -170,6 +171,13 @@ class LanguageModel:
             module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that it is made of: itself, or the several of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
 
 
 def _share(module: Any) -> Any:

@@ -149,8 +149,9 @@ class BlendKind(TeacherKind):
         return [path for kind in self.members.values() for path in kind.files()]
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        asked: tuple[SignalKind, ...] = ("hidden",)  # whatever is made of it
         for key, kind in self.members.items():
-            kind.require(f"{name}.{key}", tokenizer, ("hidden",))
+            kind.require(f"{name}.{key}", tokenizer, asked)
 
     def vocabulary(self) -> Elsewhere | None:
         found = [known for kind in self.members.values() if (known := kind.vocabulary()) is not None]

@@ -35,11 +35,12 @@ def require_quantiser(whose: str, kind: Quantisation, dtype: str, device: torch.
         raise RecipeError(f"{whose}: quantise: {kind} needs the torchao package: pip install 'opd[quantised]'.")
     from torchao.quantization import quantize_
 
-    layer = nn.Linear(*TRIAL, bias=False, dtype=getattr(torch, dtype), device=device)
+    like: Any = {"dtype": getattr(torch, dtype), "device": device}
+    layer = nn.Linear(*TRIAL, bias=False, **like)
     try:
         with torch.no_grad():
             quantize_(layer, _config(kind))
-            layer(layer.weight.new_ones(2, TRIAL[1], dtype=getattr(torch, dtype)))
+            layer(torch.ones(2, TRIAL[0], **like))
     except (ImportError, RuntimeError, AssertionError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
