@@ -55,6 +55,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
     "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
+    "writer.shown": {"share": 0.5, "view": {"kind": "template", "template": "{answer}"}, "trained_as": "teacher"},
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
     "teacher.cached": {"run": "runs/x", "stage": "score", "teacher": "maths", "model": "x", "role": "other"},

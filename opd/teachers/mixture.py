@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema
 
 from opd.settings import SETTINGS, Choice, Family, Positive, StageView, Word, changed
 from opd.shorthand import Short
-from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
+from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ class BlendKind(TeacherKind):
         for key, kind in self.members.items():
             kind.require(f"{name}.{key}", tokenizer, asked)
 
-    def vocabulary(self) -> Elsewhere | None:
-        found = [known for kind in self.members.values() if (known := kind.vocabulary()) is not None]
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
+        found = [known for kind in self.members.values() if (known := kind.vocabulary(around)) is not None]
         stop_ids = tuple(dict.fromkeys(index for known in found for index in known.stop_ids))
         name, size = ", ".join(known.name for known in found), min((known.size for known in found), default=0)
         return found[0]._replace(name=name, stop_ids=stop_ids, size=size) if found else None
