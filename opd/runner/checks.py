@@ -71,12 +71,7 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
-        if ref.device is not None:
-            pick_device(ref.device, f"teachers.{name}: ")
-        if ref.quantise is not None:
-            usual = WEIGHTS[spec.train.precision_on(str(device))]
-            require_quantiser(f"teachers.{name}", ref.quantise, ref.dtype or usual, ref.device or str(device))
+    _require_places(spec, device)
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
@@ -169,6 +164,16 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
         raise RecipeError(
             "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
         )
+
+
+def _require_places(spec: Stage, device: torch.device) -> None:
+    """Every teacher's device is there, and can do what is asked of it."""
+    usual = WEIGHTS[spec.train.precision_on(str(device))]
+    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
+        if ref.device is not None:
+            pick_device(ref.device, f"teachers.{name}: ")
+        if ref.quantise is not None:
+            require_quantiser(f"teachers.{name}", ref.quantise, ref.dtype or usual, ref.device or str(device))
 
 
 def pick_device(name: str, whose: str = "") -> torch.device:
