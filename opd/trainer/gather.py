@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
@@ -54,9 +55,10 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             asked |= {visit.prompt.id: visit for visit in visits}
-            rollouts = [*map(as_trained, run.store.load(run.trajectories.collect(visits, run.version)))]
+            written = run.trajectories.collect(visits, run.version)
+            rollouts = [*map(as_trained, run.world.share(partial(run.store.load, written)))]
         with clock("reward"):
-            rewards |= run.reward(rollouts, visits)
+            rewards |= run.world.share(partial(run.reward, rollouts, visits))
         if spec.rescue is not None:
             with clock("rescue"):
                 rollouts, metrics = rescue(run, visits, rollouts, rewards)
@@ -96,6 +98,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
+    mine = {rollout.id for rollout in run.world.deal(batch.rollouts)}
 
     def value_of(rollout: Rollout) -> str:
         return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
@@ -115,7 +118,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
                 metrics |= measured
                 for key, value in measured.items():
                     run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
     run.tell_unshown(step, metrics)
