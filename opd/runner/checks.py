@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,14 +95,13 @@ def check_stage(
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
-    templates: dict[str, Any] = {}
-    for name, kind in spec.teachers.items():
-        own_models = [names[ref] for ref in kind.reads()] or [names[own]]
-        templates[name] = tokenizers[own_models[0]] if kind.view.chat_template == "teacher" else tokenizer
-        scored = partial(_scores, name, chooser(table[kind.role], spec.route))
-        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
-        reads = min(context_of(configs[model]) for model in own_models) if known else MANY
-        require_shown(name, kind.view, scored, sources, templates[name], reads)
+    read = {name: [names[ref] for ref in kind.reads()] or [names[own]] for name, kind in spec.teachers.items()}
+    templates = {
+        name: tokenizers[read[name][0]] if kind.view.chat_template == "teacher" else tokenizer
+        for name, kind in spec.teachers.items()
+    }
+    contexts = {name: min(context_of(configs[model]) for model in models) for name, models in read.items()}
+    _require_views(spec, table, sources, templates, contexts)
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
@@ -150,6 +149,21 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     raise RecipeError(
         f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
     )
+
+
+def _require_views(
+    spec: Stage,
+    table: Mapping[str, Mapping[str, str]],
+    sources: Sequence[Source],
+    templates: Mapping[str, Any],
+    contexts: Mapping[str, int],
+) -> None:
+    """Every teacher's view has something to show that the teacher can read."""
+    for name, kind in spec.teachers.items():
+        scored = partial(_scores, name, chooser(table[kind.role], spec.route))
+        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
+        context, written = contexts[name] if known else MANY, spec.rollout.experience is not None
+        require_shown(name, kind.view, scored, sources, templates[name], context, written)
 
 
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:

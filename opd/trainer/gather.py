@@ -13,6 +13,7 @@ from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, texts_for
+from opd.trainer.experience import write_experience
 from opd.trainer.metrics import Clock
 from opd.trainer.rescue import rescue
 from opd.trainer.signal_store import ask
@@ -76,11 +77,17 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
     kept = kept or groups
+    trained = [rollout for members in kept.values() for rollout in members]
+    prompts = {name: visit.prompt for name, visit in asked.items()}
+    if spec.experience is not None:
+        with clock("experience"):
+            prompts, written = write_experience(run, asked[trained[0].prompt_id], trained, rewards, prompts)
+            metrics |= written
     return Gathered(
-        [rollout for members in kept.values() for rollout in members],
+        trained,
         rewards,
         metrics,
-        {name: visit.prompt for name, visit in asked.items()},
+        prompts,
         {name: run.group(asked[members[0].prompt_id], members, rewards) for name, members in kept.items()},
     )
 
