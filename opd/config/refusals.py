@@ -63,6 +63,11 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
         if rollout.rescue.hint is not None and rollout.rescue.hint.by == "teacher" and not stage.teachers:
             yield "rollout.rescue.hint: there is no teacher to write it. Give one, or set by: student."
+    if rollout.experience is not None:
+        if not any("experience" in kind.view.shows() for kind in stage.teachers.values()):
+            yield "rollout.experience is written, and no teacher's view shows it: name {experience} in a template, or drop it."
+        if rollout.experience.by == "teacher" and not stage.teachers:
+            yield "rollout.experience: there is no teacher to write it. Give one, or set by: student."
     if stage.train.minibatches > rollout.prompts:
         yield (
             f"train.minibatches ({stage.train.minibatches}) must not be more than rollout.prompts ({rollout.prompts}): "
@@ -126,6 +131,9 @@ def _teachers(stage: Stage) -> Iterator[str]:
     asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
     if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
         yield f"eval.weight_average averages teachers, but the number of teachers is {len(asking)}. Set it to false."
+    for name in asking if stage.eval.prompts and stage.eval.weight_average else ():
+        if stage.teachers[name].has_model and not stage.teachers[name].has_plain_weights:
+            yield f"eval.weight_average averages weights, and those of teachers.{name} are quantised. Set it to false."
     yield from _offers(stage)
 
 
@@ -148,6 +156,8 @@ def _offers(stage: Stage) -> Iterator[str]:
     drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
     if stage.rollout.rescue is not None and stage.rollout.rescue.hint is not None:
         drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
+    if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
+        drawn.append("rollout.experience")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     for key in drawn:
