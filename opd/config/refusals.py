@@ -131,6 +131,9 @@ def _teachers(stage: Stage) -> Iterator[str]:
     asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
     if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
         yield f"eval.weight_average averages teachers, but the number of teachers is {len(asking)}. Set it to false."
+    for name in asking if stage.eval.prompts and stage.eval.weight_average else ():
+        if stage.teachers[name].has_model and not stage.teachers[name].has_plain_weights:
+            yield f"eval.weight_average averages weights, and those of teachers.{name} are quantised. Set it to false."
     yield from _offers(stage)
 
 

@@ -108,6 +108,10 @@ class ScoringTeacher:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
         return tempered(projection, self.temperature)
 
+    def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
+        """What is to be known of it on the texts of a first batch, for the metrics of that step."""
+        return {}
+
     def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from opd.data.render import render_prompts
 from opd.divergences import statistics
 from opd.errors import DataError
-from opd.models.language_model import LanguageModel
+from opd.models.language_model import LanguageModel, stored_parts
 from opd.models.packing import Pack
 from opd.models.tokenizers import differing_ids
 from opd.objective.batch import beside
@@ -217,7 +217,9 @@ def _template(
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two; None where no tensors have the same shapes."""
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
-    theirs = dict(model.module.named_parameters())
+    before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
+    plain = {key: value for key, value in model.module.named_parameters() if len(stored_parts(value)) == 1}
+    theirs = plain | before
     shared = [
         key for key, value in ours.items() if value.dim() > 1 and key in theirs and theirs[key].shape == value.shape
     ]
@@ -237,7 +239,7 @@ def _part(weights: Tensor) -> Tensor:
 def held(model: LanguageModel, student: LanguageModel) -> int:
     """Bytes of weights that are not the student's as well."""
     shared = {parameter.data_ptr() for parameter in student.module.parameters()}
-    own = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
+    own = {part.data_ptr(): part for parameter in model.module.parameters() for part in stored_parts(parameter)}
     return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
 
 
