@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opd.divergences import Projection
 from opd.errors import ModelError
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from opd.models.packing import Row
     from opd.models.settings import Lora
 
+T = TypeVar("T")
+
 
 class LanguageModel:
     """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
@@ -38,6 +42,7 @@ class LanguageModel:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
+        self.unquantised: dict[str, Tensor] = {}  # weights of quantised layers as they were, until someone has compared
         self.head = plain_head(module, name)
         self.scale, self.softcap = logit_scale(module.config), logit_softcap(module.config)
         rows = self.head.weight.shape[0]
@@ -75,8 +80,20 @@ class LanguageModel:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
 
+    def inside(self, compute: Callable[[], T]) -> T:
+        """Whatever reads weights for a loss runs in here: where they are sharded, they are whole inside."""
+        return compute()
+
+    def passes(self, packs: Sequence[T]) -> Iterator[T]:
+        """The packs, one after the other; on several ranks all make as many passes as the busiest."""
+        return iter(packs)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def finite(self) -> bool:
+        """Whether all weights that training changes are numbers."""
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.trainable().values())
 
     # LoRA
 
@@ -169,6 +186,13 @@ class LanguageModel:
             module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that it is made of: itself, or the several of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
 
 
 def _share(module: Any) -> Any:

@@ -29,11 +29,13 @@ from opd.store import RolloutStore
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
+from opd.teachers.quantised import load_teacher
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
+from opd.trainer.world import World
 from opd.types import Rollout, Sample, Sampling, TeacherLike
 
 UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
@@ -55,17 +57,21 @@ class StageRun:
         on_token: Callable[[], None],
         on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
         say: Callable[[str], None] = lambda line: None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
+        self.world.require(spec)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
+        self.device = self.world.device(self.device, spec.device)
         self.routes, self.rewarder = checked.routes, checked.rewarder
         self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
         self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
@@ -86,10 +92,9 @@ class StageRun:
 
         def load(ref: ModelRef) -> LanguageModel:
             revision = revision_of(ref.model, ref.revision)
-            where = ref.device or device
-            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=where)
+            return load_teacher(ref, resolve_model(ref.model), revision, ref.dtype or own, ref.device or device)
 
-        around = Surroundings(say, check_stop, store.directory.parent)
+        around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, around)
         if not self.stop_ids:
             raise RecipeError(
@@ -103,7 +108,9 @@ class StageRun:
         spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
         weights = {
             name: {
-                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                ref.identified(ref.model): ref.identified(
+                    weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                )
                 for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
             }
             for name, kind in spec.teachers.items()
@@ -149,13 +156,17 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
         max_length = max(inputs.room + response_limit(spec), shown)
-        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
+        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, self.world)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
             spec.sampler.require_mixing([self.student, *mixed], max_length)
-        for line in slower_models(self.student, self.teachers.values(), spec.sampler.manner(self.engine)):
+            if self.world.sharded:  # copies of the student are made while it is whole
+                for name in dict.fromkeys(self.routes["teacher"].values()):
+                    self.samplers.mixed(name)
+        for line in slower_models(self.student, self.teachers.values(), self.samplers.manner):
             self.say(f"{spec.name}: {line}")
+        self.student = self.world.shard(self.student)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
             self.student,
@@ -163,6 +174,7 @@ class StageRun:
             spec.train,
             seed=spec.seed,
             check_stop=self.check_stop,
+            world=self.world,
         )
         self.optimiser = self.trainer.optimiser
         self.version = 0
@@ -206,7 +218,13 @@ class StageRun:
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,
+            world=self.world,
         )
+
+    @property
+    def place(self) -> str:
+        """Where it works, in words."""
+        return f"{self.device}{self.world.title}"
 
     def publish(self, version: int | None = None, step: int | None = None) -> None:
         """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
@@ -230,7 +248,7 @@ class StageRun:
         tokenizer = self._templates[teacher]
         if self.spec.teachers[teacher].view.chat_template == "student":
             return groups
-        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
 
     def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
         """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""

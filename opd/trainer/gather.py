@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
 from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
+from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, texts_for
+from opd.trainer.experience import write_experience
 from opd.trainer.metrics import Clock
 from opd.trainer.rescue import rescue
 from opd.trainer.signal_store import ask
@@ -53,9 +56,10 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             asked |= {visit.prompt.id: visit for visit in visits}
-            rollouts = [*map(as_trained, run.store.load(run.trajectories.collect(visits, run.version)))]
+            written = run.trajectories.collect(visits, run.version)
+            rollouts = [*map(as_trained, run.world.share(partial(run.store.load, written)))]
         with clock("reward"):
-            rewards |= run.reward(rollouts, visits)
+            rewards |= run.world.share(partial(run.reward, rollouts, visits))
         if spec.rescue is not None:
             with clock("rescue"):
                 rollouts, metrics = rescue(run, visits, rollouts, rewards)
@@ -73,11 +77,17 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
     kept = kept or groups
+    trained = [rollout for members in kept.values() for rollout in members]
+    prompts = {name: visit.prompt for name, visit in asked.items()}
+    if spec.experience is not None:
+        with clock("experience"):
+            prompts, written = write_experience(run, asked[trained[0].prompt_id], trained, rewards, prompts)
+            metrics |= written
     return Gathered(
-        [rollout for members in kept.values() for rollout in members],
+        trained,
         rewards,
         metrics,
-        {name: visit.prompt for name, visit in asked.items()},
+        prompts,
         {name: run.group(asked[members[0].prompt_id], members, rewards) for name, members in kept.items()},
     )
 
@@ -95,6 +105,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
     metrics: dict[str, float] = {}
+    mine = {rollout.id for rollout in run.world.deal(batch.rollouts)}
 
     def value_of(rollout: Rollout) -> str:
         return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
@@ -109,7 +120,12 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
+            if step == 1 and isinstance(teacher, ScoringTeacher):
+                measured = teacher.measure([text for text in seen if text is not None])
+                metrics |= measured
+                for key, value in measured.items():
+                    run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
     run.tell_unshown(step, metrics)

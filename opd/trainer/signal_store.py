@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 def ask(
-    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], need: SignalNeed
+    run: StageRun,
+    teacher: TeacherLike,
+    rollouts: Sequence[Rollout],
+    seen: Sequence[Rendered | None],
+    need: SignalNeed,
+    mine: Collection[str],
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
+    `mine`: the rollouts that this process trains on. It asks about those, and is told what the others have been told.
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
     view, kind = run.spec.teachers[teacher.name].view.name, need.kind
@@ -31,13 +37,16 @@ def ask(
         if text is None
     }
     shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
-    stored = _stored(run, teacher, shown, kind) if run.trajectories.taken_up else {}
+    stored = run.world.share(lambda: _stored(run, teacher, shown, kind)) if run.trajectories.taken_up else {}
     if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
-    answers = teacher.score(rest, need, [shown[rollout.id] for rollout in rest]) if rest else []
-    for rollout, signal in zip(rest, answers, strict=True):
-        known[rollout.id] = signal
+    own = [rollout for rollout in rest if rollout.id in mine]
+    answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own else []
+    said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
+    known |= run.world.exchange(said, hidden=kind == "hidden")
+    for rollout in rest:
+        signal = known[rollout.id]
         if kind != "hidden" or run.spec.keeps_hidden:
             run.store.record_signal(
                 rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,
@@ -59,8 +68,14 @@ def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
 def _stored(run: StageRun, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
     """What the same teacher, in the same version, said of the same texts."""
     found = run.store.signals(list(shown), teacher.role, kind)
+
+    def again(key: str, signal: Signal) -> Signal:
+        text, values = shown[key], signal.values
+        ids = np.concatenate([text.ids[t0:t1] for _, _, t0, t1 in text.spans]) if text.crossed and text.spans else None
+        return replace(signal, values=torch.from_numpy(np.asarray(values)) if kind == "hidden" else values, crossed=ids)
+
     return {
-        key: replace(signal, values=torch.from_numpy(np.asarray(signal.values))) if kind == "hidden" else signal
+        key: again(key, signal)
         for key, signal in found.items()
         if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
         and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)
