@@ -37,7 +37,9 @@ def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
     return {
         name: measure_answers(run, run.samplers.of(run.teachers[name].model))
         for name in dict.fromkeys(run.routes.get("teacher", {}).values())
-        if run.spec.teachers[name].has_model and not run.spec.teachers[name].of_student
+        if run.spec.teachers[name].has_model
+        and not run.spec.teachers[name].of_student
+        and not run.spec.teachers[name].view.crosses  # it would have to be asked in its own tokens
     }
 
 

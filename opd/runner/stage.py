@@ -29,6 +29,7 @@ from opd.store import RolloutStore
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
+from opd.teachers.quantised import load_teacher
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
@@ -91,8 +92,7 @@ class StageRun:
 
         def load(ref: ModelRef) -> LanguageModel:
             revision = revision_of(ref.model, ref.revision)
-            where = ref.device or device
-            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=where)
+            return load_teacher(ref, resolve_model(ref.model), revision, ref.dtype or own, ref.device or device)
 
         around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, around)
@@ -108,7 +108,9 @@ class StageRun:
         spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
         weights = {
             name: {
-                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                ref.identified(ref.model): ref.identified(
+                    weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                )
                 for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
             }
             for name, kind in spec.teachers.items()
@@ -246,7 +248,7 @@ class StageRun:
         tokenizer = self._templates[teacher]
         if self.spec.teachers[teacher].view.chat_template == "student":
             return groups
-        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
 
     def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
         """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""

@@ -11,6 +11,7 @@ from opd.data.prompts import route_value
 from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
+from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, texts_for
 from opd.trainer.experience import write_experience
 from opd.trainer.metrics import Clock
@@ -119,6 +120,11 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
+            if step == 1 and isinstance(teacher, ScoringTeacher):
+                measured = teacher.measure([text for text in seen if text is not None])
+                metrics |= measured
+                for key, value in measured.items():
+                    run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
             for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
