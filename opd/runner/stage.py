@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -66,7 +67,6 @@ class StageRun:
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
-        self.world.require(spec)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
@@ -244,10 +244,12 @@ class StageRun:
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        feedback = {}
-        if self._keeps_feedback:
-            feedback = {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+        feedback = self.world.share(partial(self._feedback, rollouts)) if self._keeps_feedback else {}
         return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids, feedback)
+
+    def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
+        """What came with their rewards, from the store."""
+        return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
 
     def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
         """With the tokenizer whose chat template the teacher's view uses."""
