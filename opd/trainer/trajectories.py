@@ -94,7 +94,9 @@ class Trajectories:
     ) -> list[str]:
         """Have rollouts written, by id, and return when they are durable. `prompts`: ids by prompt, where they are known."""
         sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
-        writers = {(plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled}
+        writers: dict[tuple[str, str], Writer] = {
+            (plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled
+        }
         requests, self.used, self.continued = self.world.share(lambda: self._requests(planned, version, prompts))
         for (source, author), wanted in requests.items():
             self._sample(writers[source, author].sampler(source, self.desk), wanted, AUTHORS[author])
