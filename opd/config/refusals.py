@@ -133,6 +133,7 @@ def _offers(stage: Stage) -> Iterator[str]:
     drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
+    yield from stage.pool.refuse(stage.teachers, drawn)
     for key in drawn:
         for name, kind in stage.teachers.items():
             if kind.role == "teacher" and not kind.has_model:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,11 @@ class LanguageModel:
     def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
+
+    @contextmanager
+    def resident(self) -> Iterator[LanguageModel]:
+        """The model with its weights in memory; one whose weights wait elsewhere has them for as long."""
+        yield self
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

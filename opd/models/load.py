@@ -234,6 +234,17 @@ def load_model(
     return model
 
 
+def weights_directory(name: str, revision: str | None = None) -> Path | None:
+    """Where the files lie that the model's weights were read from; None: they were merged, or are not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    location = locate(name, revision)
+    if location.adapter is not None or location.directory is not None:
+        return None if location.adapter is not None else location.directory
+    found = try_to_load_from_cache(location.path, "config.json", revision=location.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _caps_scores(config: Any) -> bool:
     """Gemma 2 caps its attention scores, which only its eager path does exactly."""
     return getattr(config, "attn_logit_softcapping", None) is not None

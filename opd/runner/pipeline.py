@@ -184,7 +184,7 @@ class Pipeline:
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
-            run.rewarder.close()
+            run.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from opd.config import Stage
-from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
-from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
+from opd.runner.stage_models import StageModels
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
-from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
@@ -63,25 +62,13 @@ class StageRun:
         self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        device, student = str(self.device), spec.student
-        own = WEIGHTS[spec.train.precision_on(device)]
-        self.student = load_model(
-            resolve_model(student.model),
-            dtype=own,
-            revision=revision_of(student.model, student.revision),
-            lora=student.lora,
-            gradient_checkpointing=student.gradient_checkpointing,
-            device=device,
-        )
-
-        def load(ref: ModelRef) -> LanguageModel:
-            revision = revision_of(ref.model, ref.revision)
-            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=revision, device=device)
-
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
+        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
+        self.pager = models.pager
+        self.student = models.student(spec)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher)
         if not self.stop_ids:
             raise RecipeError(
-                f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+                f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
         self._build(checked.inputs, on_token)
 
@@ -180,6 +167,24 @@ class StageRun:
         if step is not None:
             for teacher in self.teachers.values():
                 teacher.observe(step, weights)
+
+    def scoring(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """While teachers score, in this order: those that wait outside are brought in time."""
+        if self.pager is None:
+            return nullcontext()
+        return self.pager.scoring([self.teachers[name].model for name in names])
+
+    def page_metrics(self) -> dict[str, float]:
+        """What teachers that come and go cost this step, which is over: their heads are not needed any more."""
+        if self.pager is None:
+            return {}
+        self.pager.release()
+        return self.pager.metrics()
+
+    def close(self) -> None:
+        self.rewarder.close()
+        if self.pager is not None:
+            self.pager.close()
 
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""

@@ -45,6 +45,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    can_wait: ClassVar[bool] = False  # outside the memory, while others score: `pool.resident`
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
 
     role: Word = Field("teacher", description="terms ask for signals by role")
@@ -101,6 +102,7 @@ class FrozenTeacher(ModelTeacher):
     name = "frozen"
     by_default = True
     has_model = True
+    can_wait = True
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
@@ -111,6 +113,9 @@ class FrozenTeacher(ModelTeacher):
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
+        from opd.teachers.paging import PagedModel, PagedTeacher
 
         (ref,) = self.reads()
-        return LocalTeacher(name, self.role, supplies.load(ref), self.batch_tokens, supplies.stop_ids)
+        model = supplies.load(ref)
+        teacher = PagedTeacher if isinstance(model, PagedModel) else LocalTeacher
+        return teacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)

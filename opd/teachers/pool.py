@@ -15,7 +15,10 @@ from opd.types import TeacherLike
 def open_teachers(
     kinds: Mapping[str, TeacherKind], student: LanguageModel, load: Callable[[ModelRef], LanguageModel]
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
-    """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
+    """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once.
+
+    What `load` gives may be a `paging.PagedModel`, whose weights wait elsewhere.
+    """
     models: dict[ModelRef, LanguageModel] = {}
     for ref in (ref for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:

@@ -81,6 +81,10 @@ class ScoringTeacher:
     def project(self, hidden: Tensor) -> Projection:
         raise NotImplementedError
 
+    def kept(self, hidden: Tensor) -> Tensor:
+        """Hidden states as they wait for the loss: where they are, unless a teacher knows a better place."""
+        return hidden
+
     def tempered(self, projection: Projection) -> Projection:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
         if self.temperature == 1.0:
@@ -117,7 +121,7 @@ class ScoringTeacher:
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
-            return list(hidden_ND.split(page.counts))
+            return list(self.kept(hidden_ND).split(page.counts))
         logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
         return [part.numpy() for part in logprobs_N.split(page.counts)]
 

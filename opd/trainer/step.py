@@ -50,7 +50,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
     extra = {"lr": result.rate, "grad_norm": max(result.norms)}
-    extra |= gathered.metrics | shown | result.metrics | rewarding
+    extra |= gathered.metrics | shown | result.metrics | rewarding | run.page_metrics()
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )

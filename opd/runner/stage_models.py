@@ -1,0 +1,61 @@
+"""The models of a stage's teachers: each is in memory once, and those that can wait elsewhere do, where the recipe says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from opd.config import Stage
+from opd.config.stage import WEIGHTS
+from opd.models import load_model
+from opd.models.language_model import LanguageModel
+from opd.models.load import weights_directory
+from opd.runner.checks import RevisionOf
+from opd.teachers.kinds import ModelRef
+from opd.teachers.paging import Pager
+
+
+class StageModels:
+    """`scratch`: a directory with room for weights that no file holds as they are."""
+
+    def __init__(
+        self, spec: Stage, device: torch.device, resolve: Callable[[str], str], revision_of: RevisionOf, scratch: Path
+    ) -> None:
+        self._device, self._usual = str(device), WEIGHTS[spec.train.precision_on(str(device))]
+        self._resolve, self._revision_of = resolve, revision_of
+        self._known: dict[tuple[str, str | None, str], LanguageModel] = {}
+        self._paged = set(spec.pool.paged(spec.teachers))
+        self.pager: Pager | None = None
+        if self._paged and spec.pool.resident is not None:
+            keep = spec.pool.keep_on(self._device)
+            roles = {kind.role for kind in spec.teachers.values() if kind.can_wait}
+            self.pager = Pager(spec.pool.resident, keep, scratch, heads=len(roles))
+
+    def student(self, spec: Stage) -> LanguageModel:
+        """What lies below its adapters is never trained, so that teachers can share it."""
+        name, revision, dtype = self._key(ModelRef(spec.student.model, spec.student.revision))
+        model = load_model(
+            name,
+            dtype=dtype,
+            revision=revision,
+            lora=spec.student.lora,
+            gradient_checkpointing=spec.student.gradient_checkpointing,
+            device=self._device,
+        )
+        if spec.student.lora is not None:
+            self._known[name, revision, dtype] = model.base()
+        return model
+
+    def teacher(self, ref: ModelRef) -> LanguageModel:
+        key = name, revision, dtype = self._key(ref)
+        if key not in self._known:
+            model = load_model(name, dtype=dtype, revision=revision, device=self._device)
+            if self.pager is not None and ref in self._paged:
+                model = self.pager.take_in(model, weights_directory(name, revision))
+            self._known[key] = model
+        return self._known[key]
+
+    def _key(self, ref: ModelRef) -> tuple[str, str | None, str]:
+        return self._resolve(ref.model), self._revision_of(ref.model, ref.revision), ref.dtype or self._usual

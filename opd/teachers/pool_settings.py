@@ -1,0 +1,45 @@
+"""How many teachers are in memory at once, and where the others wait. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from opd.settings import SETTINGS, Positive
+from opd.teachers.kinds import ModelRef, TeacherKind
+
+
+class Pool(BaseModel):
+    model_config = SETTINGS
+    resident: Positive | None = Field(
+        None, description="frozen teachers in memory at once; 2: one scores while the next is read; default: all"
+    )
+    keep: Literal["memory", "disk"] | None = Field(
+        None, description="where the others wait: pinned host memory, or disk; default: memory on CUDA, disk on a CPU"
+    )
+
+    def keep_on(self, device: str) -> Literal["memory", "disk"]:
+        return self.keep or ("memory" if device.startswith("cuda") else "disk")
+
+    def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
+        """Models that come and go; none where all have room. What another kind reads as well stays."""
+        staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
+        coming = {ref: None for kind in kinds.values() if kind.can_wait for ref in kind.reads() if ref not in staying}
+        return list(coming) if self.resident is not None and self.resident < len(coming) else []
+
+    def refuse(self, kinds: Mapping[str, TeacherKind], drawn: Iterable[str]) -> Iterable[str]:
+        """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
+        if self.keep is not None and self.resident is None:
+            yield f"pool.keep {self.keep} says where teachers wait, but all of them are resident. Set pool.resident."
+        if self.resident is not None and not any(kind.can_wait for kind in kinds.values()):
+            yield f"pool.resident {self.resident}: only frozen teachers can wait outside, and there is none. Drop it."
+        paged = set(self.paged(kinds))
+        names = [name for name, kind in kinds.items() if kind.role == "teacher" and paged & set(kind.reads())]
+        for key in drawn:
+            if names:
+                yield (
+                    f"{key} needs the weights of teachers.{names[0]} at any moment, and with pool.resident {self.resident} they are "
+                    f"here only while it scores. Drop {key}, or pool.resident."
+                )
