@@ -6,6 +6,7 @@
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
     │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
     │   ├── DataError             prompts that are missing, empty, malformed or too long
+    │   ├── RemoteError           a server that does not answer, or answers with an error: names it and what was asked
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
     │       └── RunLocked         another live process writes there: names it
     ├── TrainingError             non-finite loss, out of memory: names the place and the knob
@@ -39,6 +40,10 @@ class TokenizerMismatch(UserError):
 
 
 class DataError(UserError):
+    pass
+
+
+class RemoteError(UserError):
     pass
 
 

@@ -8,7 +8,7 @@ upwards.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -86,10 +86,25 @@ class Needs:
         frozenset()
     )  # asked of the student before the updates: `objective.first_pass`
     rewards: bool = False
+    topk: tuple[tuple[str, int], ...] = ()  # (role, k): hidden states or, of a role that has none, the k likeliest ids
 
     def __or__(self, other: Needs) -> Needs:
         signals = tuple(dict.fromkeys((*self.signals, *other.signals)))
-        return Needs(signals, self.student | other.student, self.rewards or other.rewards)
+        topk = tuple(dict.fromkeys((*self.topk, *other.topk)))
+        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk)
+
+    @property
+    def possible(self) -> tuple[tuple[str, SignalKind], ...]:
+        """Every signal that may be asked, whichever of two a role gives."""
+        kinds: tuple[SignalKind, ...] = ("hidden", "topk")
+        return tuple(dict.fromkeys((*self.signals, *((role, kind) for role, _ in self.topk for kind in kinds))))
+
+    def settled(self, with_hidden: Callable[[str], bool]) -> tuple[tuple[str, SignalKind], ...]:
+        """The signals to ask; `with_hidden`: whether a role has the better of the two that would do."""
+        either: list[tuple[str, SignalKind]] = [
+            (role, "hidden" if with_hidden(role) else "topk") for role, _ in self.topk
+        ]
+        return tuple(dict.fromkeys((*self.signals, *either)))
 
 
 @dataclass(frozen=True)

@@ -158,11 +158,48 @@ class Signal:
 
 @dataclass(frozen=True, eq=False)
 class TopK:
+    """The likeliest ids at each position, most likely first, at temperature 1. What is missing is id -1, NaN."""
+
     ids: np.ndarray  # (T, K)
     logprobs: np.ndarray  # (T, K)
     tail: np.ndarray  # (T,) log of the mass outside
-    stop_logprob: np.ndarray  # (T,)
+    stop_logprob: (
+        np.ndarray
+    )  # (T,) of all stop ids together, whether they are among the likeliest or not; NaN: not known
     fingerprint: str
+
+    def rows(self, index: np.ndarray) -> TopK:
+        """At some of the positions."""
+        return TopK(self.ids[index], self.logprobs[index], self.tail[index], self.stop_logprob[index], self.fingerprint)
+
+    def spread(self, mask: np.ndarray) -> TopK:
+        """At the positions where `mask` is true; nothing is known of the others."""
+        place = np.where(mask, np.cumsum(mask) - 1, self.tail.size)
+        nothing = np.full((1, max(self.ids.shape[1], 1)), np.nan, dtype=self.logprobs.dtype)
+        alone = TopK(
+            np.full(nothing.shape, -1, self.ids.dtype), nothing, nothing[:, 0], nothing[:, 0], self.fingerprint
+        )
+        return TopK.join([self, alone]).rows(place)
+
+    @classmethod
+    def join(cls, parts: Sequence[TopK]) -> TopK:
+        """One after the other; those that name fewer ids are filled up."""
+        if not parts:
+            return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1)), np.zeros(0), np.zeros(0), "")
+        width = max(part.ids.shape[1] for part in parts)
+
+        def columns(values: np.ndarray, filling: float) -> np.ndarray:
+            wide = np.full((values.shape[0], width), filling, dtype=values.dtype)
+            wide[:, : values.shape[1]] = values
+            return wide
+
+        return cls(
+            np.concatenate([columns(part.ids, -1) for part in parts]),
+            np.concatenate([columns(part.logprobs, np.nan) for part in parts]),
+            np.concatenate([part.tail for part in parts]),
+            np.concatenate([part.stop_logprob for part in parts]),
+            parts[0].fingerprint,
+        )
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05, "temperature": 0.9},
     "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "view.context": {"document": "long", "instead": "short", "longest": 9, "keep": "both", "chat_template": "teacher"},
+    "view.feedback": {"sibling": "{sibling}", "feedback": "{feedback}!", "feedback_beside_sibling": False, "closing": "", "longest": 5},
     "view.sibling": {"threshold": 0.5, "template": "{sibling}"}, "view.revision": {"wrong": "again", "correct": "so", "threshold": 0.5},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},

@@ -15,7 +15,7 @@ from opd.config import load_recipe
 from opd.errors import DiskError, RecipeError, TrainingError
 from opd.models import load_model
 from opd.teachers.paging import PagedModel, Pager
-from opd.teachers.shelves import DiskShelf, Layout, MemoryShelf, Staging
+from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
 from tests.helpers import save_tiny, tiny_model
 
 TASKS = {"arithmetic": "task:addition", "spelling": "task:reverse", "sorting": "task:sort", "ciphers": "task:caesar"}
@@ -141,7 +141,7 @@ def test_files_of_a_checkpoint_are_read_where_they_hold_the_very_bytes(tmp_path:
         load_model(str(directory)).module.save_pretrained(directory, max_shard_size=shards)
         model = load_model(str(directory))
         tensors = dict(model.module.named_parameters())
-        layout = Layout(tensors)
+        layout = FlatLayout(tensors)
         shelf = DiskShelf.of(layout, tensors, directory, tmp_path / "scratch", Staging())
         assert {Path(extent.path).parent for extent in shelf._extents} == {directory}
         flat = torch.empty(layout.size, dtype=torch.uint8)
@@ -156,12 +156,12 @@ def test_files_of_a_checkpoint_are_read_where_they_hold_the_very_bytes(tmp_path:
         shelf.close()
     half = load_model(str(directory), dtype="bfloat16")
     tensors = dict(half.module.named_parameters())
-    other = DiskShelf.of(Layout(tensors), tensors, directory, tmp_path / "scratch", Staging())
+    other = DiskShelf.of(FlatLayout(tensors), tensors, directory, tmp_path / "scratch", Staging())
     assert [extent.path for extent in other._extents] == [f"a file in {tmp_path / 'scratch'}"]
     assert not list((tmp_path / "scratch").iterdir())  # it has no name, so nothing is left behind
-    flat = torch.empty(Layout(tensors).size, dtype=torch.uint8)
+    flat = torch.empty(FlatLayout(tensors).size, dtype=torch.uint8)
     other.fill(flat, 0)
-    assert all(torch.equal(view, tensors[name]) for name, view in Layout(tensors).views(flat).items())
+    assert all(torch.equal(view, tensors[name]) for name, view in FlatLayout(tensors).views(flat).items())
 
 
 def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
 def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opd.teachers.shelves.PIECE", 1024)
     tensors = {"a": torch.randn(700), "b": torch.randn(31, 17).bfloat16(), "c": torch.randn(9, 40).t()}
-    layout = Layout(tensors)
+    layout = FlatLayout(tensors)
     shelf = MemoryShelf(layout, tensors, torch.device("cpu"))
     flat = torch.empty(layout.size, dtype=torch.uint8)
     shelf.fill(flat, 0)

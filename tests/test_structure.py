@@ -18,7 +18,7 @@ from opd.settings import Choice
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "shorthand", "families", "plugins", "overrides", "files", "text", "hub"},
+    {"errors", "types", "settings", "shorthand", "families", "plugins", "overrides", "files", "text", "hub", "remote"},
     {"divergences"},
     {"objective"},
     {"data"},

@@ -19,7 +19,12 @@ PINNED = {
         ("train", 0): ("Reverse the order of these words: farm, pilot, paper, shoe", "shoe, paper, pilot, farm"),
         ("heldout", 0): ("Reverse the order of these words: spoon, fish, stone, pilot", "pilot, stone, fish, spoon"),
     },
+    "haystack": {
+        ("train", 0): ("a 73+61 b 38+93 c 83+82 d 38+44 add a", "134"),
+        ("heldout", 0): ("a 15+61 b 13+45 c 72+19 d 46+52 add a", "76"),
+    },
 }
+SHOWN = {"haystack": {"document", "relevant"}}  # further fields of a prompt, for views
 
 
 def question(prompt: Prompt) -> str:
@@ -32,7 +37,8 @@ def test_prompts_never_change(name: str) -> None:
     for (split, index), (text, answer) in PINNED[name].items():
         prompt = get_task(name).prompt(split, index)
         assert prompt.messages == ({"role": "user", "content": text},)
-        assert prompt.fields == {"answer": answer, "completion": answer}
+        assert {key: prompt.fields[key] for key in ("answer", "completion")} == {"answer": answer, "completion": answer}
+        assert prompt.fields.keys() - {"answer", "completion"} == SHOWN.get(name, set())
         assert prompt.id == f"task:{name}/{split}/{index}"
         assert prompt.domain == TASKS[name].domain
 
@@ -57,6 +63,16 @@ def test_answers_are_right() -> None:
         _, shift, word = question(get_task("caesar").prompt("train", index)).split()
         moved = [chr((ord(letter) - 97 + int(shift)) % 26 + 97) for letter in word]
         assert get_task("caesar").prompt("train", index).fields["answer"] == "".join(moved)
+
+
+def test_the_relevant_part_of_a_haystack_has_the_answer() -> None:
+    for index in range(200):
+        prompt = get_task("haystack", digits=3, sums=5).prompt("train", index)
+        a, b = prompt.fields["relevant"].removeprefix("add ").split("+")
+        assert prompt.fields["answer"] == str(int(a) + int(b))
+        letter = question(prompt).split()[-1]
+        assert f"{letter} {a}+{b}" in question(prompt)
+        assert prompt.fields["document"] == question(prompt)
 
 
 def test_domain_can_be_renamed() -> None:

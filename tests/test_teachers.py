@@ -89,8 +89,8 @@ def test_scores_match_one_sequence_at_a_time_whatever_the_batch() -> None:
 
 def test_what_a_teacher_does_not_offer_is_refused() -> None:
     teacher = LocalTeacher("t", "teacher", tiny_model(), 100, (1,))
-    with pytest.raises(ValueError, match="topk"):
-        teacher.score([], SignalNeed("topk", k=3))
+    with pytest.raises(ValueError, match="text"):
+        teacher.score([], SignalNeed("text"))
 
 
 def test_hidden_states_from_the_store_and_fresh_ones_come_together() -> None:

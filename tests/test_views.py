@@ -31,7 +31,7 @@ from opd.teachers.pool import open_teachers
 from opd.teachers.views import Group, View, behind, question, require_aligned, texts_for
 from opd.trainer.step import train_step
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
-from tests.helpers import TEMPLATE, term, tiny_model, tiny_tokenizer
+from tests.helpers import TEMPLATE, save_tiny, term, tiny_model, tiny_tokenizer
 from tests.test_semantics import KeepGradients
 from tests.test_teachers import rollout, spec
 
@@ -111,6 +111,128 @@ def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
     assert load_recipe({**one, "rollout": {"samples": 2, "contrast": 2}}).stages[0].uses_rewards
     with pytest.raises(RecipeError, match=r"rollout\.samples is 1"):
         load_recipe(one)
+
+
+def test_feedback_and_a_right_sibling_stand_behind_the_question() -> None:
+    tokenizer = load_tokenizer("tiny/generalist")
+    ids = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cd")}
+    members = [replace(rollout(name, [5], [*ids[text], 1], group="g"), sample=number)
+               for number, (name, text) in enumerate((("0", "ab"), ("1", "cd")))]  # fmt: skip
+    group = Group(members, tokenizer, {"0": 1.0, "1": 0.0}, stop_ids=(1,), feedback={"1": " off by 3 "})
+
+    def words(number: int, **settings: Any) -> str | None:
+        shown = view(kind="feedback", feedback="/{feedback}", closing="?", **settings)
+        text = shown.render(ASKED, members[number], group)
+        if text is None:
+            return None
+        require_aligned(shown, text, members[number])
+        return str(tokenizer.decode(text.ids[: text.spans[0][2]].tolist()))
+
+    assert words(0) is None  # neither feedback nor, asked for, a sibling that was right
+    assert words(1) == "one/off by 3?="
+    assert words(1, sibling="+{sibling}") == "one+ab/off by 3?="
+    assert words(1, sibling="+{sibling}", feedback_beside_sibling=False) == "one+ab?="
+    assert words(0, sibling="+{sibling}") is None
+    assert words(1, longest=3) == "one/off ... ?="
+    assert words(1, longest=5, keep="end") == "one/ ...  by 3?="
+    assert words(1, longest=5, keep="both") == "one/off ...  3?="
+    for wrong in ({"feedback": "none"}, {"sibling": "{feedback}"}, {"feedback_beside_sibling": False}, {"keep": "end"}):
+        with pytest.raises(ValidationError):
+            view(kind="feedback", **wrong)
+
+
+def test_a_shorter_text_stands_in_place_of_the_document() -> None:
+    long = "much of it {and} braces, two is there too"
+    asked = Prompt("p", "d", messages=({"role": "system", "content": long}, {"role": "user", "content": "q?"}),
+                   fields={"document": long, "relevant": "two"})  # fmt: skip
+    member = rollout("p", [5, 6], [8, 9, 1])
+    context = view(kind="context")
+    text = context.render(asked, member, shared(asked, member))
+    expected = tiny_tokenizer()("twoq?=", add_special_tokens=False)["input_ids"]
+    assert text is not None
+    assert (text.ids.tolist(), text.spans) == ([*expected, 8, 9, 1], ((0, 3, len(expected), len(expected) + 3),))
+    for fields in ({"document": long}, {"relevant": "two"}, {"document": "elsewhere", "relevant": "two"}):
+        assert context.rewrite(replace(asked, fields=fields)) is None
+    plain = Prompt("p", "d", text=f"{long} q?", fields=asked.fields)
+    assert question(context.rewrite(plain) or plain) == "two q?"
+
+
+def test_the_teachers_own_chat_template_changes_the_prompt_alone(tmp_path: Path) -> None:
+    """Around whatever the view shows; the revision's prompt as well."""
+    paths = {name: save_tiny(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "teacher"))}
+    tokenizer = load_tokenizer(paths["teacher"])
+    tokenizer.chat_template = TEMPLATE.replace("=", "::")
+    tokenizer.save_pretrained(paths["teacher"])
+    settings: dict[str, Any] = {
+        "student": paths["student"], "device": "cpu", "eval": {"prompts": 0}, "train": {"steps": 1},
+        "rollout": {"prompts": 2, "max_new_tokens": 4}, "sampler": {"slots": 2},
+        "objective": {"form": "policy_gradient"}, "prompts": {"source": "task:addition", "domain": "a", "options": {"digits": 2}},
+    }  # fmt: skip
+    lengths = {}
+    for kind in ("same", "revision"):
+        for template in ("student", "teacher"):
+            read = {"kind": kind, "chat_template": template}
+            run = opd.run(
+                {**settings, "teachers": {"a": {"model": paths["teacher"], "view": read}}},
+                out=tmp_path / kind / template,
+            )
+            kept = run.rollouts.signals(list(run.rollouts.entries), "teacher", "logprobs_at")
+            assert len(kept) == 2
+            for name, signal in kept.items():
+                (entry,) = run.rollouts.load([name])
+                lengths[kind, template] = signal.spans[0][2] - entry.prompt_ids.size
+                assert signal.mask.all()
+    assert lengths["same", "student"] == 0
+    assert lengths["same", "teacher"] == 1  # two characters where the student has one
+    with pytest.raises(RecipeError, match="kind ema has no chat template of its own"):
+        load_recipe(
+            {**settings, "teachers": {"a": {"kind": "ema", "view": {"kind": "same", "chat_template": "teacher"}}}}
+        )
+
+
+def test_a_view_that_nothing_fits_behind_is_refused_at_the_start() -> None:
+    rest = {**RECIPE, "rollout": {"max_new_tokens": 4}}
+    long = {"kind": "instruction", "instruction": "a" * 5000}
+    for teacher in ({"model": "tiny/sorting"}, {"kind": "self"}):
+        with pytest.raises(
+            RecipeError, match=r"teachers\.a: with the view instruction the shortest prompt .* has 5,0.* every sample"
+        ):
+            make_plan(load_recipe({**rest, "teachers": {"a": {**teacher, "view": long}}}))
+    make_plan(load_recipe({**rest, "teachers": {"a": {"kind": "self", "view": {**long, "instruction": "a" * 50}}}}))
+
+
+def test_a_view_that_shows_nothing_for_many_steps_says_so(tmp_path: Path) -> None:
+    """No answer is right, so no sibling is; and feedback comes with none of these rewards."""
+    path = save_tiny(tmp_path / "model")
+    for kind in ("sibling", "feedback"):
+        run = opd.run({
+            "student": path, "teachers": {"a": {"kind": "ema", "view": kind}}, "prompts": {"source": "task:addition", "domain": "a"},
+            "rollout": {"prompts": 1, "samples": 2, "max_new_tokens": 1}, "sampler": {"slots": 2}, "train": {"steps": 9},
+            "eval": {"prompts": 0}, "device": "cpu",
+        }, out=tmp_path / kind)  # fmt: skip
+        log = (run.directory / "log.txt").read_text()
+        assert log.count("the view of teachers.a has shown nothing for 8 steps") == 1
+        assert all(line["unshown/a"] == 1 for line in run.metrics)
+
+
+def test_feedback_of_rewards_reaches_the_teacher_and_a_resume(tmp_path: Path) -> None:
+    """It is kept beside the reward, so that a view has it again when the reward is not asked for again."""
+    reward = tmp_path / "rewards.py"
+    reward.write_text(
+        "import opd\ndef told(sample):\n    return opd.RewardResult(0.0, feedback='no: ' + sample.text)\n"
+    )
+    settings = {
+        "student": save_tiny(tmp_path / "model"), "teachers": {"a": {"kind": "self", "view": "feedback"}}, "rewards": f"{reward}:told",
+        "prompts": {"source": "task:addition", "domain": "a"}, "rollout": {"prompts": 2, "max_new_tokens": 3}, "sampler": {"slots": 2},
+        "objective": {"form": "policy_gradient"}, "train": {"steps": 1}, "eval": {"prompts": 0}, "device": "cpu",
+    }  # fmt: skip
+    run = opd.run(settings, out=tmp_path / "run")
+    assert run.metrics[0]["unshown/a"] == 0
+    for entry in run.rollouts.entries.values():
+        assert entry.notes["feedback"].startswith("no: ")
+        (signal,) = run.rollouts.signals([entry.id], "teacher", "logprobs_at").values()
+        assert signal.view == "feedback"
+        assert signal.spans[0][2] > entry.prompt_length + len("Feedback on an earlier answer") + 20
 
 
 def test_a_revision_scores_the_second_copy() -> None:

@@ -108,6 +108,11 @@ def _teachers(stage: Stage) -> Iterator[str]:
             )
         if kind.domains is not None and len(set(kind.domains)) < len(kind.domains):
             yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
+        if kind.view.chat_template == "teacher" and not kind.reads():
+            yield (
+                f"teachers.{name}.view: chat_template teacher, but a teacher of kind {kind.name} has no chat template of its own. "
+                "Drop it."
+            )
         for choice in (kind, kind.view):
             yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
     if stage.route != DOMAIN and not stage.teachers:
@@ -120,15 +125,19 @@ def _teachers(stage: Stage) -> Iterator[str]:
 
 def _offers(stage: Stage) -> Iterator[str]:
     """What teachers cannot give: a signal that a term needs, or a model to sample from."""
+
+    def with_hidden(role: str) -> bool:
+        offers = [kind.offers for kind in stage.teachers.values() if kind.role == role]
+        return all("hidden" in offered for offered in offers) or not any("topk" in offered for offered in offers)
+
     for number, term in enumerate(stage.objective):
         place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
-        for role, signal in term.needs(stage.train.updates).signals:
+        for role, signal in term.needs(stage.train.updates).settled(with_hidden):
             for name, kind in stage.teachers.items():
                 if kind.role == role and signal not in kind.offers:
                     yield (
                         f"{place}: {term.name} needs {signal!r} of the role {role!r}, and teachers.{name}, of kind "
-                        f"{kind.name}, offers {', '.join(sorted(kind.offers))}. Use another form of loss, or another "
-                        "kind of teacher."
+                        f"{kind.name}, offers {', '.join(sorted(kind.offers))}. {term.advice(kind.offers)}"
                     )
     drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
     if stage.eval.prompts and stage.eval.weight_average:

@@ -49,7 +49,9 @@ class Dice:
         return "".join(LETTERS[self.below(26)] for _ in range(n))
 
 
-Draw = Callable[[Dice, Mapping[str, int]], tuple[str, str]]  # -> question, answer
+Fields = Mapping[str, str]
+Drawn = tuple[str, str] | tuple[str, str, Fields]  # question, answer, and further fields that a view can show
+Draw = Callable[[Dice, Mapping[str, int]], Drawn]
 
 
 def _addition(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
@@ -79,6 +81,16 @@ def _words(dice: Dice, options: Mapping[str, int]) -> tuple[str, str]:
     return f"Reverse the order of these words: {', '.join(words)}", ", ".join(reversed(words))
 
 
+def _haystack(dice: Dice, options: Mapping[str, int]) -> tuple[str, str, Fields]:
+    """A sum among others; `relevant` is the question that addition would ask."""
+    sums = [_addition(dice, options) for _ in range(options["sums"])]
+    asked = dice.below(len(sums))
+    question, answer = sums[asked]
+    facts = " ".join(f"{LETTERS[number]} {text.removeprefix('add ')}" for number, (text, _) in enumerate(sums))
+    document = f"{facts} add {LETTERS[asked]}"
+    return document, answer, {"document": document, "relevant": question}
+
+
 @dataclass(frozen=True)
 class Task:
     """A family of questions. `options` are its dials, such as `digits` of addition."""
@@ -98,14 +110,14 @@ class Task:
             raise DataError(f"task {self.name}: split is 'train' or 'heldout', got {split!r}.")
         dials = ",".join(f"{key}={value}" for key, value in sorted(self.options.items()))
         for attempt in range(1000):
-            question, answer = self.draw(Dice(f"{self.name}/{dials}/{split}/{index}/{attempt}"), self.options)
+            question, answer, *more = self.draw(Dice(f"{self.name}/{dials}/{split}/{index}/{attempt}"), self.options)
             if split_of(question) == split:
                 break
         return Prompt(
             id=f"task:{self.name}/{split}/{index}",
             domain=domain or self.domain,
             messages=({"role": "user", "content": question},),
-            fields={"answer": answer, "completion": answer},
+            fields={"answer": answer, "completion": answer, **(more[0] if more else {})},
         )
 
     def verify(self, prompt: Prompt, text: str) -> bool:
@@ -132,6 +144,14 @@ TASKS: dict[str, Task] = {
             {"length": (3, 32), "shifts": (1, 9)},
         ),
         Task("words", "words", "say words in the opposite order", _words, {"words": 5}, {"words": (3, 12)}),
+        Task(
+            "haystack",
+            "long",
+            "add the two numbers that are asked for, among others",
+            _haystack,
+            {"digits": 2, "sums": 4},
+            {"digits": (2, 6), "sums": (2, 26)},
+        ),
     )
 }
 

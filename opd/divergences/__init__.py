@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opd.divergences.compute import Divergence, divergence, statistics, token_logprobs
+    from opd.divergences.compute import Divergence, divergence, likeliest_ids, statistics, token_logprobs
     from opd.divergences.mixture import Mixture
     from opd.divergences.projection import Projection
     from opd.divergences.rows import RowStatistics
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HOMES = {
     "Divergence": "opd.divergences.compute",
     "divergence": "opd.divergences.compute",
+    "likeliest_ids": "opd.divergences.compute",
     "statistics": "opd.divergences.compute",
     "token_logprobs": "opd.divergences.compute",
     "Mixture": "opd.divergences.mixture",
@@ -44,6 +45,7 @@ __all__ = [
     "TopK",
     "divergence",
     "divergence_advantage",
+    "likeliest_ids",
     "statistics",
     "teacher_log_ratio",
     "token_logprobs",

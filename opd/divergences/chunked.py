@@ -212,3 +212,14 @@ def chunked_statistics(job: Job, student: Projection, teacher: Source | None, ch
         index = torch.arange(rows.start, rows.stop, device=student.hidden.device)
         value = None if log_t is None or job.formula is None else job.formula(log_s, log_t)
         yield job.rows(index).observe(index, log_s, log_t, value, s, t)
+
+
+def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and log-probs of `apart` and of the k likeliest others, most likely first; the log-prob of `apart` together."""
+    log_p, _ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
+    members = torch.tensor(apart, dtype=torch.long, device=log_p.device)
+    own = log_p[:, members]
+    top = log_p.index_fill_(-1, members, -torch.inf).topk(min(k, job.size - len(apart)), dim=-1)
+    ids = torch.cat([top.indices, members.expand(log_p.shape[0], -1)], -1)
+    logprobs, order = torch.cat([top.values, own], -1).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), logprobs, own.logsumexp(-1)

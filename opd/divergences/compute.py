@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,9 @@ from opd.divergences.chunked import (
     GradientInForward,
     chunked_divergence,
     chunked_statistics,
+    likeliest_rows,
     scale_,
+    slices,
     wide_dtype,
 )
 from opd.divergences.formulas import Formula
@@ -27,7 +29,7 @@ from opd.divergences.mixture import Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergences.projection import MergeGroups, Projection, without_autocast
 from opd.divergences.rows import Job, RowStatistics, reference_rows
-from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
+from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation, outside
 from opd.types import TopK
 
 CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
@@ -208,3 +210,18 @@ def statistics(
 
         return triton_statistics(job, student.detach(), source, plan)
     return RowStatistics.join(list(chunked_statistics(job, student.detach(), source, plan.chunk)))
+
+
+@without_autocast
+@torch.no_grad()
+def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(N, K) ids and log-probs, most likely first: each of `apart`, and the k likeliest of the others; the mass outside, that of `apart`.
+
+    Both are (N,) logs. With all members of a group known, it can be merged at any temperature.
+    """
+    job = Job(None, projection.vocabulary)
+    apart = [index for index in dict.fromkeys(apart) if index < job.size]
+    chunk = values_plan(job, projection, None, CHUNK_BYTES).chunk
+    parts = [likeliest_rows(job, projection.rows(rows), k, apart) for rows in slices(max(projection.count, 1), chunk)]
+    ids, logprobs, group = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, logprobs, outside(logprobs).squeeze(-1), group

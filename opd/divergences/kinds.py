@@ -151,6 +151,16 @@ class Support(Choice):
         return False
 
     @property
+    def teacher_ids(self) -> int | None:
+        """How many of the teacher's likeliest ids are all it needs of it; None: its whole distribution."""
+        return None
+
+    @property
+    def leaves_rest(self) -> bool:
+        """Whether nothing is said about the mass outside, so that it need not be known."""
+        return False
+
+    @property
     def truncation(self) -> dict[str, Any]:
         """By the names that `opd.divergences.divergence` gives them."""
         return {}
@@ -174,6 +184,14 @@ class TopIds(Support):
     @property
     def for_f_divergences(self) -> bool:
         return self.closure == "generalised"
+
+    @property
+    def teacher_ids(self) -> int | None:
+        return self.k if self.side == "teacher" else None
+
+    @property
+    def leaves_rest(self) -> bool:
+        return self.closure == "renormalised"
 
     @property
     def truncation(self) -> dict[str, Any]:

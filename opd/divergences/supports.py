@@ -120,20 +120,26 @@ class TopRows:
         tau: float,
     ) -> TopRows:
         """Merge groups: with `stop_logprob` the first group is one known event; a group that is complete in a row is
-        summed; an incomplete one goes to the tail, on both sides."""
-        ids = torch.as_tensor(top.ids).to(device=device, dtype=torch.long)[:, :k]
-        logprobs = torch.as_tensor(top.logprobs).to(device=device, dtype=dtype)[:, :k]
+        summed; an incomplete one goes to the tail, on both sides. Then the `k` likeliest events are kept.
+
+        At a temperature `tau` other than 1 a sum is known from its members alone."""
+        ids = torch.as_tensor(top.ids).to(device=device, dtype=torch.long)
+        logprobs = torch.as_tensor(top.logprobs).to(device=device, dtype=dtype)
         known = (ids >= 0) & (ids < size) & ~logprobs.isnan()
-        ids, logprobs = ids.masked_fill(~known, -1), logprobs.masked_fill(~known, LOG_ZERO)
+        ids, logprobs = ids.masked_fill(~known, -1), (logprobs / tau).masked_fill(~known, LOG_ZERO)
         for number, group in enumerate(merge):
-            stop = torch.as_tensor(top.stop_logprob).to(device=device, dtype=dtype) if number == 0 else None
+            stop_known = number == 0 and tau == 1.0
+            stop = torch.as_tensor(top.stop_logprob).to(device=device, dtype=dtype) if stop_known else None
             ids, logprobs = merge_top(ids, logprobs, [index for index in dict.fromkeys(group) if index < size], stop)
+        if k is not None and k < ids.shape[-1]:
+            logprobs, columns = logprobs.topk(k, dim=-1)
+            ids = ids.gather(-1, columns)
         tail = outside(logprobs).squeeze(-1)
         if not merge and k is None:  # nothing moved: the given tail is sharper than one minus a sum near 1
             given = torch.as_tensor(top.tail).to(device=device, dtype=dtype)
             above_one = logprobs.exp().sum(-1) > 1
             tail = torch.where(given.isnan() | above_one, tail, given)
-        return cls(ids, logprobs / tau, tail)
+        return cls(ids, logprobs, tail)
 
 
 def merge_top(ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None) -> tuple[Tensor, Tensor]:

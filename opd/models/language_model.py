@@ -88,7 +88,7 @@ class LanguageModel:
     # LoRA
 
     def add_lora(self, settings: Lora) -> None:
-        self._plain = _share(self.module)
+        self._plain = share_module(self.module)
         self.adapter = lora.attach(self.module, self.head, settings)
 
     def checkpoint_layers(self) -> None:
@@ -106,7 +106,7 @@ class LanguageModel:
     def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
         clone = copy.copy(self)
-        clone.module = _share(self.module if self.adapter is None else self._plain)
+        clone.module = share_module(self.module if self.adapter is None else self._plain)
         clone.adapter, clone._plain = None, None
         adapted = set() if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
         for name, parameter in clone.module.named_parameters():
@@ -121,7 +121,7 @@ class LanguageModel:
     def base(self) -> LanguageModel:
         """The model below the adapters; every tensor is shared."""
         clone = copy.copy(self)
-        clone.module, clone.adapter, clone._plain = _share(self._plain), None, None
+        clone.module, clone.adapter, clone._plain = share_module(self._plain), None, None
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
         return clone
@@ -166,7 +166,7 @@ class LanguageModel:
         directory.mkdir(parents=True, exist_ok=True)
         module = self.module
         if self.adapter is not None:
-            module = _share(self._plain)
+            module = share_module(self._plain)
             tensors = self.weights(0).tensors
             for name, parameter in module.named_parameters():
                 parameter.data = tensors[name]
@@ -178,7 +178,7 @@ class LanguageModel:
         self.tokenizer.save_pretrained(directory)
 
 
-def _share(module: Any) -> Any:
+def share_module(module: Any) -> Any:
     """A copy of the module tree whose frozen parameters share their storage with the original's."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()

@@ -287,6 +287,13 @@ def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> 
         return adapter_size(module, module.get_output_embeddings(), lora)
 
 
+def empty_model(name: str, revision: str | None = None) -> Any:
+    """The module without weights, on the meta device."""
+    config = load_config(name, revision)
+    with reading_model(name, "its config", locate(name, revision).directory):
+        return _empty(config)
+
+
 def _empty(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM

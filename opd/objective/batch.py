@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import TrainingError
-from opd.types import Rollout, Signal, SignalKind, SignalNeed
+from opd.types import Rollout, Signal, SignalKind
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
 RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
@@ -49,11 +49,6 @@ class TrainingBatch:
         """Of the response tokens, under the model of a role."""
         signals = self.signals[role, "logprobs_at"]
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
-
-
-def need_beside(signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
-    """What is asked of a role's teachers, which have said these signals already: a teacher reads a rollout once."""
-    return SignalNeed(kind, hidden=signals.get((role, "hidden")) if kind == "logprobs_at" else None)
 
 
 def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:

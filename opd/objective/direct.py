@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opd.divergences import Projection, RowStatistics
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
+    from opd.types import SignalKind, TopK
 
 
 class Direct(CorrectedTerm):
@@ -55,7 +56,19 @@ class Direct(CorrectedTerm):
 
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
-        return Needs(signals=((self.role, "hidden"),), student=frozenset(proximal))
+        needs = Needs(student=frozenset(proximal))
+        k = self.support.teacher_ids
+        if k is None or (self.temperature != 1.0 and not self.support.leaves_rest):
+            return needs | Needs(signals=((self.role, "hidden"),))
+        return needs | Needs(topk=((self.role, k),))
+
+    def advice(self, offers: Collection[SignalKind]) -> str:
+        if "topk" not in offers:
+            return super().advice(offers)
+        return (
+            "Of a teacher that gives its likeliest ids alone: support: topk with side: teacher, and at another temperature than 1, "
+            "at which the mass of the others is not known, closure: renormalised."
+        )
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         import torch
@@ -65,7 +78,7 @@ class Direct(CorrectedTerm):
         if self.correction is not None:
             weight_N = self._corrected(prepared, micro, weight_N)
         total = micro.projection.hidden.new_zeros((), dtype=torch.float32)
-        for rows, teacher in micro.teacher_projections(self.role, weight_N != 0):
+        for rows, teacher in micro.teacher_distributions(self.role, weight_N != 0):
             if not rows.size:
                 continue
             student, tokens = micro.rows(rows), micro.tokens(rows)
@@ -84,13 +97,19 @@ class Direct(CorrectedTerm):
         return total
 
     def _untempered(
-        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection, tokens: Tensor
+        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection | TopK, tokens: Tensor
     ) -> RowStatistics:
         """Statistics at temperature 1, for which a tempered divergence needs another pass."""
-        from opd.divergences import statistics
+        from opd.divergences import TopK, divergence, statistics
 
         if self.temperature == 1.0:
             return known
+        if isinstance(teacher, TopK):
+            k = self.support.teacher_ids
+            alone = divergence(
+                "reverse_kl", student.detach(), teacher, support="topk", k=k, merge=micro.merge, tokens=tokens
+            )
+            return alone.statistics
         return statistics(student.detach(), teacher, merge=micro.merge, tokens=tokens)
 
     def _note(self, micro: MicroBatch, rows: np.ndarray, statistics: RowStatistics) -> None:

@@ -17,7 +17,7 @@ from opd.divergences import Projection, token_logprobs
 from opd.divergences.projection import MergeGroups
 from opd.divergences.upload import upload
 from opd.objective.batch import TrainingBatch, concatenated
-from opd.types import Author, Signal
+from opd.types import Author, Signal, TopK
 
 if TYPE_CHECKING:
     from opd.models.packing import Pack
@@ -108,6 +108,12 @@ class MicroBatch:
         return teacher_projections(
             self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
         )
+
+    def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection | TopK]]:
+        """The same of whatever the role's teachers gave: hidden states, or their likeliest ids."""
+        if (role, "hidden") in self.batch.signals:
+            return self.teacher_projections(role, open_N)
+        return iter([teacher_tops(self.pack, self.batch.signals[role, "topk"], open_N)])
 
     # Log-probs of the sampled tokens, by policy
 
@@ -242,3 +248,12 @@ def teacher_projections(
         if not chosen.all():
             hidden = hidden[upload(np.flatnonzero(chosen), device)]
         yield rows, in_half(teachers[name].project(hidden), student.hidden.dtype)
+
+
+def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) -> tuple[np.ndarray, TopK]:
+    """(rows, their likeliest ids), whichever teacher said so. Rows about which nothing was said are left out."""
+    known = [signals[rollout.id] for rollout in pack.rollouts]
+    rows = np.flatnonzero(open_N & np.concatenate([signal.mask for signal in known]))
+    told = [signal for signal in known if signal.mask.any()]
+    reached = np.concatenate([np.full(signal.mask.size, signal.mask.any()) for signal in known])
+    return rows, TopK.join([signal.values for signal in told]).rows((np.cumsum(reached) - 1)[rows])

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import Signals, TrainingBatch
 from opd.objective.first_pass import take_first_pass
 from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
 from opd.settings import Needs, by_hand
 from opd.shorthand import OneOrMany
-from opd.types import Rollout, SignalKind, TeacherLike
+from opd.types import Rollout, SignalKind, SignalNeed, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -102,7 +102,20 @@ class Objective:
 
         Hidden states come first: log-probs follow from them. `updates`: how often a batch is used.
         """
-        return sorted(self._needs(step, updates).signals, key=lambda need: need[1] != "hidden")
+        return sorted(self._needs(step, updates).settled(self._with_hidden), key=lambda need: need[1] != "hidden")
+
+    def _with_hidden(self, role: str) -> bool:
+        """Whether all of a role's teachers give hidden states: what it says of a batch is of one kind."""
+        return all("hidden" in teacher.offers for teacher in self.teachers.values() if teacher.role == role)
+
+    def need_beside(self, signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
+        """What is asked of a role's teachers, which have said these signals already: a teacher reads a rollout once.
+
+        Of their likeliest ids, as many as any term wants.
+        """
+        known = signals.get((role, "hidden")) if kind in ("logprobs_at", "topk") else None
+        wanted = [k for term in self.terms for asked, k in term.needs().topk if asked == role]
+        return SignalNeed(kind, k=max(wanted, default=None) if kind == "topk" else None, hidden=known)
 
     def _needs(self, step: int, updates: int) -> Needs:
         needs = Needs()

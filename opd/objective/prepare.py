@@ -49,7 +49,7 @@ def prepare_term(
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
         metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
-    asked = term.needs().signals
+    asked = term.needs().possible
     masks = [
         mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
         for mask, rollout in zip(eligible, rollouts, strict=True)

@@ -10,7 +10,7 @@ pairwise          a preference between two answers to the same prompt, the bette
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
     from opd.sampling.rollouts import Rollouts
-    from opd.types import Rollout
+    from opd.types import Rollout, SignalKind
 
 AuthorName = Literal["student", "teacher", "data"]
 
@@ -96,7 +96,11 @@ class Term(Choice):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that have to score its tokens."""
-        return tuple(dict.fromkeys(role for role, _ in self.needs().signals))
+        return tuple(dict.fromkeys(role for role, _ in self.needs().possible))
+
+    def advice(self, offers: Collection[SignalKind]) -> str:
+        """What to do where a teacher that offers these cannot give what the term needs."""
+        return "Use another form of loss, or another kind of teacher."
 
     @property
     def minimises(self) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ import torch
 from opd.config import Stage
 from opd.data.parse import BadRow
 from opd.data.prompts import DOMAIN
-from opd.data.render import render_prompt
 from opd.data.source import Source, Told, silent
 from opd.data.sources import routed
-from opd.errors import DataError, RecipeError
+from opd.errors import RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
@@ -27,10 +25,10 @@ from opd.models.tokenizers import require_same
 from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
-from opd.settings import StageView
+from opd.runner.shown import require_shown
+from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef
 from opd.teachers.router import chooser, one_per_domain, routes
-from opd.teachers.views import View
 from opd.types import Prompt
 
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -52,6 +50,7 @@ class Checked:
     rewarder: Rewarder
     student: Any  # its config
     inputs: Looked
+    templates: dict[str, Any]  # teacher -> the tokenizer whose chat template its view uses
 
 
 def check_stage(
@@ -78,6 +77,8 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
+    for kind in spec.teachers.values():
+        kind.check()
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
@@ -91,10 +92,14 @@ def check_stage(
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
+    templates: dict[str, Any] = {}
     for name, kind in spec.teachers.items():
-        _require_shown(
-            name, kind.view, partial(_scores, name, chooser(table[kind.role], spec.route)), sources, tokenizer
-        )
+        own_models = [names[ref] for ref in kind.reads()] or [names[own]]
+        templates[name] = tokenizers[own_models[0]] if kind.view.chat_template == "teacher" else tokenizer
+        scored = partial(_scores, name, chooser(table[kind.role], spec.route))
+        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
+        reads = min(context_of(configs[model]) for model in own_models) if known else MANY
+        require_shown(name, kind.view, scored, sources, templates[name], reads)
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
@@ -109,7 +114,7 @@ def check_stage(
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
     inputs = replace(inputs, notes=(*inputs.notes, *warnings))
     alone = one_per_domain(table.get("teacher", {}), found)
-    return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs)
+    return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:
@@ -125,35 +130,10 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     )
 
 
-def _require_shown(
-    name: str, view: View, scored: Callable[[Prompt], bool], sources: Sequence[Source], tokenizer: Any
-) -> None:
-    """A view that has nothing to show for any prompt would mask them all; what it does show has to be renderable."""
-    if view.as_sampled:
-        return
-    prompts = [prompt for source in sources for prompt in source.examples() if scored(prompt)]
-    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if scored(prompt)))
-    found = next((rewritten for prompt in every if (rewritten := view.rewrite(prompt)) is not None), None)
-    if found is None:
-        fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
-        raise RecipeError(
-            f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores. Their fields are "
-            f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
-        )
-    render_prompt(found, tokenizer)
-
-
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:
     with suppress(BadRow):  # it is skipped, and has no teacher
         return chosen(prompt) == name
     return False
-
-
-def _rows(source: Source) -> Iterator[Prompt]:
-    """Every prompt that can be read; of sources without end, the first ones."""
-    for index in range(source.size if source.size is not None else 64):
-        with suppress(DataError):  # it is told where rows are scanned
-            yield source.train(index)
 
 
 def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:

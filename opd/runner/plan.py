@@ -12,7 +12,8 @@ from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.models import lora_parameter_count, parameter_count
 from opd.runner.checks import check_stage
-from opd.text import plain
+from opd.teachers.kinds import ModelRef
+from opd.text import bytes_in_words, plain
 
 SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -35,18 +36,20 @@ class Plan:
     tokens_per_step: int
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
+    pool: str = ""  # which teachers come and go
     notes: tuple[str, ...] = ()  # what is skipped
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
-        parts = ", ".join(f"{name} {_size(value)}" for name, value in self.memory.items())
+        parts = ", ".join(f"{name} {bytes_in_words(value)}" for name, value in self.memory.items())
         return [
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
+            *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
-            f"  memory     about {_size(size)}: {parts}",
+            f"  memory     about {bytes_in_words(size)}: {parts}",
             *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
@@ -90,18 +93,31 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts,
+        rollouts_per_step=rollouts, pool=stage.pool.describe(list(_sizes(stage, str(checked.device), resolve).values()), str(checked.device)),
         memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve, student), longest),
     )  # fmt: skip
 
 
 def _held(stage: Stage, device: str, resolve: Callable[[str], str], student: int) -> int:
-    """Bytes of the teachers' weights, at most; a model that several of them name is there once."""
+    """Bytes of the teachers' weights, at most; a model that several of them name is there once, and some wait elsewhere."""
     models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
     usual = WEIGHTS[stage.train.precision_on(device)]
-    read = sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models)
+    paged = _sizes(stage, device, resolve)
+    read = sum(
+        parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models - paged.keys()
+    )
     lora = stage.student.lora is not None
-    return read + student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())
+    own = student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())
+    return read + own + sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
+
+
+def _sizes(stage: Stage, device: str, resolve: Callable[[str], str]) -> dict[ModelRef, int]:
+    """Bytes of each model that comes and goes."""
+    usual = WEIGHTS[stage.train.precision_on(device)]
+    return {
+        ref: parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual]
+        for ref in stage.pool.paged(stage.teachers)
+    }
 
 
 def _memory(
@@ -138,7 +154,3 @@ def _memory(
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"
-
-
-def _size(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

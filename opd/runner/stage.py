@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +30,7 @@ from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.types import Rollout, Sample, Sampling, TeacherLike
 
+UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
@@ -61,11 +64,15 @@ class StageRun:
         self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
         self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
         self._unrewarded = 0  # steps in a row
+        self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
+        self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
         self.pager = models.pager
         self.student = models.student(spec)
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher)
+        if self.pager is not None:
+            say(f"{spec.name}: {spec.pool.describe(self.pager.sizes, str(self.device))}")
         if not self.stop_ids:
             raise RecipeError(
                 f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
@@ -189,7 +196,34 @@ class StageRun:
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids)
+        feedback = {}
+        if self._keeps_feedback:
+            feedback = {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids, feedback)
+
+    def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
+        """With the tokenizer whose chat template the teacher's view uses."""
+        tokenizer = self._templates[teacher]
+        if self.spec.teachers[teacher].view.chat_template == "student":
+            return groups
+        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+
+    def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
+        """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""
+        for name in self.teachers:
+            share = shares.get(f"unshown/{name}")
+            if share is None:  # it was not asked, or shows what the student reads
+                continue
+            steps = self._unshown[name] = self._unshown[name] + 1 if share == 1 else 0
+            if steps >= UNSHOWN and steps & (steps - 1) == 0:
+                self.say(
+                    f"{self.spec.name}: WARNING: step {step}: the view of teachers.{name} has shown nothing for {steps} steps, so nothing "
+                    "is learnt from it. Look at what it needs: columns, right answers in a group, feedback, the teacher's context"
+                )
+
+    @property
+    def _keeps_feedback(self) -> bool:
+        return any(kind.view.reads_feedback for kind in self.spec.teachers.values())
 
     def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""
@@ -200,7 +234,8 @@ class StageRun:
         samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
         for rollout, result in zip(asked, self.rewarder(samples), strict=True):
             known[rollout.id] = result.reward
-            self.store.note(rollout.id, reward=result.reward)
+            said = {"feedback": result.feedback} if self._keeps_feedback and result.feedback else {}
+            self.store.note(rollout.id, reward=result.reward, **said)
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:

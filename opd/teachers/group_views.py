@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from opd.settings import Needs, StageView
-from opd.teachers.views import QUESTION, Group, Text, View, asking, behind, field_texts, fields_of, filled, question
+from opd.teachers.views import (
+    QUESTION,
+    Group,
+    ShowingView,
+    Text,
+    View,
+    asking,
+    behind,
+    field_texts,
+    fields_of,
+    filled,
+    question,
+    well_formed,
+)
 from opd.types import Prompt, Rendered, Rollout
 
-SIBLING = "sibling"
+SIBLING, FEEDBACK = "sibling", "feedback"
 
 
 class RewardedView(View):
@@ -28,7 +41,7 @@ class RewardedView(View):
         return None if reward is None else reward >= self.threshold
 
 
-class SiblingView(RewardedView):
+class SiblingView(RewardedView, ShowingView):
     """Another answer of the group that was right, never the answer itself; its thinking is left out (SDPO)."""
 
     name = "sibling"
@@ -40,7 +53,7 @@ class SiblingView(RewardedView):
     @field_validator("template")
     @classmethod
     def _shows_it(cls, value: str) -> str:
-        if SIBLING not in fields_of(value):
+        if SIBLING not in fields_of(well_formed(value)):
             raise ValueError("the template does not name {sibling}, the answer that is shown")
         return value
 
@@ -49,29 +62,83 @@ class SiblingView(RewardedView):
         if view.rollout.samples == 1:
             yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
 
-    def rewrite(self, prompt: Prompt) -> Prompt | None:
-        """Prompts whose rows lack a column that the template names are never shown, whatever is answered."""
-        known = {QUESTION, SIBLING, *field_texts(prompt.fields)}
-        return prompt if known.issuperset(fields_of(self.template)) else None
+    def rewrite(self, prompt: Prompt, answer: str = "") -> Prompt | None:
+        """Without an answer, the least there is to read. None: a row lacks a column that the template names."""
+        known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}
+        known |= {QUESTION: question(prompt), SIBLING: self.cut(answer)}
+        if not known.keys() >= set(fields_of(self.template)):
+            return None
+        return asking(prompt, filled(self.template, known))
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
-        if self.rewrite(prompt) is None:
-            return None
-        others = [other for other in group.rollouts if self._teaches(other, rollout, group)]
-        if not others:
-            return None
-        later = [
-            other for other in others if other.sample > rollout.sample
-        ]  # in turn, so that not all see the same one
-        answer = group.answer((later or others)[0])
-        known = {**field_texts(prompt.fields), QUESTION: question(prompt), SIBLING: answer}
-        if not answer:
-            return None
-        return group.behind(asking(prompt, filled(self.template, known)), rollout, self.skip)
+        answer = right_sibling(self, rollout, group)
+        shown = self.rewrite(prompt, answer) if answer else None
+        return None if shown is None else group.behind(shown, rollout, self.skip)
 
-    def _teaches(self, other: Rollout, rollout: Rollout, group: Group) -> bool:
+
+class FeedbackView(RewardedView, ShowingView):
+    """What came back with the reward of the answer itself, another answer that was right, or both (SDPO with rich feedback)."""
+
+    name = "feedback"
+    reads_feedback = True
+    feedback: Text = Field(
+        "\n\nFeedback on an earlier answer:\n\n{feedback}", description="of feedback: stands behind the question"
+    )
+    sibling: Text | None = Field(
+        None, description="of feedback: stands before it where another answer was right, for example {sibling}"
+    )
+    feedback_beside_sibling: bool = Field(True, description="of feedback: show it even where a sibling is shown")
+    closing: str = Field(
+        "\n\nNow answer the question.", max_length=100_000, description="of feedback: stands at the end"
+    )
+
+    @field_validator("feedback", "sibling")
+    @classmethod
+    def _named(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and fields_of(well_formed(value)) != [info.field_name]:
+            raise ValueError(f"the text names {{{info.field_name}}} once, and no other field")
+        return value
+
+    @model_validator(mode="after")
+    def _beside(self) -> FeedbackView:
+        if self.sibling is None and not self.feedback_beside_sibling:
+            raise ValueError("feedback_beside_sibling belongs to `sibling`, which is not given")
+        return self
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if self.sibling is not None and view.rollout.samples == 1:
+            yield "view feedback has a `sibling`, and rollout.samples is 1. Set it to 2 or more, or drop `sibling`."
+
+    def rewrite(self, prompt: Prompt, feedback: str = "", sibling: str = "") -> Prompt:
+        """Without either, the least there is to read."""
+        parts = [question(prompt)]
+        if sibling and self.sibling is not None:
+            parts.append(filled(self.sibling, {SIBLING: self.cut(sibling)}))
+        if feedback:
+            parts.append(filled(self.feedback, {FEEDBACK: self.cut(feedback)}))
+        return asking(prompt, "".join([*parts, self.closing]))
+
+    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        sibling = right_sibling(self, rollout, group) if self.sibling is not None else ""
+        feedback = group.feedback.get(rollout.id, "").strip()
+        if sibling and not self.feedback_beside_sibling:
+            feedback = ""
+        if not sibling and not feedback:
+            return None
+        return group.behind(self.rewrite(prompt, feedback, sibling), rollout, self.skip)
+
+
+def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
+    """Another answer of the group that was right, in turn, so that not all see the same one; empty where there is none."""
+
+    def teaches(other: Rollout) -> bool:
         same = other.id == rollout.id or np.array_equal(other.response_ids, rollout.response_ids)
-        return not same and self.right(other, group) is True
+        return not same and view.right(other, group) is True
+
+    others = [other for other in group.rollouts if teaches(other)]
+    later = [other for other in others if other.sample > rollout.sample]
+    return group.answer((later or others)[0]) if others else ""
 
 
 class RevisionView(RewardedView):
@@ -93,5 +160,6 @@ class RevisionView(RewardedView):
         if answer.size and int(answer[-1]) in group.stop_ids:  # the conversation goes on
             answer = answer[:-1]
         phrase = group.tokenizer(self.correct if right else self.wrong, add_special_tokens=False)["input_ids"]
-        before = np.concatenate([rollout.prompt_ids, answer, np.asarray(phrase, dtype=np.int32)])
+        asked = rollout.prompt_ids if self.chat_template == "student" else group.prompt_ids(prompt)
+        before = np.concatenate([asked, answer, np.asarray(phrase, dtype=np.int32)])
         return behind(before, rollout, self.skip)

@@ -57,6 +57,13 @@ class TeacherKind(Choice):
     def reads(self) -> Sequence[ModelRef]:
         return ()
 
+    def inputs(self) -> Sequence[ModelRef]:
+        """Models whose files a resumed run has to find as they were."""
+        return self.reads()
+
+    def check(self) -> None:
+        """Look at what it will read, before any weights are loaded."""
+
     @property
     def title(self) -> str:
         """What it is called in a model card."""
@@ -81,7 +88,7 @@ AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 class ModelTeacher(TeacherKind):
     """Kinds that score with a model in this process."""
 
-    offers = frozenset({"logprobs_at", "hidden"})
+    offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")

@@ -23,7 +23,7 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.teachers.local import LocalTeacher
 from opd.teachers.probe import Probe
-from opd.teachers.shelves import DiskShelf, Layout, MemoryShelf, Shelf, Staging
+from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Shelf, Staging
 from opd.types import Rendered, Rollout, Signal, SignalNeed
 
 SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not fit goes to pinned host memory
@@ -32,7 +32,7 @@ SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not f
 class Stay:
     """A model's place in the pool: the shelf where its weights wait, and the bytes they are while they are here."""
 
-    def __init__(self, model: LanguageModel, shelf: Shelf, layout: Layout) -> None:
+    def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
         self.name, self.shelf, self.layout, self.device = model.name, shelf, layout, model.device
         self.flat: Tensor | None = None
         self._parameters = dict(model.module.named_parameters())
@@ -94,6 +94,7 @@ class Pager:
         self._reader = ThreadPoolExecutor(1, "opd-pages") if resident > 1 else None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shelves: list[Shelf] = []
+        self.sizes: list[int] = []  # bytes of each model
         self.seconds, self.count = 0.0, 0  # waited for weights, and page-ins, of this step
 
     # Opening and closing
@@ -101,12 +102,13 @@ class Pager:
     def take_in(self, model: LanguageModel, source: Path | None) -> PagedModel:
         """A model that has just been loaded, with its weights put on a shelf. `source`: its checkpoint's directory."""
         tensors = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
-        layout = Layout(tensors)
+        layout = FlatLayout(tensors)
         if self._keep == "memory":
             shelf: Shelf = MemoryShelf(layout, tensors, model.device)
         else:
             shelf = DiskShelf.of(layout, tensors, source, self._scratch, self._staging)
         self._shelves.append(shelf)
+        self.sizes.append(layout.size)
         return PagedModel(model, Stay(model, shelf, layout), self)
 
     def close(self) -> None:

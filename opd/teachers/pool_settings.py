@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from opd.settings import SETTINGS, Positive
 from opd.teachers.kinds import ModelRef, TeacherKind
+from opd.text import bytes_in_words
 
 
-class Pool(BaseModel):
+class TeacherPool(BaseModel):
     model_config = SETTINGS
     resident: Positive | None = Field(
         None, description="frozen teachers in memory at once; 2: one scores while the next is read; default: all"
@@ -28,6 +29,19 @@ class Pool(BaseModel):
         staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
         coming = {ref: None for kind in kinds.values() if kind.can_wait for ref in kind.reads() if ref not in staying}
         return list(coming) if self.resident is not None and self.resident < len(coming) else []
+
+    def describe(self, sizes: Sequence[int], device: str) -> str:
+        """In words, of models that come and go, in bytes; empty where all are resident."""
+        if not sizes:
+            return ""
+        least, most = bytes_in_words(min(sizes)), bytes_in_words(max(sizes))
+        keep = self.keep_on(device)
+        where = "on disk" if keep == "disk" else "in pinned memory" if device.startswith("cuda") else "in memory"
+        idle = " WARNING: on a CPU, waiting there is being resident; use keep: disk." if where == "in memory" else ""
+        return (
+            f"at most {self.resident} of {len(sizes)} teachers' models resident while they score, none during updates; the others "
+            f"wait {where}. A page-in is {least if least == most else f'{least} to {most}'}; {len(sizes)} of them a step, at most.{idle}"
+        )
 
     def refuse(self, kinds: Mapping[str, TeacherKind], drawn: Iterable[str]) -> Iterable[str]:
         """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection, token_logprobs
+from opd.divergences import Projection, likeliest_ids, token_logprobs
 from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.models.packing import pack
+from opd.models.tokenizers import fingerprint
 from opd.teachers.views import behind
-from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, WeightsRef
+from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ def _positions(text: Rendered, first: int) -> np.ndarray:
 class ScoringTeacher:
     """A teacher is this with `hidden` and `project`."""
 
-    offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden"})
+    offers: frozenset[SignalKind] = frozenset({"logprobs_at", "hidden", "topk"})
     version = 0
     context = sys.maxsize
     temperature = 1.0  # of its own distribution, whatever the student's
@@ -73,6 +75,11 @@ class ScoringTeacher:
     @property
     def model(self) -> Any:
         return None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokenizer that gives ids their meaning."""
+        return "" if self.model is None else fingerprint(self.model.tokenizer)
 
     def hidden(self, page: Page) -> Tensor:
         """(N, D), one row per token that is scored."""
@@ -95,7 +102,7 @@ class ScoringTeacher:
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
-        """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+        """Hidden states, likeliest ids, or log-probs of the response tokens, in the order of the rollouts."""
         if need.kind not in self.offers:
             raise ValueError(
                 f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
@@ -122,8 +129,17 @@ class ScoringTeacher:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
             return list(self.kept(hidden_ND).split(page.counts))
+        if need.kind == "topk":
+            assert need.k is not None
+            return self._likeliest(self.project(hidden_ND), need.k, page.counts)
         logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
         return [part.numpy() for part in logprobs_N.split(page.counts)]
+
+    def _likeliest(self, projection: Projection, k: int, counts: Sequence[int]) -> list[TopK]:
+        """Each stop id beside the k likeliest others, so that they can be one event at any temperature."""
+        ids, logprobs, tail, stop = (part.cpu().numpy() for part in likeliest_ids(projection, k, self.stop_ids))
+        whole = TopK(ids.astype(np.int32), logprobs, tail, stop, self.fingerprint)
+        return [whole.rows(index) for index in np.split(np.arange(len(tail)), np.cumsum(counts)[:-1])]
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
         """Values at their response positions; NaN and masked where no span reaches."""
@@ -165,6 +181,8 @@ def _reached(signal: Signal) -> Tensor:
 
 
 def _spread(values: Any, mask: np.ndarray) -> Any:
+    if isinstance(values, TopK):
+        return values.spread(mask)
     if isinstance(values, Tensor):
         whole = values.new_full((mask.size, *values.shape[1:]), float("nan"))
         whole[torch.from_numpy(mask).to(values.device)] = values

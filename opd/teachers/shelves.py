@@ -29,7 +29,7 @@ STAGE = 32 << 20  # bytes on the way from a file to a GPU
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Of one tensor among the bytes of its model."""
 
     start: int
@@ -45,15 +45,15 @@ class Place(NamedTuple):
         return part.as_strided(self.shape, self.stride, part.storage_offset())
 
 
-class Layout:
+class FlatLayout:
     """Tensors back to back, each where an allocation of its own could begin."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         self.size = 0
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
-            self.places[name] = Place(self.size, size, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            self.places[name] = TensorPlace(self.size, size, tensor.dtype, tuple(tensor.shape), tensor.stride())
             self.size += -(-size // ALIGN) * ALIGN
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ class Shelf(Protocol):
 class MemoryShelf:
     """Host memory, pinned where a GPU reads it, so that copies run beside its kernels."""
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         sizes = [min(PIECE, layout.size - start) for start in range(0, layout.size, PIECE)]
         self._pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for size in sizes]
         for name, place in layout.places.items():
@@ -140,7 +140,7 @@ class DiskShelf:
 
     @classmethod
     def of(
-        cls, layout: Layout, tensors: Mapping[str, Tensor], source: Path | None, scratch: Path, staging: Staging
+        cls, layout: FlatLayout, tensors: Mapping[str, Tensor], source: Path | None, scratch: Path, staging: Staging
     ) -> DiskShelf:
         found = None if source is None else _in_checkpoint(layout, tensors, source)
         return cls(found if found is not None else [_written(layout, tensors, scratch)], staging)
@@ -182,7 +182,7 @@ def _pread(extent: Extent, skip: int, into: Tensor) -> None:
         raise DiskError(f"a teacher's weights cannot be read from {extent.path}: {error.strerror or error}.") from None
 
 
-def _written(layout: Layout, tensors: Mapping[str, Tensor], scratch: Path) -> Extent:
+def _written(layout: FlatLayout, tensors: Mapping[str, Tensor], scratch: Path) -> Extent:
     """One file without a name: its room is free again when the process ends, however it ends."""
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=scratch, buffering=0) as file:
@@ -195,7 +195,7 @@ def _written(layout: Layout, tensors: Mapping[str, Tensor], scratch: Path) -> Ex
         return Extent(0, layout.size, os.dup(file.fileno()), 0, f"a file in {scratch}")
 
 
-def _in_checkpoint(layout: Layout, tensors: Mapping[str, Tensor], directory: Path) -> list[Extent] | None:
+def _in_checkpoint(layout: FlatLayout, tensors: Mapping[str, Tensor], directory: Path) -> list[Extent] | None:
     """Where a checkpoint's files hold every tensor, bit for bit; None: they hold them otherwise (another dtype, merged, …)."""
     opened: dict[Path, int] = {}
     extents: list[Extent] = []
@@ -217,14 +217,14 @@ def _in_checkpoint(layout: Layout, tensors: Mapping[str, Tensor], directory: Pat
     return None
 
 
-def _header(path: Path) -> dict[str, Place]:
+def _header(path: Path) -> dict[str, TensorPlace]:
     """Tensors of a safetensors file by name, and where they stand in it."""
     read_header(path)  # refuses a damaged one
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     return {
-        name: Place(
+        name: TensorPlace(
             8 + length + entry["data_offsets"][0],
             entry["data_offsets"][1] - entry["data_offsets"][0],
             DTYPES[entry["dtype"]],

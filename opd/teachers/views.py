@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.errors import RecipeError
-from opd.settings import Choice, Count, Family, StageView
+from opd.settings import Choice, Count, Family, Positive, StageView, Word, changed
 from opd.types import Message, Prompt, Rendered, Rollout
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
+CUT = " ... "  # where a text that was too long lacks a part
 QUESTION = "prompt"  # in a template: the question itself
 THOUGHT = "</think>"  # where thinking ends; a chat template may have opened it before the answer begins
 
@@ -32,12 +33,16 @@ class Group:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop_ids: tuple[int, ...] = ()
+    feedback: Mapping[str, str] = field(default_factory=dict)  # what came with the rewards, where anything did
 
     def behind(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
         """The response behind another prompt; its first `skip` tokens are read, not scored."""
+        return behind(self.prompt_ids(prompt), rollout, skip)
+
+    def prompt_ids(self, prompt: Prompt) -> np.ndarray:
         from opd.data.render import render_prompt
 
-        return behind(render_prompt(prompt, self.tokenizer, self.template_kwargs), rollout, skip)
+        return render_prompt(prompt, self.tokenizer, self.template_kwargs)
 
     def answer(self, rollout: Rollout) -> str:
         """A response as text, without its thinking, whether that ends in text or in a special token."""
@@ -61,10 +66,18 @@ class View(Choice):
     """`rewrite` is enough for a view that changes the prompt alone; one that looks at other rollouts overrides `render`."""
 
     family = "view"
-    as_sampled: ClassVar[bool] = False  # it shows what the student read, so there always is something to show
     instructs: ClassVar[bool] = False  # it asks for another manner of answering, which a close follower overdoes
+    reads_feedback: ClassVar[bool] = False  # so that what came with a reward is kept
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
+    chat_template: Literal["student", "teacher"] = Field(
+        "student", description="whose chat template stands around what is read; the response stays as it was sampled"
+    )
+
+    @property
+    def as_sampled(self) -> bool:
+        """Whether it shows exactly what the student read, so that there always is something to show."""
+        return False
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.skip >= view.rollout.max_new_tokens:
@@ -86,9 +99,14 @@ class SameView(View):
     """What the student read."""
 
     name = "same"
-    as_sampled = True
+
+    @property
+    def as_sampled(self) -> bool:
+        return self.chat_template == "student"
 
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        if not self.as_sampled:
+            return super().render(prompt, rollout, group)
         return behind(rollout.prompt_ids, rollout, self.skip)
 
 
@@ -109,7 +127,26 @@ class InstructionView(View):
         return asking(prompt, "\n\n".join(parts))
 
 
-class TemplateView(View):
+class ShowingView(View):
+    """Views that show texts beside the question. The question is never cut, and neither is the response."""
+
+    longest: Positive | None = Field(None, description="characters of each text that is shown; longer ones are cut")
+    keep: Literal["start", "end", "both"] = Field("start", description="with longest: the part of a text that stays")
+
+    @model_validator(mode="after")
+    def _cuts(self) -> ShowingView:
+        if "keep" in changed(self) and self.longest is None:
+            raise ValueError("`keep` says which part of a text stays when it is longer than `longest`: set that, too")
+        return self
+
+    def cut(self, text: str) -> str:
+        if self.longest is None or len(text) <= self.longest:
+            return text
+        head = {"start": self.longest, "end": 0, "both": self.longest - self.longest // 2}[self.keep]
+        return text[:head] + CUT + text[len(text) - (self.longest - head) :]
+
+
+class TemplateView(ShowingView):
     """The question and fields of its row that the student is not given: a solution, a hint, a document."""
 
     name = "template"
@@ -118,18 +155,37 @@ class TemplateView(View):
     @field_validator("template")
     @classmethod
     def _named(cls, value: str) -> str:
-        stray = re.search(r"[{}]", _FIELD.sub("", value))
-        if stray:
-            raise ValueError(f"a template has {{FIELD}}, or {{{{ for a brace; this has a single {stray[0]!r}")
-        if not fields_of(value):
+        if not fields_of(well_formed(value)):
             raise ValueError("a template names at least one field, such as {prompt} or {answer}")
         return value
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
-        known = {QUESTION: question(prompt), **field_texts(prompt.fields)}
+        known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}
+        known = {QUESTION: question(prompt), **known}
         if any(name not in known for name in fields_of(self.template)):
             return None
         return asking(prompt, filled(self.template, known))
+
+
+class ContextView(ShowingView):
+    """A shorter text in place of the long one that the student reads: only what the question is about (OPSDL)."""
+
+    name = "context"
+    document: Word = Field("document", description="of context: the column with the text that stands in the prompt")
+    instead: Word = Field("relevant", description="of context: the column with what is read in its place")
+
+    @model_validator(mode="after")
+    def _differs(self) -> ContextView:
+        if self.document == self.instead:
+            raise ValueError(f"`document` and `instead` are both {self.document!r}, so nothing would change")
+        return self
+
+    def rewrite(self, prompt: Prompt) -> Prompt | None:
+        texts = field_texts(prompt.fields)
+        long, short = texts.get(self.document), texts.get(self.instead)
+        if long is None or short is None:
+            return None
+        return replaced(prompt, long, self.cut(short))
 
 
 # Questions and templates
@@ -151,6 +207,19 @@ def asking(prompt: Prompt, text: str) -> Prompt:
     return replace(prompt, messages=tuple(messages))
 
 
+def replaced(prompt: Prompt, text: str, other: str) -> Prompt | None:
+    """The same prompt with another text in place of one that stands in it; None: it does not."""
+    if prompt.messages is None:
+        found = prompt.text or ""
+        return replace(prompt, text=found.replace(text, other)) if text in found else None
+    held = [isinstance(message["content"], str) and text in message["content"] for message in prompt.messages]
+    messages = tuple(
+        {**message, "content": message["content"].replace(text, other)} if holds else message
+        for holds, message in zip(held, prompt.messages, strict=True)
+    )
+    return replace(prompt, messages=messages) if any(held) else None
+
+
 def _last_question(messages: Sequence[Message]) -> int:
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
     return asked[-1] if asked else len(messages) - 1
@@ -161,6 +230,13 @@ def _with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
     if messages and messages[0]["role"] == "system":
         return ({**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:])
     return ({"role": "system", "content": text}, *messages)
+
+
+def well_formed(template: str) -> str:
+    stray = re.search(r"[{}]", _FIELD.sub("", template))
+    if stray:
+        raise ValueError(f"a template has {{FIELD}}, or {{{{ for a brace; this has a single {stray[0]!r}")
+    return template
 
 
 def fields_of(template: str) -> list[str]:

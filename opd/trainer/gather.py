@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
 from opd.data.stream import Visit
-from opd.objective.batch import Signals, need_beside
+from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, texts_for
 from opd.trainer.metrics import Clock
@@ -91,14 +91,15 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     with run.scoring(asked):
         for name, rollouts in asked.items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = texts_for(view, rollouts, batch.prompts, batch.groups, teacher.context)
+            seen = texts_for(view, rollouts, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
             for role, kind in (need for need in needs if need[0] == teacher.role):
-                answers = ask(run, teacher, rollouts, seen, need_beside(signals, role, kind))
+                answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind))
                 signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}
                 run.check_stop()
+    run.tell_unshown(step, metrics)
     return signals, metrics
 
 

@@ -15,7 +15,7 @@ from opd.config import Rollouts, Train
 from opd.config.stage import WEIGHTS
 from opd.errors import RecipeError, UserError
 from opd.models.language_model import LanguageModel
-from opd.objective.batch import RewardsById, TrainingBatch, need_beside
+from opd.objective.batch import RewardsById, TrainingBatch
 from opd.objective.objective import Objective
 from opd.objective.term import refusals
 from opd.settings import StageView, by_hand
@@ -89,7 +89,7 @@ class Trainer:
             table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
             answers = signals[role, kind] = {}
             for name, asked in by_teacher(rollouts, table).items():
-                found = self.objective.teachers[name].score(asked, need_beside(signals, role, kind))
+                found = self.objective.teachers[name].score(asked, self.objective.need_beside(signals, role, kind))
                 answers |= {rollout.id: signal for rollout, signal in zip(asked, found, strict=True)}
         return TrainingBatch(rollouts, signals, rewards or {})
 

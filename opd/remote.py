@@ -1,0 +1,254 @@
+"""One small HTTP client for everything that is asked of another machine: teachers and judges behind an address.
+
+    remote = Remote("http://127.0.0.1:8200", token_env="OPD_TOKEN")
+    remote.json("POST", "/v1/score", {"text": "…"})                     # an answer in JSON
+    remote.bytes("POST", "/score", body, accept="application/octet-stream")   # an answer in bytes, and its headers
+    remote.map([lambda: remote.json("GET", "/a"), …])                   # several at once, answers in order
+
+A server that is away, busy or being restarted is asked again, less and less often, until the patience runs out. The token comes
+from an environment variable and is never written anywhere. httpx is imported when the first question is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from opd.errors import RecipeError, RemoteError
+from opd.text import first_line, plain
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+Body = bytes  # inside the class that is a method
+AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, ending or starting
+FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
+SLICE = 0.5  # seconds after which a wait looks whether it should end
+QUOTED = 600  # characters of an answer that an error quotes
+LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
+
+
+def to_stderr(line: str) -> None:
+    print(f"opd: {plain(line)}", file=sys.stderr, flush=True)
+
+
+def nothing() -> None:
+    """There is nobody who could end a wait."""
+
+
+def address_of(text: str) -> str:
+    """An address as it is asked: http or https, a host, no name and password in it."""
+    parts = urlsplit(text)
+    wrong = [
+        parts.scheme not in ("http", "https") and "it has to begin with http:// or https://",
+        not parts.hostname and "it names no host",
+        (parts.username or parts.password) is not None and "a password does not belong there: name it by `token_env`",
+        bool(parts.query or parts.fragment) and "it has to end with a path",
+        bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
+    ]
+    for reason in filter(None, wrong):
+        shown = re.sub(r"//[^/@]*@", "//…@", text)
+        raise RecipeError(f"address {plain(shown)!r}: {reason}. Such as http://127.0.0.1:8200.")
+    return text.rstrip("/")
+
+
+def token_of(variable: str | None, address: str) -> str | None:
+    """The token that an environment variable holds."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise RemoteError(f"token_env {variable!r}: this variable is not set. Put the token of {address} into it.")
+    if not (token.isascii() and token.isprintable()):
+        raise RemoteError(f"token_env {variable!r}: what it holds is no token: only visible ASCII characters are.")
+    return token
+
+
+class Remote:
+    """`patience`: seconds that a server may be away; `retries`: how often a request that it fails at (500) is asked again.
+
+    `say` is told when a wait begins and ends; `check` is called during waits and may raise to end them.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token_env: str | None = None,
+        *,
+        timeout: float = 120.0,
+        retries: int = 4,
+        patience: float = 600.0,
+        concurrency: int = 8,
+        say: Callable[[str], None] = to_stderr,
+        check: Callable[[], None] = nothing,
+    ) -> None:
+        if importlib.util.find_spec("httpx") is None:
+            raise RemoteError(f"{address} is asked through httpx, which is not installed: pip install 'opd[remote]'.")
+        self.address = address_of(address)
+        self._token = token_of(token_env, self.address)
+        self._timeout, self._retries, self._patience = timeout, retries, patience
+        self.concurrency, self._say, self._check = concurrency, say, check
+        self._lock, self._here = threading.Lock(), threading.local()
+        self._opened: httpx.Client | None = None
+        self._away = False
+        self.returns = 0  # how often the server was away and came back
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        found, _ = self.bytes(method, path, body, accept="application/json")
+        try:
+            return json.loads(found)
+        except ValueError:
+            raise self._error(method, path, f"no JSON: {self._quoted(found)}", "Is it the right server?") from None
+
+    def bytes(
+        self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream"
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """The answer's body and headers. Bytes are sent as they are, everything else as JSON."""
+        headers = {"Accept": accept}
+        content = body
+        if body is not None:
+            binary = isinstance(body, (bytes, bytearray, memoryview))
+            headers["Content-Type"] = "application/octet-stream" if binary else "application/json"
+            content = bytes(body) if binary else json.dumps(body).encode()
+        response = self._ask(method, path, content, headers)
+        if not response.is_success:
+            hint = {401: "Set the variable that `token_env` names to its token.", 404: "Is the name right?"}
+            raise self._error(
+                method,
+                path,
+                f"{response.status_code}: {self._quoted(response.content)}",
+                hint.get(response.status_code, "Mend the request or the server."),
+            )
+        return response.content, response.headers
+
+    def map(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Results in order; at most `concurrency` at once. The first error ends all of them."""
+        if len(calls) <= 1 or self.concurrency == 1:
+            return [call() for call in calls]
+        errors: list[BaseException] = []
+
+        def guarded(call: Callable[[], T]) -> T:
+            self._here.errors = errors
+            try:
+                _stop_after(errors)
+                return call()
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        with ThreadPoolExecutor(min(self.concurrency, len(calls)), thread_name_prefix="remote") as pool:
+            futures = [pool.submit(guarded, call) for call in calls]
+            try:
+                return [future.result() for future in futures]
+            except BaseException as error:
+                errors.append(error)  # Ctrl-C: whoever waits gives up
+                raise errors[0] from None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
+            self._opened = None
+
+    # One request until it is answered
+
+    def _ask(self, method: str, path: str, content: Body | None, headers: Mapping[str, str]) -> httpx.Response:
+        import httpx
+
+        wait, failures = FIRST, 0
+        since: float | None = None  # when it was first found to be away
+        while True:
+            later = 0.0
+            try:
+                response = self._client().request(method, self.address + path, content=content, headers=headers)
+            except httpx.TransportError as error:
+                reason = first_line(error) or type(error).__name__
+            else:
+                if response.status_code < 500 and response.status_code not in AWAY:
+                    self._is_back()
+                    return response
+                failures += response.status_code not in AWAY
+                reason = f"{response.status_code}: {self._quoted(response.content)}"
+                later = _retry_after(response.headers)
+            since = since or time.monotonic()
+            waited = time.monotonic() - since
+            if failures > self._retries:
+                raise self._error(method, path, reason, "The server fails at this request: see its log.")
+            if waited >= self._patience:
+                raise self._error(
+                    method,
+                    path,
+                    reason,
+                    f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow.",
+                )
+            self._is_away(reason)
+            self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
+            wait = min(wait * 2, LONGEST)
+
+    def _client(self) -> httpx.Client:
+        import httpx
+
+        with self._lock:
+            if self._opened is None:
+                host = urlsplit(self.address).hostname or ""
+                limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+                self._opened = httpx.Client(
+                    headers={} if self._token is None else {"Authorization": f"Bearer {self._token}"},
+                    timeout=httpx.Timeout(self._timeout, connect=min(self._timeout, 10.0), pool=None),
+                    limits=limits,
+                    trust_env=not LOOPBACK.fullmatch(host),  # a proxy cannot reach what listens here
+                    follow_redirects=False,  # the token is for this address alone
+                )
+            return self._opened
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check()
+            _stop_after(vars(self._here).get("errors", ()))
+            time.sleep(min(left, SLICE))
+
+    def _is_away(self, reason: str) -> None:
+        with self._lock:
+            first, self._away = not self._away, True
+        if first:
+            self._say(
+                f"waiting for {self.address} ({reason}); going on when it is back, for up to {self._patience:g} s"
+            )
+
+    def _is_back(self) -> None:
+        if not self._away:
+            return
+        with self._lock:
+            first, self._away = self._away, False
+            self.returns += first
+        if first:
+            self._say(f"{self.address} is back")
+
+    def _error(self, method: str, path: str, found: str, advice: str) -> RemoteError:
+        return RemoteError(f"{self.address}: {method} {plain(path, 200)} was answered with {found}. {advice}")
+
+    def _quoted(self, body: Body) -> str:
+        """What a server said, without the token should it repeat it."""
+        text = body[: 4 * QUOTED].decode("utf-8", "replace")
+        return plain(text if self._token is None else text.replace(self._token, "…"), QUOTED) or "nothing"
+
+
+def _stop_after(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise RemoteError("given up, since another request failed")
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    found = headers.get("retry-after", "")
+    return min(float(found), LONGEST) if found.isdigit() else 0.0

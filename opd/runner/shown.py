@@ -1,0 +1,51 @@
+"""Whether a teacher's view has anything to show, found out before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+from opd.data.render import render_prompt
+from opd.data.source import Source
+from opd.errors import DataError, RecipeError
+from opd.teachers.views import View
+from opd.types import Prompt
+
+FIRST = 64  # prompts of a source without end that are looked at
+LOOKED = 1000  # prompts that are rendered before all are taken to be too long
+
+
+def require_shown(
+    name: str, view: View, scored: Callable[[Prompt], bool], sources: Sequence[Source], tokenizer: Any, context: int
+) -> None:
+    """A view that has nothing to show for any prompt, or more than the teacher can read, would mask them all."""
+    if view.as_sampled:
+        return
+    prompts = [prompt for source in sources for prompt in source.examples() if scored(prompt)]
+    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if scored(prompt)))
+    sizes: list[int] = []
+    for rewritten in filter(None, map(view.rewrite, every)):
+        sizes.append(render_prompt(rewritten, tokenizer).size)
+        if sizes[-1] + view.skip < context:
+            return
+        if len(sizes) == LOOKED:
+            break
+    if sizes:
+        raise RecipeError(
+            f"teachers.{name}: with the view {view.name} the shortest prompt that it scores has {min(sizes):,} tokens, and the "
+            f"teacher reads {context:,} with the answer: every sample would be masked. Show less, or set `longest` where the view has it."
+        )
+    fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
+    raise RecipeError(
+        f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores. Their fields are "
+        f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
+    )
+
+
+def _rows(source: Source) -> Iterator[Prompt]:
+    """Every prompt that can be read; of sources without end, the first ones."""
+    for index in range(source.size if source.size is not None else FIRST):
+        with suppress(DataError):  # it is told where rows are scanned
+            yield source.train(index)
