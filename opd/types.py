@@ -154,6 +154,7 @@ class Signal:
     spans: tuple[tuple[int, int, int, int], ...]
     values: Any
     mask: np.ndarray  # (T,) bool
+    key: str = ""  # of what was read, where it is kept: `opd.teachers.cache.text_key`
 
 
 @dataclass(frozen=True, eq=False)

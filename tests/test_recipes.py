@@ -33,10 +33,14 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path) -> None:
             "sampler.slots=4",
         ]
         small += ["sampler.prefill_rows=1", "sampler.prefill_chunk=8"]
+    if name == "methods/lightning":  # scores in one stage, trains in the other
+        small = (
+            small[1:2] + small[3:] + [f"stages.{stage}.train.steps=1" for stage in (0, 1)] + ["stages.1.eval.prompts=8"]
+        )
     run = opd.run(name, overrides=small, out=tmp_path / "run")
-    assert [line["step"] for line in run.metrics] == [1, 2]
+    assert sum(line["step"] for line in run.metrics) == (2 if name == "methods/lightning" else 3)
     assert run.summary["status"] == "done"
-    assert run.summary["stages"][0]["evals"]
+    assert run.summary["stages"][-1]["evals"]
     assert (run.model / "model.safetensors").is_file()
 
 

@@ -14,6 +14,7 @@ from opd import config, families
 from opd.objective.advantage_sum import Advantage
 from opd.objective.schedule import Schedule
 from opd.settings import Choice
+from opd.teachers.mixture import PartWeight
 
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
@@ -77,7 +78,7 @@ def settings() -> list[type[BaseModel]]:
     """Every settings model, whether `opd.config` exports it or not."""
     modules = [importlib.import_module(f"opd.config.{path.stem}") for path in (ROOT / "config").glob("[!_]*.py")]
     found = {item for module in modules for item in vars(module).values() if isinstance(item, type)}
-    found |= {families.find(*entry.split(".")) for entry in families.CHOICES} | {Schedule, Advantage}
+    found |= {families.find(*entry.split(".")) for entry in families.CHOICES} | {Schedule, Advantage, PartWeight}
     return sorted((item for item in found if issubclass(item, BaseModel) and item is not BaseModel), key=str)
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import opd
 from opd import families
 from opd.config import Rollouts, load_recipe
+from opd.data.questions import question
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.models.load import load_tokenizer
@@ -28,7 +29,7 @@ from opd.settings import Family
 from opd.teachers.kinds import FrozenTeacher, ModelRef, Supplies, TeacherKind
 from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import open_teachers
-from opd.teachers.views import Group, View, behind, question, require_aligned, texts_for
+from opd.teachers.views import Group, View, behind, require_aligned, texts_for
 from opd.trainer.step import train_step
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 from tests.helpers import TEMPLATE, save_tiny, term, tiny_model, tiny_tokenizer

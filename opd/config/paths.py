@@ -29,6 +29,7 @@ PROMPT_FILES = (
     ".tsv.gz",
 )
 BUILT_IN = ("tiny/", "smol/", "stage:", "task:", "reasoning_gym:")
+RUN = "run:"
 Place = tuple[str, ...]
 
 
@@ -61,11 +62,16 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("teachers",)
             | ("teachers", _)
             | ("teachers", _, "model" | "models", *_)
+            | ("teachers", _, "toward" | "away")
+            | ("teachers", _, "toward" | "away", "model")
+            | ("teachers", _, "parts", _)
+            | ("teachers", _, "parts", _, "model")
+            | ("teachers", _, "weights" | "tokenizer")
         ):
             return _absolute(value, base, MODEL_FILES)
-        case ("prompts",) | ("prompts", "source" | "eval_source"):
-            return _prompts(value, base)
-        case ("prompts", index) | ("prompts", index, "source" | "eval_source") if index.isdigit():
+        case ("teachers", _, "run"):
+            return _run(value, base)
+        case ("prompts", *_) if _is_source(place[1:]):
             return _prompts(value, base)
         case ("plugins", *_) if value.endswith(".py"):
             return _absolute(value, base, (".py",))
@@ -74,15 +80,28 @@ def _text(value: str, base: Path, place: Place) -> str:
     return value
 
 
+def _is_source(place: Place) -> bool:
+    """Of `prompts`: one alone, or one of a list."""
+    place = place[1:] if place and place[0].isdigit() else place
+    return place in ((), ("source",), ("eval_source",))
+
+
 _REWARD_TEXTS = {"kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}
 
 
 def _prompts(value: str, base: Path) -> str:
     """`NAME:rows.jsonl` of a class of the user's own: the path behind its name."""
+    if value.startswith(RUN):
+        return RUN + _run(value.removeprefix(RUN), base)
     name = re.match(r"[A-Za-z_][\w-]*:", value)
     if name is None or value.startswith(BUILT_IN) or is_file(base / value):
         return _absolute(value, base, PROMPT_FILES)
     return name[0] + _absolute(value.removeprefix(name[0]), base, PROMPT_FILES)
+
+
+def _run(value: str, base: Path) -> str:
+    """A run directory, whether it is there or not."""
+    return value if value.startswith(BUILT_IN) else os.path.abspath(base / os.path.expanduser(value))
 
 
 def _absolute(value: str, base: Path, suffixes: tuple[str, ...]) -> str:

@@ -216,7 +216,8 @@ def _schema_at(location: Iterable[Any]) -> Mapping[str, Any]:
         elif part in node.get("properties", {}):
             node = node["properties"][part]
         else:
-            node = node.get("additionalProperties", {})
+            rest = node.get("additionalProperties")  # false, where no other key may stand
+            node = rest if isinstance(rest, Mapping) else {}
         options = [option for option in node.get("anyOf", []) if "$ref" in option]
         reference = node.get("$ref") or (options[0]["$ref"] if options else None)
         if reference:

@@ -23,11 +23,13 @@ def refuse_recipe(recipe: Recipe) -> None:
     for stage in recipe.stages:
         models = [("student", stage.student.model)]
         models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
+        models += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
+        models += [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
         for key, model in models:
             name = model.removeprefix(STAGE_PREFIX)
             if name != model and name not in earlier:
                 raise RecipeError(
-                    f"stages.{stage.name}.{key}: model {model!r}: no earlier stage is called {name!r}; "
+                    f"stages.{stage.name}.{key}: {model!r}: no earlier stage is called {name!r}; "
                     f"there are {', '.join(earlier) or 'none'}."
                 )
         earlier.append(stage.name)

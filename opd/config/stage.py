@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -68,6 +69,10 @@ class Train(BaseModel):
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
     epochs: Positive = Field(1, le=10_000, description="passes over each batch")
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
+    learn: bool = Field(
+        True,
+        description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached",
+    )
     micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
     precision: Precision = Field(
         "auto",
@@ -143,6 +148,9 @@ class Log(BaseModel):
     project: Word = "opd"
     samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10
+    start_table: bool = Field(
+        True, description="measure every teacher beside the student on a few answers before the first step"
+    )
 
 
 class Hub(BaseModel):
@@ -219,6 +227,17 @@ class Stage(BaseModel):
                 "rollout.contrast drops groups by their rewards, but neither the objective nor a view uses rewards"
             )
         return self
+
+    def inside(self, directory: Path) -> Stage:
+        """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""
+        prompts = [source.inside(directory) for source in self.prompts]
+        teachers = {name: kind.inside(directory) for name, kind in self.teachers.items()}
+        return self.model_copy(update={"prompts": prompts, "teachers": teachers})
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether hidden states go into the store: what a stage that only scores is there for."""
+        return self.store.hidden or not self.train.learn
 
     @property
     def uses_rewards(self) -> bool:

@@ -105,6 +105,10 @@ class PromptSource(Choice):
         """Likewise of what is no file here. None: its prompts follow from its settings alone."""
         return None
 
+    def inside(self, directory: Path) -> PromptSource:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
     @property
     def address(self) -> str:
         """The source without the prefix that chose the class."""

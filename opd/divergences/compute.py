@@ -25,10 +25,10 @@ from opd.divergences.chunked import (
     wide_dtype,
 )
 from opd.divergences.formulas import Formula
-from opd.divergences.mixture import Source
+from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergences.projection import MergeGroups, Projection, without_autocast
-from opd.divergences.rows import Job, RowStatistics, reference_rows
+from opd.divergences.rows import Job, RowStatistics, Weight, reference_rows
 from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation, outside
 from opd.types import TopK
 
@@ -81,6 +81,9 @@ def divergence(
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size)
+    if isinstance(rows, Mixture):
+        _require_fit(rows, formula, truncation)
+        weight = _weighed(weight, rows)
     job = Job(formula, size, merge, temperature, truncation, weight, tokens, ids, overlap)
     plan = kernel_plan(job, student, rows, backend, memory, CHUNK_BYTES)
     if not student.count:
@@ -99,6 +102,30 @@ def divergence(
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
+
+
+def _require_fit(mixture: Mixture, formula: Formula, truncation: Truncation) -> None:
+    """A sum of divergences is one to a single teacher in one case alone."""
+    if mixture.kind == "sum" and (formula != Formula("reverse_kl") or truncation.support != "full"):
+        raise ValueError(
+            f"a mixture of kind 'sum' is a sum of reverse KLs over the full vocabulary, and was given {formula.kind!r} over "
+            f"support {truncation.support!r}; use 'geometric' or 'arithmetic'"
+        )
+
+
+def _weighed(weight: Weight, mixture: Mixture) -> Weight:
+    """The weights of rows, times what a mixture's rows are multiplied with."""
+    factor = mixture.row_factor
+    if factor is None:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight * factor
+
+    def of_rows(found: RowStatistics) -> Tensor:
+        own = factor[found.index].to(found.entropy) if isinstance(factor, Tensor) else factor
+        return own * (torch.ones_like(found.entropy) if weight is None else weight(found))
+
+    return of_rows
 
 
 def _result(loss: Tensor, found: RowStatistics, plan: KernelPlan) -> Divergence:

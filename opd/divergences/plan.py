@@ -76,7 +76,22 @@ def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) ->
         return "top-k overlap needs whole sorted rows, which run in torch"
     if job.formula is not None and job.formula.kind not in KINDS:
         return f"divergence {job.formula.kind!r} has no kernel"
-    return heads_obstacle([student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])])
+    return mixture_obstacle(teacher) or heads_obstacle(_heads(student, teacher))
+
+
+def mixture_obstacle(teacher: Source | None) -> str:
+    """Why the CUDA backend cannot mix these teachers; empty if it can."""
+    if not isinstance(teacher, Mixture):
+        return ""
+    if teacher.kind == "sum":
+        return "a sum of divergences runs in torch"
+    return "a mixture with weights per token runs in torch" if teacher.per_token else ""
+
+
+def _heads(student: Projection, teacher: Source | None) -> list[Projection]:
+    if teacher is None:
+        return [student]
+    return [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
 
 
 def heads_obstacle(heads: Sequence[Projection]) -> str:
@@ -95,8 +110,8 @@ def heads_obstacle(heads: Sequence[Projection]) -> str:
 
 def values_plan(job: Job, student: Projection, teacher: Source | None, chunk_bytes: int) -> KernelPlan:
     """For passes without a divergence's gradient, and log-probs: pieces of half a GiB on a GPU."""
-    heads = [student] if teacher is None else [student, *(teacher.parts if isinstance(teacher, Mixture) else [teacher])]
-    obstacle = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else heads_obstacle(heads)
+    ranked = "top-k overlap needs whole sorted rows" if job.overlap and teacher is not None else ""
+    obstacle = ranked or mixture_obstacle(teacher) or heads_obstacle(_heads(student, teacher))
     if student.hidden.is_cuda:
         chunk_bytes = VALUES_TILE_BYTES // (4 if obstacle else 1)
     chunk = chunk_tokens(student.count, job.size, chunk_bytes)

@@ -7,6 +7,7 @@ Axis legend: N = tokens, D = hidden width, V = vocabulary rows of the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -129,12 +130,14 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep the mathematics in fp32 when the caller's forward pass runs under bf16 autocast."""
+    """Keep the mathematics in fp32 when the caller's forward pass runs under bf16 autocast, and kernels on its own GPU."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Projection))
-        with torch.autocast(given.hidden.device.type, enabled=False):
+        device = given.hidden.device
+        own_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.autocast(device.type, enabled=False), own_gpu:
             return function(*args, **kwargs)
 
     return wrapped

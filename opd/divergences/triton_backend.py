@@ -104,7 +104,7 @@ class TileEngine:
     def _mix(self, mixture: Mixture, rows: slice, columns: slice, out: Tensor, scratch: Tensor) -> None:
         """Logits of a mixture into `out`; the student's buffer, not yet filled, is the scratch space."""
         geometric, first = mixture.kind == "geometric", True
-        for number, (part, share) in enumerate(zip(mixture.parts, mixture.shares, strict=True)):
+        for number, (part, share) in enumerate(zip(mixture.parts, map(float, mixture.shares), strict=True)):
             if share == 0:
                 continue
             project(part, rows, columns, scratch)
@@ -176,7 +176,7 @@ class TileEngine:
 
     def _mixture_events(self, mixture: Mixture, member: Tensor) -> Tensor:
         parts = [self._event_logits(part, member)[0] for part in mixture.parts]
-        weighted = list(zip(parts, mixture.shares, strict=True))
+        weighted = list(zip(parts, map(float, mixture.shares), strict=True))
         if mixture.kind == "geometric":
             return torch.stack([share * part for part, share in weighted]).sum(0)
         logs = [

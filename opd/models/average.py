@@ -21,5 +21,6 @@ def weight_average(models: Sequence[LanguageModel]) -> LanguageModel:
                 raise RecipeError(
                     "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
                 )
-            parameter.data = torch.stack([weights[name].float() for weights in tensors]).mean(0).to(parameter.dtype)
+            found = [weights[name].to(parameter.device, torch.float32) for weights in tensors]
+            parameter.data = torch.stack(found).mean(0).to(parameter.dtype)
     return merged

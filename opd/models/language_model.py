@@ -40,8 +40,8 @@ class LanguageModel:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
-        self.head = _plain_head(module, name)
-        self.scale, self.softcap = _logit_scale(module.config), _logit_softcap(module.config)
+        self.head = plain_head(module, name)
+        self.scale, self.softcap = logit_scale(module.config), logit_softcap(module.config)
         rows = self.head.weight.shape[0]
         self.stop_ids = stop_ids(module, tokenizer, rows, name)
         self.size = vocabulary_size(tokenizer, self.stop_ids, rows)
@@ -186,19 +186,19 @@ def share_module(module: Any) -> Any:
     return copy.deepcopy(module, memo)
 
 
-def _logit_scale(config: Any) -> float:
+def logit_scale(config: Any) -> float:
     """Cohere multiplies its logits, Granite and MiniCPM divide them, Falcon-H1 has a multiplier for its head."""
     divisor = getattr(config, "logits_scaling", None) or 1.0
     return float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0 / divisor)
 
 
-def _logit_softcap(config: Any) -> float | None:
+def logit_softcap(config: Any) -> float | None:
     """Gemma's name for it, RecurrentGemma's, and xLSTM's."""
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((value for value in (getattr(config, name, None) for name in names) if value), None)
 
 
-def _plain_head(module: Any, name: str) -> nn.Linear:
+def plain_head(module: Any, name: str) -> nn.Linear:
     if module.config.is_encoder_decoder:
         raise ModelError(f"model {name!r} has an encoder and a decoder, and only decoders alone are supported.")
     head = module.get_output_embeddings()

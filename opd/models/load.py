@@ -214,7 +214,7 @@ def load_model(
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
     with reading_model(name, "the model", location.directory):
-        count = sum(parameter.numel() for parameter in _empty(config).parameters())
+        count = sum(parameter.numel() for parameter in empty_model(config).parameters())
         _refuse_more_than_stored(name, config, location.directory, count, times=2)  # less is told by name
         module = load_complete(
             AutoModelForCausalLM,
@@ -273,7 +273,7 @@ def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[
     """Name -> shape of every parameter, without loading any."""
     config = load_config(name, revision)
     with reading_model(name, "its config", locate(name, revision).directory):
-        return {key: tuple(parameter.shape) for key, parameter in _empty(config).named_parameters()}
+        return {key: tuple(parameter.shape) for key, parameter in empty_model(config).named_parameters()}
 
 
 def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> int:
@@ -283,18 +283,12 @@ def lora_parameter_count(name: str, lora: Lora, revision: str | None = None) -> 
     require_peft()
     config = load_config(name, revision)
     with reading_model(name, "its config", locate(name, revision).directory):
-        module = _empty(config)
+        module = empty_model(config)
         return adapter_size(module, module.get_output_embeddings(), lora)
 
 
-def empty_model(name: str, revision: str | None = None) -> Any:
-    """The module without weights, on the meta device."""
-    config = load_config(name, revision)
-    with reading_model(name, "its config", locate(name, revision).directory):
-        return _empty(config)
-
-
-def _empty(config: Any) -> Any:
+def empty_model(config: Any) -> Any:
+    """All its modules, and none of their weights."""
     import torch
     from transformers import AutoModelForCausalLM
 

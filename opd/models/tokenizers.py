@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opd.errors import ModelError, TokenizerMismatch
 
@@ -25,13 +25,22 @@ def fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def differing_ids(student: Any, teacher: Any) -> list[int]:
+    """Ids that mean something else, or nothing, to one of the two."""
+    if fingerprint(student) == fingerprint(teacher):
+        return []
+    ours = {index: token for token, index in student.get_vocab().items()}
+    theirs = {index: token for token, index in teacher.get_vocab().items()}
+    return [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
+
+
 def require_same(student: Any, teacher: Any, student_name: str, teacher_name: str) -> None:
     """Refuse a teacher whose ids mean something else, and say which."""
-    if fingerprint(student) == fingerprint(teacher):
+    differing = differing_ids(student, teacher)
+    if not differing:
         return
     ours = {index: token for token, index in student.get_vocab().items()}
     theirs = {index: token for token, index in teacher.get_vocab().items()}
-    differing = [index for index in sorted(ours.keys() | theirs.keys()) if ours.get(index) != theirs.get(index)]
     shown = ", ".join(
         f"id {index}: {ours.get(index, '(none)')!r} vs {theirs.get(index, '(none)')!r}" for index in differing[:5]
     )
@@ -68,18 +77,30 @@ def vocabulary_size(tokenizer: Any, stop: Sequence[int], rows: int) -> int:
     return min(max([*tokenizer.get_vocab().values(), *stop], default=-1) + 1, rows)
 
 
-def share_vocabulary(student: LanguageModel, teachers: Mapping[str, LanguageModel]) -> tuple[int, ...]:
+class Elsewhere(NamedTuple):
+    """What a model that is not in this process stops at, and how many ids it knows."""
+
+    name: str
+    stop_ids: tuple[int, ...]
+    size: int
+
+
+def share_vocabulary(
+    student: LanguageModel, teachers: Mapping[str, LanguageModel], elsewhere: Sequence[Elsewhere] = ()
+) -> tuple[int, ...]:
     """The stop ids of all together, one event; from now on every model has the same ids, so each can score what another drew."""
     models = [student, *teachers.values()]
-    rows = min(model.head.weight.shape[0] for model in models)
+    heads = {model.name: model.head.weight.shape[0] for model in models} | {one.name: one.size for one in elsewhere}
+    rows = min(heads.values())
     lost = [index for index in student.stop_ids if index >= rows]
     if lost:
-        short = min(models, key=lambda model: model.head.weight.shape[0])
+        short = min(heads, key=lambda name: heads[name])
         raise ModelError(
-            f"student {student.name!r} stops at id {lost[0]}, and teacher {short.name!r} has a head of {rows} ids: it cannot score "
+            f"student {student.name!r} stops at id {lost[0]}, and teacher {short!r} has a head of {rows} ids: it cannot score "
             "the end of an answer. Use a teacher that knows the student's stop ids."
         )
-    stop = tuple(dict.fromkeys(index for model in models for index in model.stop_ids if index < rows))
+    known = [*(model.stop_ids for model in models), *(one.stop_ids for one in elsewhere)]
+    stop = tuple(dict.fromkeys(index for ids in known for index in ids if index < rows))
     size = min(rows, max([student.size, *(index + 1 for index in stop)]))
     for model in models:
         model.size = size

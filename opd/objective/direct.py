@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.divergences import Projection, RowStatistics
+    from opd.divergences.mixture import Source
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
     from opd.types import SignalKind, TopK
@@ -97,7 +98,7 @@ class Direct(CorrectedTerm):
         return total
 
     def _untempered(
-        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Projection | TopK, tokens: Tensor
+        self, micro: MicroBatch, known: RowStatistics, student: Projection, teacher: Source | TopK, tokens: Tensor
     ) -> RowStatistics:
         """Statistics at temperature 1, for which a tempered divergence needs another pass."""
         from opd.divergences import TopK, divergence, statistics

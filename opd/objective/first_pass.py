@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Projection, statistics, token_logprobs
+from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import MergeGroups, log_probs
 from opd.divergences.upload import upload
 from opd.objective.batch import ByRollout, TrainingBatch
@@ -90,14 +91,14 @@ def _compare(
         _spread(result.accepted.setdefault((role, k), {}), pack, accepted)
 
 
-def proposal_accepted(student: Projection, teacher: Projection, k: int, merge: MergeGroups = ()) -> Tensor:
+def proposal_accepted(student: Projection, teacher: Source, k: int, merge: MergeGroups = ()) -> Tensor:
     """(N,) bool: the student's likeliest event is among the teacher's k likeliest."""
     size = min(student.vocabulary, teacher.vocabulary)
     parts = []
     for start in range(0, student.count, CHUNK):
         rows = slice(start, start + CHUNK)
         proposal = log_probs(student.rows(rows), size, merge).argmax(-1, keepdim=True)
-        scored = log_probs(teacher.rows(rows), size, merge)
+        scored = source_log_probs(teacher.rows(rows), size, merge)
         parts.append((scored > scored.gather(-1, proposal)).sum(-1) < k)
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection, token_logprobs
+from opd.divergences import Mixture, Projection, token_logprobs
+from opd.divergences.mixture import Source
 from opd.divergences.projection import MergeGroups
 from opd.divergences.upload import upload
 from opd.objective.batch import TrainingBatch, concatenated
@@ -28,7 +29,7 @@ class TeacherHead(Protocol):
 
     name: str
 
-    def project(self, hidden: Tensor) -> Projection: ...
+    def project(self, hidden: Tensor) -> Source: ...
 
 
 @dataclass
@@ -103,13 +104,13 @@ class MicroBatch:
     def teacher_logprobs(self, role: str, rows: np.ndarray) -> np.ndarray:
         return np.concatenate(self.batch.logprobs(role, self.pack.rollouts))[rows]
 
-    def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection]]:
+    def teacher_projections(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source]]:
         """(rows, the teacher's projection of them), teacher after teacher; rows that are not open are left out."""
         return teacher_projections(
             self.pack, self.batch.signals[role, "hidden"], self.teachers, open_N, self.projection
         )
 
-    def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Projection | TopK]]:
+    def teacher_distributions(self, role: str, open_N: np.ndarray) -> Iterator[tuple[np.ndarray, Source | TopK]]:
         """The same of whatever the role's teachers gave: hidden states, or their likeliest ids."""
         if (role, "hidden") in self.batch.signals:
             return self.teacher_projections(role, open_N)
@@ -216,6 +217,10 @@ def in_half(projection: Projection, dtype: torch.dtype) -> Projection:
     return replace(projection, hidden=projection.hidden.to(dtype), weight=projection.weight.to(dtype))
 
 
+def source_in_half(source: Source, dtype: torch.dtype) -> Source:
+    return source.each(lambda part: in_half(part, dtype)) if isinstance(source, Mixture) else in_half(source, dtype)
+
+
 def token_ids(pack: Pack, device: torch.device) -> Tensor:
     return upload(concatenated(pack.rollouts, "response_ids").astype(np.int64), device)
 
@@ -226,7 +231,7 @@ def teacher_projections(
     teachers: Mapping[str, TeacherHead],
     open_N: np.ndarray,
     student: Projection,
-) -> Iterator[tuple[np.ndarray, Projection]]:
+) -> Iterator[tuple[np.ndarray, Source]]:
     """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's.
 
     Rows about which nothing was said are left out.
@@ -247,7 +252,7 @@ def teacher_projections(
         chosen = open_N[owner == name]
         if not chosen.all():
             hidden = hidden[upload(np.flatnonzero(chosen), device)]
-        yield rows, in_half(teachers[name].project(hidden), student.hidden.dtype)
+        yield rows, source_in_half(teachers[name].project(hidden), student.hidden.dtype)
 
 
 def teacher_tops(pack: Pack, signals: Mapping[str, Signal], open_N: np.ndarray) -> tuple[np.ndarray, TopK]:

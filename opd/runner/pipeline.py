@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,10 @@ from opd.runner.resume import (
 )
 from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
+from opd.runner.start import NAME as START
+from opd.runner.start import start_table, table_of, write_start
 from opd.store import REPAIRED, RolloutStore
+from opd.teachers.table import warnings
 from opd.trainer.memory import explain_memory
 from opd.trainer.step import run_step
 
@@ -146,11 +150,11 @@ class Pipeline:
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
-        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.store.hidden)
+        store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with explain_memory(lambda: self._phase):
             self._on_phase("loading")
             run = StageRun(
-                spec,
+                spec.inside(self._directory),
                 store,
                 self._resolve_model,
                 revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
@@ -172,6 +176,7 @@ class Pipeline:
         self.live.enter(spec.name, result.steps, run)
         try:
             with explain_memory(lambda: self._phase):
+                self._compare(run, result)
                 self._before(run, result)
                 self._train(run, result, saved)
                 self._finish(run, result, saved)
@@ -230,6 +235,24 @@ class Pipeline:
     def _enough(self, run: StageRun, result: StageResult) -> bool:
         stop = run.spec.eval.early_stop
         return stop is not None and stop.should_stop(result.evaluations(run.spec.eval.metric))
+
+    def _compare(self, run: StageRun, result: StageResult) -> None:
+        """The start-up table, once: a run that is taken up has it already."""
+        if result.steps or not run.spec.log.start_table or not run.teachers:
+            return
+        place = self._directory / START
+        known = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        if run.spec.name in known:
+            result.start = known[run.spec.name]
+            return
+        self._on_phase("compare teachers")
+        pairs = start_table(run)
+        write_start(self._directory, run.spec.name, pairs, known)
+        result.start = [pair.to_json() for pair in pairs]
+        if pairs:
+            self._progress.show(table_of(run.spec.name, pairs))
+        for line in warnings(pairs):
+            self._progress.say(f"{run.spec.name}: WARNING: {line}")
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:

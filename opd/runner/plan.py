@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+
+import torch
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
-from opd.models import lora_parameter_count, parameter_count
+from opd.data.source import PromptSource
+from opd.models import load_config, lora_parameter_count, parameter_count
 from opd.runner.checks import check_stage
 from opd.teachers.kinds import ModelRef
+from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
 
 SHOWN = 50  # values of a route that are printed
@@ -38,6 +42,7 @@ class Plan:
     memory: dict[str, int]  # part -> bytes
     pool: str = ""  # which teachers come and go
     notes: tuple[str, ...] = ()  # what is skipped
+    elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -50,6 +55,10 @@ class Plan:
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {bytes_in_words(size)}: {parts}",
+            *(
+                f"  memory     on {device} about {bytes_in_words(held)}: teachers"
+                for device, held in self.elsewhere.items()
+            ),
             *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
@@ -68,9 +77,12 @@ def make_plan(recipe: Recipe) -> list[Plan]:
     def resolve(name: str) -> str:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
 
-    plans = []
+    plans, asked = [], dict[str, list[PromptSource]]()
     for stage in recipe.stages:
-        plans.append(_plan(stage, resolve))
+        # of a stage whose rollouts are taken up again, what it asks is all that is known yet
+        prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
+        asked[STAGE_PREFIX + stage.name] = prompts
+        plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
         known[stage.name] = resolve(stage.student.model)
     return plans
 
@@ -90,30 +102,40 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     )
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
+    held = _held(stage, checked.device, resolve, student)
+    here = held.pop("")
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts, pool=stage.pool.describe(list(_sizes(stage, str(checked.device), resolve).values()), str(checked.device)),
-        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve, student), longest),
+        rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
+        pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
     )  # fmt: skip
 
 
-def _held(stage: Stage, device: str, resolve: Callable[[str], str], student: int) -> int:
-    """Bytes of the teachers' weights, at most; a model that several of them name is there once, and some wait elsewhere."""
-    models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
-    usual = WEIGHTS[stage.train.precision_on(device)]
-    paged = _sizes(stage, device, resolve)
-    read = sum(
-        parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models - paged.keys()
-    )
+def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
+    """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
+
+    Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
+    """
+    models = {settled(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
+    usual = WEIGHTS[stage.train.precision_on(str(device))]
     lora = stage.student.lora is not None
-    own = student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())
-    return read + own + sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
+    paged = _sizes(stage, device, resolve)
+    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)} if lora else set()
+    held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
+    held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
+    for ref in sorted(models - paged.keys() - own, key=str):
+        name, each = resolve(ref.model), BYTES[ref.dtype or usual]
+        held[ref.device or ""] = held.get(ref.device or "", 0) + parameter_count(name, ref.revision) * each
+        if ref.device is not None:
+            config = load_config(name, ref.revision)
+            held[""] += int(config.vocab_size) * int(config.hidden_size) * each
+    return held
 
 
-def _sizes(stage: Stage, device: str, resolve: Callable[[str], str]) -> dict[ModelRef, int]:
+def _sizes(stage: Stage, device: torch.device, resolve: Callable[[str], str]) -> dict[ModelRef, int]:
     """Bytes of each model that comes and goes."""
-    usual = WEIGHTS[stage.train.precision_on(device)]
+    usual = WEIGHTS[stage.train.precision_on(str(device))]
     return {
         ref: parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual]
         for ref in stage.pool.paged(stage.teachers)

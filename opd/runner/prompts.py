@@ -19,6 +19,7 @@ from opd.data.sources import open_sources
 from opd.errors import DataError
 from opd.evaluation import Question
 from opd.runner.results import watched_domains
+from opd.sampling.replay import require_drawn_alike
 from opd.text import plain
 from opd.types import Prompt
 
@@ -34,13 +35,15 @@ class Looked:
 
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
-    return open_sources(
+    sources = open_sources(
         spec.prompts,
         bad_rows=spec.data.bad_rows,
         rewarded=spec.rewards.need_no_answer,
         route=spec.route,
         told=told,
     )
+    require_drawn_alike(sources, spec.rollout)
+    return sources
 
 
 def look_at_prompts(

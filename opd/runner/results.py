@@ -17,7 +17,7 @@ from opd.text import cell, plain
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "plateau", "history", "skipped")  # fmt: skip
+         "plateau", "history", "skipped", "start")  # fmt: skip
 
 
 @dataclass
@@ -38,6 +38,7 @@ class StageResult:
     plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
+    start: list[dict[str, Any]] = field(default_factory=list)  # every teacher beside the student, before the first step
 
     def note_evaluation(self, step: int, measures: Mapping[str, Measures], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
@@ -70,7 +71,7 @@ class StageResult:
         return {
             "name": self.name, "evals": evals, "teachers": {name: {domain: found.value for domain, found in measures.items()} for name, measures in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
-            "skipped_prompts": self.skipped,
+            "skipped_prompts": self.skipped, "start": self.start,
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ EARLY = {
     ".resolved.yaml.partial",
     f".{SEALS}.partial",
 }
-WRITTEN = ("rollouts", "checkpoints", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
+WRITTEN = ("rollouts", "checkpoints", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
            "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 

@@ -14,14 +14,19 @@ from opd.config import Stage
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
+from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.stage_models import StageModels
 from opd.runner.stage_samplers import StageSamplers
+from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
+from opd.teachers.cache import FOLDER, ScoredStage, scored_by
+from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
@@ -77,7 +82,28 @@ class StageRun:
             raise RecipeError(
                 f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
+        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
+
+    def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
+        """Whose scores this stage keeps, for teachers of kind cached."""
+        spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
+        weights = {
+            name: {
+                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
+            }
+            for name, kind in spec.teachers.items()
+        }
+        scored = ScoredStage(
+            self.store.directory.parent / FOLDER / f"{spec.name}.json",
+            fingerprint(self.student.tokenizer),
+            self.stop_ids,
+            self.student.size,
+            {name: scored_by(kind, self.teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+        )
+        scored.begin()
+        return scored
 
     def _told(self, name: str, done: int, total: int) -> None:
         line = f"reading {plain(name)}: {done:,} of {total:,} rows"
@@ -92,11 +118,11 @@ class StageRun:
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
         (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
         reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
-        fits = not isinstance(ids, DataError) and ids.size <= self._room
+        fits = not isinstance(ids, DataError) and ids.size <= self.room
         if not fits and not self._warned:
             self._warned = True
             self.say(
-                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
+                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self.room:,}: prompts like this are skipped and "
                 "counted. rollout.max_prompt_tokens makes more room in a new run"
             )
         return fits
@@ -106,7 +132,7 @@ class StageRun:
         spec = self.spec
         for note in inputs.notes:
             self.say(f"{spec.name}: {note}")
-        self.questions, self._room = inputs.questions, inputs.room
+        self.questions, self.room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         max_length = inputs.room + response_limit(spec)
         self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
@@ -161,6 +187,7 @@ class StageRun:
             store=self.store,
             desk=desk,
             max_prompt_tokens=room,
+            replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,

@@ -25,7 +25,7 @@ class StageModels:
     ) -> None:
         self._device, self._usual = str(device), WEIGHTS[spec.train.precision_on(str(device))]
         self._resolve, self._revision_of = resolve, revision_of
-        self._known: dict[tuple[str, str | None, str], LanguageModel] = {}
+        self._known: dict[tuple[str, str | None, str, str], LanguageModel] = {}
         self._paged = set(spec.pool.paged(spec.teachers))
         self.pager: Pager | None = None
         if self._paged and spec.pool.resident is not None:
@@ -35,27 +35,28 @@ class StageModels:
 
     def student(self, spec: Stage) -> LanguageModel:
         """What lies below its adapters is never trained, so that teachers can share it."""
-        name, revision, dtype = self._key(ModelRef(spec.student.model, spec.student.revision))
+        key = name, revision, dtype, device = self._key(ModelRef(spec.student.model, spec.student.revision))
         model = load_model(
             name,
             dtype=dtype,
             revision=revision,
             lora=spec.student.lora,
             gradient_checkpointing=spec.student.gradient_checkpointing,
-            device=self._device,
+            device=device,
         )
         if spec.student.lora is not None:
-            self._known[name, revision, dtype] = model.base()
+            self._known[key] = model.base()
         return model
 
     def teacher(self, ref: ModelRef) -> LanguageModel:
-        key = name, revision, dtype = self._key(ref)
+        key = name, revision, dtype, device = self._key(ref)
         if key not in self._known:
-            model = load_model(name, dtype=dtype, revision=revision, device=self._device)
+            model = load_model(name, dtype=dtype, revision=revision, device=device)
             if self.pager is not None and ref in self._paged:
                 model = self.pager.take_in(model, weights_directory(name, revision))
             self._known[key] = model
         return self._known[key]
 
-    def _key(self, ref: ModelRef) -> tuple[str, str | None, str]:
-        return self._resolve(ref.model), self._revision_of(ref.model, ref.revision), ref.dtype or self._usual
+    def _key(self, ref: ModelRef) -> tuple[str, str | None, str, str]:
+        revision = self._revision_of(ref.model, ref.revision)
+        return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device

@@ -140,8 +140,12 @@ class RolloutStore:
         *,
         view: str = "same",
         spans: Iterable[tuple[int, ...]] = (),
+        key: str = "",
     ) -> bool:
-        """Keep a teacher's answer; says whether it was kept: hidden states are only with `store.hidden`."""
+        """Keep a teacher's answer; says whether it was kept: hidden states are only with `store.hidden`.
+
+        `key`: of what it read.
+        """
         self._writable()
         if kind == "hidden" and not self._hidden:
             return False
@@ -153,6 +157,7 @@ class RolloutStore:
             "teacher_version": teacher_version,
             "view": view,
             "spans": [list(span) for span in spans],
+            "key": key,
         }
         data = records.signal(number, facts, values, mask)
         self._commit.add(Waiting(records.SIGNAL, number, data, facts))
@@ -296,9 +301,8 @@ class RolloutStore:
             values, mask = records.signal_values(record)
             facts = record.facts
             spans = tuple(cast("tuple[int, int, int, int]", tuple(span)) for span in facts["spans"])
-            kept[wanted[row]] = Signal(
-                facts["teacher"], facts["teacher_version"], role, facts["view"], spans, values, mask
-            )
+            said_by = (facts["teacher"], facts["teacher_version"], role, facts["view"])
+            kept[wanted[row]] = Signal(*said_by, spans, values, mask, facts.get("key", ""))
         return kept
 
     def environment(self, id: str) -> list[EnvironmentRecord]:

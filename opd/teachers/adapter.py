@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from opd.errors import ModelError
 from opd.models.adapters import base_of, is_adapter, smol_models
 from opd.settings import Address, Dtype
 from opd.teachers.kinds import ModelRef, ModelTeacher, Supplies
+from opd.types import SignalKind
 
 if TYPE_CHECKING:
     from opd.teachers.scoring import ScoringTeacher
@@ -33,17 +34,17 @@ class AdapterTeacher(ModelTeacher):
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(base_of(self.model, self._directory()), None, self.dtype),)
 
-    def inputs(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model),)
+    def files(self) -> list[Path]:
+        return sorted(path for path in self._directory().iterdir() if path.suffix in (".json", ".safetensors"))
 
-    def check(self) -> None:
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
         from opd.models.adapted import check_adapter
-        from opd.models.load import empty_model
+        from opd.models.load import empty_model, load_config
         from opd.models.lora import require_peft
 
-        require_peft(f"kind {self.name}")
+        require_peft(f"teachers.{name}: kind {self.name}")
         (base,) = self.reads()
-        check_adapter(self.model, self._directory(), empty_model(base.model))
+        check_adapter(self.model, self._directory(), empty_model(load_config(base.model)))
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.models.adapted import AdaptedModel

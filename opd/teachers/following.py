@@ -96,6 +96,10 @@ class LiveStudent(ScoringTeacher):
     def hidden(self, page: Page) -> Tensor:
         return self._student.predict(page).hidden
 
+    @property
+    def width(self) -> int:
+        return int(self._student.head.weight.shape[1])
+
     def project(self, hidden: Tensor) -> Projection:
         assert self._weight is not None
         now = self._student.project(hidden.to(self._weight.dtype))

@@ -7,21 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from opd.data.questions import asking, field_texts, fields_of, filled, question, well_formed
 from opd.settings import Needs, StageView
-from opd.teachers.views import (
-    QUESTION,
-    Group,
-    ShowingView,
-    Text,
-    View,
-    asking,
-    behind,
-    field_texts,
-    fields_of,
-    filled,
-    question,
-    well_formed,
-)
+from opd.teachers.views import QUESTION, Group, ShowingView, Text, View, behind
 from opd.types import Prompt, Rendered, Rollout
 
 SIBLING, FEEDBACK = "sibling", "feedback"

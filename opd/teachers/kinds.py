@@ -6,12 +6,14 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
@@ -19,6 +21,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.tokenizers import Elsewhere
     from opd.teachers.scoring import ScoringTeacher
 
 
@@ -28,6 +31,7 @@ class ModelRef(NamedTuple):
     model: str
     revision: str | None = None
     dtype: Dtype | None = None  # None: that of the student's weights
+    device: str | None = None  # None: the student's
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class TeacherKind(Choice):
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
     can_wait: ClassVar[bool] = False  # outside the memory, while others score: `pool.resident`
+    scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
+    is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -57,12 +63,24 @@ class TeacherKind(Choice):
     def reads(self) -> Sequence[ModelRef]:
         return ()
 
-    def inputs(self) -> Sequence[ModelRef]:
-        """Models whose files a resumed run has to find as they were."""
-        return self.reads()
+    def earlier(self) -> Sequence[str]:
+        """Runs that it reads: directories, or `stage:NAME`."""
+        return ()
 
-    def check(self) -> None:
-        """Look at what it will read, before any weights are loaded."""
+    def inside(self, directory: Path) -> TeacherKind:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    def files(self) -> list[Path]:
+        """What it reads beside models: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        """Everything it needs is here, or the error says what is missing: before weights are loaded."""
+
+    def vocabulary(self) -> Elsewhere | None:
+        """Of a teacher whose model is not in this process."""
+        return None
 
     @property
     def title(self) -> str:
@@ -76,6 +94,14 @@ class TeacherKind(Choice):
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()
+
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
+        return self.refuse(view)
+
+    def weighed_domains(self) -> list[str]:
+        """Domains that its settings name, beside those that it scores."""
+        return []
 
     @abstractmethod
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
@@ -114,9 +140,24 @@ class FrozenTeacher(ModelTeacher):
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
     dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
+    device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+            raise ValueError("expected cpu, cuda or cuda:N")
+        return value
 
     def reads(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, self.revision, self.dtype),)
+        return (ModelRef(self.model, self.revision, self.dtype, self.device),)
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.device is not None and view.rollout.teacher_mix and self.role == "teacher":
+            yield (
+                f"device {self.device} with rollout.teacher_mix, which draws every token from student and teacher together: both "
+                "have to be on one device. Drop one of the two."
+            )
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher

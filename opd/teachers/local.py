@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from opd.divergences import Projection
@@ -17,6 +20,7 @@ class LocalTeacher(ScoringTeacher):
     ) -> None:
         super().__init__(name, role, stop_ids, batch_tokens, model.device)
         self._model, self.context = model, model.context
+        self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices than its own
         model.module.requires_grad_(False)
 
     @property
@@ -26,5 +30,19 @@ class LocalTeacher(ScoringTeacher):
     def hidden(self, page: Page) -> Tensor:
         return self._model.predict(page).hidden
 
+    @property
+    def width(self) -> int:
+        return int(self._model.head.weight.shape[1])
+
     def project(self, hidden: Tensor) -> Projection:
-        return self.tempered(self._model.project(hidden.to(self._model.dtype)))
+        """On the device of the hidden states: the student's, where a loss is computed, has its own copy of the head."""
+        projection = self._model.project(hidden.to(self._model.dtype))
+        if hidden.device != projection.weight.device:
+            weight, bias = self._head_on(hidden.device, projection)
+            projection = replace(projection, weight=weight, bias=bias)
+        return self.tempered(projection)
+
+    def _head_on(self, device: torch.device, head: Projection) -> tuple[Tensor, Tensor | None]:
+        if device not in self._heads:
+            self._heads[device] = head.weight.to(device), None if head.bias is None else head.bias.to(device)
+        return self._heads[device]

@@ -101,12 +101,16 @@ class LiveTeacher(StudentTeacher):
     """The student as it is now, without gradients; only the view tells the two apart."""
 
     name = "live"
+    is_student_now = True
     force: bool = Field(False, description="take a setting that published runs collapsed with")
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.view.as_sampled:
             yield "kind live reads what the student reads, so the two never differ. Give it a `view`."
-        yield from refuse_chasing(self, view, 1, self.force)
+        yield from self.refuse_as_part(view)
+
+    def refuse_as_part(self, view: StageView) -> Iterable[str]:
+        return refuse_chasing(self, view, 1, self.force)
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import LiveStudent

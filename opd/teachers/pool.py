@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
@@ -20,14 +22,16 @@ def open_teachers(
     What `load` gives may be a `paging.PagedModel`, whose weights wait elsewhere.
     """
     models: dict[ModelRef, LanguageModel] = {}
-    for ref in (ref for kind in kinds.values() for ref in kind.reads()):
+    for ref in (settled(ref, student.device) for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
-    stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()})
+    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary()) is not None]
+    stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()}, elsewhere)
 
-    def loaded(ref: ModelRef) -> LanguageModel:
+    def loaded(named: ModelRef) -> LanguageModel:
+        ref = settled(named, student.device)
         if ref not in models:
             known = ", ".join(map(str, models)) or "none"
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
@@ -35,6 +39,12 @@ def open_teachers(
 
     supplies = Supplies(student, stop_ids, loaded)
     return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids
+
+
+def settled(ref: ModelRef, home: torch.device) -> ModelRef:
+    """The student's own device goes without its name: one model, however it is written."""
+    named = home if ref.device is None else torch.device(ref.device)
+    return ref._replace(device=None) if (named.type, named.index or 0) == (home.type, home.index or 0) else ref
 
 
 def teacher_tensors(teachers: Mapping[str, TeacherLike]) -> dict[str, Any]:

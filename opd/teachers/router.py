@@ -44,6 +44,17 @@ def routes(
     return table
 
 
+def require_known_domains(teachers: Mapping[str, TeacherKind], domains: Sequence[str], where: str) -> None:
+    """That a mixture weighs its parts by."""
+    for name, kind in teachers.items():
+        unknown = [domain for domain in kind.weighed_domains() if domain not in domains]
+        if unknown:
+            raise RecipeError(
+                f"{where}teacher {name!r} has a weight for the domain {unknown[0]!r}, which no prompt has; they have "
+                f"{', '.join(domains)}. Correct it."
+            )
+
+
 def _why_idle(name: str, teachers: Mapping[str, TeacherKind], table: Mapping[str, str], column: str) -> str:
     if teachers[name].domains is None and name in table:
         other = table[name]

@@ -85,7 +85,13 @@ class ScoringTeacher:
         """(N, D), one row per token that is scored."""
         raise NotImplementedError
 
-    def project(self, hidden: Tensor) -> Projection:
+    def project(self, hidden: Tensor) -> Any:
+        """Its distribution: a `Projection`, or a `Mixture` of some."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """D, of the hidden states that `project` takes; a mixture tells its parts apart by it."""
         raise NotImplementedError
 
     def kept(self, hidden: Tensor) -> Tensor:
@@ -99,10 +105,7 @@ class ScoringTeacher:
         cap = None if projection.softcap is None else projection.softcap / self.temperature
         return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
 
-    def score(
-        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
-    ) -> list[Signal]:
-        """Hidden states, likeliest ids, or log-probs of the response tokens, in the order of the rollouts."""
+    def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
             raise ValueError(
                 f"teacher {self.name!r} cannot give {need.kind!r}; it offers {', '.join(sorted(self.offers))}"
@@ -111,6 +114,12 @@ class ScoringTeacher:
             raise ValueError(
                 "a teacher of this kind gives log-probs at the response tokens; others come from its hidden states"
             )
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+        self.require_offered(need)
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
         found: dict[int, Signal] = {}
@@ -124,7 +133,7 @@ class ScoringTeacher:
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
         if need.hidden is not None and all(name in need.hidden for name in ids):
-            hidden_ND = torch.cat([_reached(need.hidden[name]).to(self.device) for name in ids])
+            hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
@@ -146,7 +155,7 @@ class ScoringTeacher:
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
         mask[_positions(text, 0)] = True
         if not mask.all():
-            values = _spread(values, mask)
+            values = spread(values, mask)
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
 
     def observe(self, step: int, weights: WeightsRef) -> None:
@@ -174,13 +183,13 @@ class _Numbered(NamedTuple):
         return self.text.length
 
 
-def _reached(signal: Signal) -> Tensor:
+def reached(signal: Signal) -> Tensor:
     """Hidden states of the tokens that a span reaches."""
     values: Tensor = signal.values
     return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
 
 
-def _spread(values: Any, mask: np.ndarray) -> Any:
+def spread(values: Any, mask: np.ndarray) -> Any:
     if isinstance(values, TopK):
         return values.spread(mask)
     if isinstance(values, Tensor):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection
+from opd.divergences.mixture import Source
 from opd.errors import RecipeError, UserError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
@@ -62,7 +62,9 @@ class Teacher:
 
         def load(ref: ModelRef) -> LanguageModel:
             if ref not in loaded:
-                loaded[ref] = load_model(ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=place)
+                loaded[ref] = load_model(
+                    ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=ref.device or place
+                )
             return loaded[ref]
 
         beside = student if student is not None else load(kind.reads()[0])
@@ -85,11 +87,11 @@ class Teacher:
         return self._opened.model
 
     @torch.no_grad()
-    def predict(self, batch: Pack) -> Projection:
+    def predict(self, batch: Pack) -> Source:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         self._follow()
         signals = self._opened.score(batch.rollouts, SignalNeed("hidden"))
-        return self.project(torch.cat([signal.values for signal in signals]))
+        return self.project(torch.cat([signal.values for signal in signals]).to(self._beside.device))
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
@@ -112,9 +114,9 @@ class Teacher:
         self._opened.stop_ids = self.stop_ids = beside.stop_ids
         self._size = beside.size
 
-    def project(self, hidden: Tensor) -> Projection:
+    def project(self, hidden: Tensor) -> Source:
         self._follow()
-        found: Projection = self._opened.project(hidden)
+        found: Source = self._opened.project(hidden)
         return found
 
     def observe(self, step: int, weights: WeightsRef) -> None:

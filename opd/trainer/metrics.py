@@ -44,7 +44,9 @@ def step_metrics(
     metrics: dict[str, Any] = {
         "step": step,
         "stage": stage,
-        "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates,
+        "loss": sum(value for _, found in statistics for value in found.loss.values()) / updates
+        if statistics
+        else None,
     }
     by_domain: dict[str, list[np.ndarray]] = {}
     for batch, found in statistics:
@@ -53,8 +55,8 @@ def step_metrics(
         ):
             by_domain.setdefault(rollout.domain, []).append(values)
     joined = {domain: np.concatenate(parts) for domain, parts in sorted(by_domain.items())}
-    metrics["reverse_kl"] = _mean(np.concatenate(list(joined.values())))
-    metrics["entropy"] = _mean(np.concatenate([found.entropy for _, found in statistics]))
+    metrics["reverse_kl"] = _mean(_joined(list(joined.values())))
+    metrics["entropy"] = _mean(_joined([found.entropy for _, found in statistics]))
     if metrics["entropy"] is None and sampled:  # what the sampler saw of its own surprise
         metrics["entropy"] = _mean(
             np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled])
@@ -62,7 +64,7 @@ def step_metrics(
     metrics["tokens"] = int(lengths.sum())
     metrics["response_length"] = float(lengths.mean())
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
-    metrics["mismatch"] = _mean(np.concatenate([found.mismatch for _, found in statistics]))
+    metrics["mismatch"] = _mean(_joined([found.mismatch for _, found in statistics]))
     own = {rollout.id for rollout in rollouts if (rollout.author == Author.STUDENT).any()}
     given = [reward for name, reward in rewards.items() if reward is not None and name in own]
     metrics["reward"] = float(np.mean(given)) if given else None
@@ -80,6 +82,11 @@ def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]
     names = dict.fromkeys(name for found in counts for name in found)
     totals = {name: [sum(found.get(name, (0, 0))[side] for found in counts) for side in (0, 1)] for name in names}
     return {name: changed / max(every, 1) for name, (changed, every) in totals.items()}
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Nothing was trained on in a step that only scores."""
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _mean(values: np.ndarray) -> float | None:

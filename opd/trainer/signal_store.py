@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from opd.teachers.cache import text_key
+from opd.teachers.from_cache import keep_scores
 from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ def ask(
     answers = teacher.score(rest, need, [shown[rollout.id] for rollout in rest]) if rest else []
     for rollout, signal in zip(rest, answers, strict=True):
         known[rollout.id] = signal
-        if kind != "hidden" or run.spec.store.hidden:
+        if kind != "hidden" or run.spec.keeps_hidden:
             run.store.record_signal(
                 rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,
-                view=signal.view, spans=signal.spans,
+                view=signal.view, spans=signal.spans, key=text_key(shown[rollout.id]),
             )  # fmt: skip
+    if run.scored is not None:
+        keep_scores(run.scored, teacher, kind, answers)
     return [known[rollout.id] for rollout in rollouts]
 
 

@@ -42,15 +42,16 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
 
     with clock("score"):
         signals, shown = score(run, gathered, step)
+    result = StepResult({})
+    if run.spec.train.learn:  # else scores are all that is wanted
+        with clock("update"):
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
+            result = run.trainer.step(batch, step)
+            run.publish(step=step)
 
-    with clock("update"):
-        batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
-        result = run.trainer.step(batch, step)
-        run.publish(step=step)
-
-    rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
-    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
-    extra |= gathered.metrics | shown | result.metrics | rewarding | run.page_metrics()
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
+    extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
+    extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )

@@ -18,12 +18,14 @@ from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
 from opd.sampling.draws import request_key, uniforms
+from opd.sampling.replay import RunSource
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
+REPLAY = "replay"  # the source of rollouts that an earlier run drew
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
 
 
@@ -40,6 +42,7 @@ class Trajectories:
     store: RolloutStore
     desk: Desk
     max_prompt_tokens: int
+    replays: Mapping[int, RunSource] = field(default_factory=dict)  # sources that bring their answers, by number
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
@@ -64,7 +67,11 @@ class Trajectories:
         for rollout_id, (visit, sample) in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
-            writer, prompt_ids = self._writer(visit), prompts[visit.prompt.id]
+            prompt_ids = prompts[visit.prompt.id]
+            if visit.source in self.replays:
+                self._replay_stored(rollout_id, visit, sample, prompt_ids, durable.get(rollout_id))
+                continue
+            writer = self._writer(visit)
             source = writer.source(visit, self.desk)
             if rollout_id not in durable:
                 self._begin(rollout_id, visit, sample, source, prompt_ids)
@@ -169,6 +176,28 @@ class Trajectories:
         done = durable.response_ids.size if durable is not None else 0
         self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
+
+    def _replay_stored(
+        self, rollout_id: str, visit: Visit, sample: int, prompt_ids: np.ndarray, durable: Rollout | None
+    ) -> None:
+        """An answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
+        stored = self.replays[visit.source].rollout(visit.prompt, sample)
+        if not np.array_equal(stored.prompt_ids, prompt_ids):
+            raise DataError(
+                f"prompt {visit.prompt.id!r} is rendered to other ids than in the run that answered it: another tokenizer or chat "
+                "template, other chat_template_kwargs, or a source that has changed. Put them back."
+            )
+        if durable is None:
+            self._begin(rollout_id, visit, sample, REPLAY, prompt_ids)
+        columns = [
+            getattr(stored, name).tolist()
+            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
+        ]
+        done = durable.response_ids.size if durable is not None else 0
+        for *token, author in list(zip(*columns, strict=True))[done:]:
+            self.store.append(SampledToken(rollout_id, *token), Author(author))
+        assert stored.stop is not None
+        self.store.finish(rollout_id, stored.stop)
 
     def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
         waiting = 0

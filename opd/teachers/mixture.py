@@ -1,0 +1,290 @@
+"""Kinds of teacher that are made of several others: their distributions are combined token by token. No torch here.
+
+    mixture         arithmetic or geometric, or the sum of the divergences to every part
+    extrapolation   past one teacher, away from another: z = z_toward + w (z_toward - z_away)
+
+A part is any kind of teacher that gives hidden states. Weights are numbers, or change with the step, with the prompt's domain, or
+from token to token with how far apart two parts are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+from opd.settings import SETTINGS, Choice, Family, Positive, StageView, Word, changed
+from opd.shorthand import Short
+from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
+from opd.types import TeacherLike
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.divergences import Mixture, Projection
+
+FARTHEST = 2.0  # of two distributions, sum |p - q|
+MOST_DOMAINS = 200  # their numbers travel beside hidden states, exactly in any of their types
+Number = Annotated[float, Field(ge=-1000, le=1000)]
+
+
+class PartWeight(BaseModel):
+    """What a part weighs. A plain number is one that does not change."""
+
+    model_config = SETTINGS
+    value: Number = 1.0
+    to: Number | None = Field(None, description="where a line from `value` ends …")
+    over: Positive | None = Field(None, description="… after this many steps; it stays there")
+    curve: Literal["linear", "cosine"] = "linear"
+    domains: dict[Word, Number] = Field(default_factory=dict, description="instead, in these domains")
+    distance: Number = Field(0.0, description="added per unit of sum |p - q| between the two parts (0 to 2), per token")
+    least: Number | None = Field(None, description="with `distance`: not below")
+    most: Number | None = Field(None, description="with `distance`: not above")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PartWeight:
+        given = changed(self)
+        if (self.to is None) != (self.over is None):
+            raise ValueError("`to` and `over` belong together: {value: 0.8, to: 0, over: 100}")
+        if "curve" in given and self.to is None:
+            raise ValueError("`curve` is how a weight gets from `value` to `to`: set `to` and `over`")
+        if given & {"least", "most"} and not self.distance:
+            raise ValueError("`least` and `most` bound a weight that depends on `distance`: set it")
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise ValueError(f"least {self.least:g} is above most {self.most:g}")
+        return self
+
+    def at(self, step: int, domain: str = "") -> float:
+        """Of a step, counted from 1, where the parts agree."""
+        if domain in self.domains:
+            return self.domains[domain]
+        if self.to is None or self.over is None:
+            return self.value
+        way = min((step - 1) / max(self.over - 1, 1), 1.0)
+        way = (1 - math.cos(math.pi * way)) / 2 if self.curve == "cosine" else way
+        return self.value + (self.to - self.value) * way
+
+    def apart(self, value: float, distance: float) -> float:
+        """With what `distance` adds to a value; `opd.teachers.blending` does the same with tensors."""
+        if not self.distance:
+            return value
+        found = value + self.distance * distance
+        found = found if self.least is None else max(found, self.least)
+        return found if self.most is None else min(found, self.most)
+
+
+class PartFamily(Family):
+    """Teachers that can be parts: all but those that have parts themselves. A model's name is short for a frozen one."""
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if name not in COMPOSITE]
+
+    def find(self, name: object) -> type[Choice]:
+        if name in COMPOSITE:
+            raise ValueError(f"kind {name} has parts itself and cannot be one: list its parts here")
+        return super().find(name)
+
+    def spelled_out(self, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        options = super().__get_pydantic_json_schema__(schema, handler)["anyOf"]
+        return {"anyOf": [{"type": "string"}, *(option for option in options if "enum" not in option)]}
+
+
+COMPOSITE = ("mixture", "extrapolation")
+AnyPart = Annotated[TeacherKind, PartFamily("teacher", default="frozen")]
+AnyWeight = Annotated[PartWeight, Short("value", int, float)]
+
+
+class BlendKind(TeacherKind):
+    """What kinds made of parts have in common."""
+
+    offers = frozenset({"logprobs_at", "hidden"})
+    of_whole: ClassVar[frozenset[str]] = frozenset({"role", "domains", "view"})  # a part has them from its mixture
+
+    @property
+    @abstractmethod
+    def members(self) -> Mapping[str, TeacherKind]:
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def knobs(self) -> Mapping[str, PartWeight]:
+        """The weights that a recipe sets, by the key of each."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def blend(self, parts: Sequence[Projection], values: Sequence[float | Tensor]) -> Mixture:
+        """The distributions of the parts, combined; `values` of the knobs, numbers or one per token."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def mistake(self, values: Sequence[float]) -> str:
+        """What is wrong with values that the knobs take at some moment; empty if nothing is."""
+        raise NotImplementedError
+
+    @property
+    def scheduled(self) -> bool:
+        return any(knob.to is not None for knob in self.knobs.values())
+
+    @property
+    def by_distance(self) -> bool:
+        return any(knob.distance for knob in self.knobs.values())
+
+    def weighed_domains(self) -> list[str]:
+        return sorted({domain for knob in self.knobs.values() for domain in knob.domains})
+
+    def reads(self) -> Sequence[ModelRef]:
+        return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.reads()))
+
+    def bytes_per_weight(self, each: int, lora: bool) -> int:
+        return sum(kind.bytes_per_weight(each, lora) for kind in self.members.values())
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        for name, kind in self.members.items():
+            extra = sorted(changed(kind) & self.of_whole)
+            if extra:
+                yield f"part {name}: `{extra[0]}` is that of the whole: set it beside `kind: {self.name}`, not in a part."
+            elif "hidden" not in kind.offers:
+                yield f"part {name}: kind {kind.name} gives no hidden states, so it cannot be mixed. Use another kind."
+            else:
+                own = kind.model_copy(update={"role": self.role, "view": self.view})
+                yield from (f"part {name}: {text}" for text in own.refuse_as_part(view))
+        yield from self._refuse_weights()
+        if all(kind.is_student_now for kind in self.members.values()) and self.view.as_sampled:
+            yield "every part is the student as it is now, so the two never differ. Add another part, or a `view`."
+
+    def _refuse_weights(self) -> Iterable[str]:
+        domains = self.weighed_domains()
+        if len(domains) > MOST_DOMAINS:
+            yield f"weights name {len(domains)} domains, and at most {MOST_DOMAINS} can have their own. Group them."
+        if self.by_distance and len(self.members) != 2:
+            yield f"`distance` is that between two parts, and there are {len(self.members)}. Use two, or plain weights."
+        steps = sorted({1, *(knob.over for knob in self.knobs.values() if knob.over is not None)})
+        for step, domain, distance in product(steps, ["", *domains], [0.0, FARTHEST] if self.by_distance else [0.0]):
+            values = [knob.apart(knob.at(step, domain), distance) for knob in self.knobs.values()]
+            if mistake := self.mistake(values):
+                when = f"at step {step}" + (f" in domain {domain}" if domain else "")
+                when += f" where the parts are {distance:g} apart" if self.by_distance else ""
+                given = ", ".join(f"{name} {value:g}" for name, value in zip(self.knobs, values, strict=True))
+                yield f"{mistake}; {when} they are {given}."
+                return
+
+    def warn(self, view: StageView) -> Iterable[str]:
+        for name, kind in self.members.items():
+            own = kind.model_copy(update={"role": self.role, "view": self.view})
+            yield from (f"part {name}: {line}" for line in own.warn(view))
+
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+        from opd.teachers.blending import BlendedTeacher
+
+        parts = {key: kind.open(f"{name}.{key}", supplies) for key, kind in self.members.items()}
+        return BlendedTeacher(name, self, parts, supplies.student, supplies.stop_ids)
+
+
+class MixtureTeacher(BlendKind):
+    """Several teachers as one."""
+
+    name = "mixture"
+
+    parts: dict[Word, AnyPart] = Field(min_length=2, max_length=100, description="teachers by name")
+    combine: Literal["arithmetic", "geometric", "sum"] = Field(
+        "arithmetic", description="sum w T, prod T^w, or sum w KL(student || T)"
+    )
+    weights: dict[Word, AnyWeight] = Field(default_factory=dict, description="of every part; default: equal, sum 1")
+
+    @model_validator(mode="after")
+    def _weights_of_parts(self) -> MixtureTeacher:
+        if self.weights and self.weights.keys() != self.parts.keys():
+            wanted, given = ", ".join(self.parts), ", ".join(self.weights)
+            raise ValueError(f"`weights` needs one for each part ({wanted}) and no other; it names {given}")
+        return self
+
+    @property
+    def members(self) -> Mapping[str, TeacherKind]:
+        return self.parts
+
+    @property
+    def knobs(self) -> Mapping[str, PartWeight]:
+        return {name: self.weights.get(name, PartWeight(value=1 / len(self.parts))) for name in self.parts}
+
+    def blend(self, parts: Sequence[Projection], values: Sequence[float | Tensor]) -> Mixture:
+        from opd.divergences import Mixture
+
+        return Mixture(parts, values, self.combine)
+
+    def mistake(self, values: Sequence[float]) -> str:
+        if self.combine != "geometric" and min(values) < 0:
+            return f"weights of combine: {self.combine} must not be negative (combine: geometric can subtract a part)"
+        if sum(values) <= 0:
+            return "weights must have a sum above 0, or the target would be flat or point away from every part"
+        return ""
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if self.combine != "sum":
+            return
+        for term in view.terms:
+            needs = term.needs()
+            sampled = (self.role, "logprobs_at") in needs.signals
+            ranks = any(len(need) > 1 and need[1] == self.role for need in needs.student)
+            fits = term.minimises == "reverse_kl" and "support" not in changed(term) and not sampled and not ranks
+            if self.role in term.roles and not fits:
+                yield (
+                    "combine: sum is a sum of reverse KLs: it needs form: direct, divergence: reverse_kl over the full vocabulary, "
+                    f"and no gate that compares with the teacher; a {term.name} term asks otherwise. Use combine: geometric, "
+                    "whose gradient is the same where the weights sum to 1."
+                )
+
+    def warn(self, view: StageView) -> Iterable[str]:
+        yield from super().warn(view)
+        for name, kind in self.members.items():
+            knob = self.knobs[name]
+            last = knob.value if knob.to is None else knob.to
+            if kind.is_student_now and self.combine == "geometric" and last >= 1:
+                yield (
+                    f"part {name} is the student itself with a weight of {last:g} in the end: at 1 and above the target "
+                    "sharpens without end. Let it decay: {value: 0.8, to: 0, over: STEPS}"
+                )
+
+
+class ExtrapolationTeacher(BlendKind):
+    """Past one teacher, away from another."""
+
+    name = "extrapolation"
+
+    toward: AnyPart = Field(description="the teacher to go past")
+    away: AnyPart = Field(description="the teacher to go away from")
+    by: AnyWeight = Field(PartWeight(value=0.25), description="how far; 0 is `toward` itself")
+    divide: bool = Field(False, description="the loss of a token is divided by how far it goes (AlignDistil)")
+
+    @property
+    def members(self) -> Mapping[str, TeacherKind]:
+        return {"toward": self.toward, "away": self.away}
+
+    @property
+    def knobs(self) -> Mapping[str, PartWeight]:
+        return {"by": self.by}
+
+    def blend(self, parts: Sequence[Projection], values: Sequence[float | Tensor]) -> Mixture:
+        from opd.divergences import Mixture
+
+        (by,) = values
+        return Mixture(parts, [1 + by, -by], "geometric", 1 / by if self.divide else None)
+
+    def mistake(self, values: Sequence[float]) -> str:
+        if values[0] < 0:
+            return "`by` must not be negative: that is on the way back. Use kind: mixture, combine: geometric"
+        return "`by` must be above 0, since `divide` divides by it" if self.divide and not values[0] else ""
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        asked = {signal for term in view.terms for role, signal in term.needs().signals if role == self.role}
+        if self.divide and "logprobs_at" in asked:
+            yield "`divide` weighs the loss of direct terms, and another term asks for log-probs. Set divide: false."

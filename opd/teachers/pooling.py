@@ -1,0 +1,93 @@
+"""Hidden states from a vLLM server's pooling runner: the layers run there, the head is here, and nothing is lost between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.divergences import Projection
+from opd.errors import RemoteError
+from opd.models.head import load_head
+from opd.models.tokenizers import fingerprint, require_same
+from opd.teachers.kinds import Supplies
+from opd.teachers.reconnecting import Constancy
+from opd.teachers.scoring import Page, ScoringTeacher
+from opd.types import Rendered, Rollout, Signal, SignalNeed
+
+if TYPE_CHECKING:
+    from opd.teachers.vllm import VllmTeacher
+
+START = "Start it with --runner pooling --convert embed --pooler-config.task token_embed, or use kind: openai."
+
+
+class PoolingTeacher(ScoringTeacher):
+    def __init__(self, name: str, kind: VllmTeacher, supplies: Supplies) -> None:
+        student = supplies.student
+        super().__init__(name, kind.role, supplies.stop_ids, kind.batch_tokens, student.device)
+        self._kind, self._student, self.temperature = kind, student, kind.temperature
+        dtype = kind.dtype or str(student.dtype).removeprefix("torch.")
+        self._head = load_head(kind.local, kind.revision, dtype, str(student.device))
+        require_same(student.tokenizer, self._head.tokenizer, student.name, f"{name} ({kind.local})")
+        self.fingerprint = fingerprint(self._head.tokenizer)
+        self.version = int(self._head.digest[:12], 16)
+        self._remote = kind.connect()
+        self.context = min(self._head.context, kind.room(kind.longest(self._remote)))
+        self._same = Constancy(self, self._remote, student.size, kind.tolerance)
+        self._same.open(self.stop_ids)
+
+    def hidden(self, page: Page) -> Tensor:
+        texts = [part.tolist() for part in page.ids_T.cpu().split(list(page.layout.lengths))]
+        rows = np.concatenate(self._remote.map([partial(self._ask, ids) for ids in texts]))
+        return torch.from_numpy(rows)[page.predicting_N.cpu()].to(self.device)
+
+    def _ask(self, ids: list[int]) -> np.ndarray:
+        """(T, D) in fp32, after the last norm."""
+        body = {
+            "model": self._kind.model,
+            "input": ids,
+            "task": "token_embed",
+            "use_activation": False,  # else every row is scaled to length 1
+            "encoding_format": "bytes_only",
+            "embed_dtype": self._kind.transfer,
+            "endianness": "little",
+            "add_special_tokens": False,
+        }
+        try:
+            raw, _ = self._remote.bytes("POST", "/pooling", body)
+        except RemoteError as error:
+            if "answered with 404" in str(error) or "pooler-config" in str(error):
+                raise RemoteError(f"{error} It does not give hidden states as it was started. {START}") from None
+            raise
+        each, shape = {"float32": 4, "bfloat16": 2}[self._kind.transfer], (len(ids), self._head.width)
+        if len(raw) != each * shape[0] * shape[1]:
+            raise RemoteError(
+                f"{self._kind.title}: {len(ids)} tokens were answered with {len(raw)} bytes, and the head of {self._head.name} wants "
+                f"{shape[1]} numbers of {each} bytes for each. Is it the same model?"
+            )
+        if each == 4:
+            return np.frombuffer(raw, dtype="<f4").reshape(shape).astype(np.float32)
+        return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+    @property
+    def width(self) -> int:
+        return self._head.width
+
+    def project(self, hidden: Tensor) -> Projection:
+        return self.tempered(self._head.project(hidden, self._student.size))
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        with self._same.watched():
+            return super().score(rollouts, need, seen)
+
+    def state(self) -> Mapping[str, Any]:
+        return self._same.state()
+
+    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self._same.restore(version, tensors)

@@ -1,0 +1,65 @@
+"""Whether a server still is what it was: when it is first asked, behind every batch, and when a run is taken up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from opd.errors import RunDirectoryError
+from opd.remote import Remote
+from opd.teachers.probe import Probe
+from opd.types import TeacherLike
+
+PROBE = "probe"
+
+
+class Constancy:
+    """A probe that a remote teacher scores. What it said goes into checkpoints, so that a resume finds the same teacher."""
+
+    def __init__(self, teacher: TeacherLike, remote: Remote, size: int, tolerance: float) -> None:
+        self._teacher, self._remote, self._size, self._tolerance = teacher, remote, size, tolerance
+        self._probe: Probe | None = None
+
+    def open(self, avoid: tuple[int, ...]) -> None:
+        """Ask twice: a server that answers one text in two ways is told at once."""
+        probe = Probe(self._teacher, self._size, avoid=avoid, tolerance=self._tolerance)
+        probe.check(self._teacher)
+        self._probe = probe
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What was answered counts only if the server is still the same one: it may have been restarted with nobody looking."""
+        yield
+        probe, self._probe = self._probe, None  # while it is scored itself
+        if probe is None:
+            return
+        try:
+            probe.check(self._teacher)
+        finally:
+            self._probe = probe
+
+    def state(self) -> Mapping[str, Any]:
+        import torch
+
+        assert self._probe is not None
+        return {PROBE: torch.from_numpy(self._probe.logprobs)}
+
+    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Refuse another teacher than the one that the run began with."""
+        assert self._probe is not None
+        teacher, now = self._teacher, self._probe.logprobs
+        if version != teacher.version:
+            raise RunDirectoryError(
+                f"teacher {teacher.name!r}: the run began with version {version} of what is read here of it, and this is "
+                f"{teacher.version}. Restore its files, or start a new run."
+            )
+        then = np.asarray(tensors[PROBE])
+        gap = float(np.abs(now - then).max()) if then.shape == now.shape else np.inf
+        if not gap <= self._tolerance:
+            raise RunDirectoryError(
+                f"teacher {teacher.name!r}: {self._remote.address} serves another model than the run began with: log-probs of a fixed "
+                f"probe differ by {gap:.3g} nats (tolerance {self._tolerance:g}). Serve the same one, or start a new run."
+            )

@@ -1,0 +1,306 @@
+"""What a teacher has in common with its student, measured on a few answers before training: one `Pair` each.
+
+Pure measuring: nothing is trained, drawn or changed. A teacher is asked for what it offers; what it cannot say is None.
+Thresholds are published where `docs/teachers.md` says so; remedies are the published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.data.render import render_prompts
+from opd.divergences import statistics
+from opd.errors import DataError
+from opd.models.language_model import LanguageModel
+from opd.models.packing import Pack
+from opd.models.tokenizers import differing_ids
+from opd.teachers.views import Group, View, behind, texts_for
+from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
+
+K = 16  # of the overlap
+FAR, APART, LOST = 0.15, 0.7, 0.8  # nats of KL; overlap; mass of stopping where answers stop
+ORIGIN = 0.5  # cosine between weights; those of one origin are near 1, others near 0
+ALIGNED = 0.9  # share of the text that spans pair, where tokenizers differ
+SAMPLE = 65_536  # weights of a tensor that are compared
+COMPARED = 4  # tensors
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A few answers of the student, and of the dataset where it has any."""
+
+    rollouts: Sequence[Rollout]
+    prompts: Mapping[str, Prompt]
+    groups: Mapping[str, Group]
+    reference: Sequence[Rollout] = ()  # the dataset's; they end where an answer ends
+
+    def of(self, wanted: Callable[[Prompt], bool]) -> Samples:
+        """The part whose prompts are wanted; all of it where none is."""
+
+        def some(rollouts: Sequence[Rollout]) -> list[Rollout]:
+            return [rollout for rollout in rollouts if wanted(self.prompts[rollout.prompt_id])]
+
+        chosen = Samples(some(self.rollouts), self.prompts, self.groups, some(self.reference))
+        return chosen if chosen.rollouts else self
+
+
+class Finding(NamedTuple):
+    """Something to be warned of."""
+
+    what: str
+    value: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One teacher beside the student; None: it cannot be known, or is of no meaning here."""
+
+    teacher: str
+    ids_differ: int | None = None  # ids of the tokenizers that mean something else
+    rows: tuple[int, int] | None = None  # of the heads, student and teacher
+    context: tuple[int, int] | None = None  # likewise
+    template: float | None = None  # nats: mean |difference| of its log-probs under its own chat template
+    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that each names
+    stop_mass: float | None = None  # its probability of stopping where answers stop
+    kl: float | None = None  # nats per token, student to teacher, on the student's answers
+    sampled: bool = False  # the KL is an estimate from log-probs
+    overlap: float | None = None  # of the two top K
+    origin: float | None = None  # cosine between the weights
+    aligned: float | None = None  # share of the text's bytes in spans, where tokenizers differ
+    memory: int | None = None  # bytes that it holds beside the student's
+    tokens: int = 0  # measured on
+
+    @property
+    def findings(self) -> list[Finding]:
+        return list(_findings(self))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"warnings": [f"{found.what}: {found.value}. {found.remedy}" for found in self.findings]}
+
+
+@torch.no_grad()
+def compare(
+    student: LanguageModel, name: str, teacher: TeacherLike, view: View, probe: Samples, stop_ids: tuple[int, ...]
+) -> Pair:
+    """`stop_ids`: of all models together, one event."""
+    model: LanguageModel | None = teacher.model
+    found: dict[str, Any] = {} if model is None else _of_models(student, model)
+    rollouts = [rollout for rollout in probe.rollouts if rollout.response_ids.size]
+    seen = texts_for(view, rollouts, probe.prompts, probe.groups, teacher.context)
+    shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
+    if shown:
+        found |= _divergence(student, teacher, shown, stop_ids)
+    if "logprobs_at" in teacher.offers:
+        found["stop_mass"] = _stop_mass(teacher, probe, stop_ids)
+        if model is not None and found["ids_differ"] == 0 and view.chat_template == "student":
+            found["template"] = _template(student, model, teacher, view, probe)
+    return Pair(name, **found)
+
+
+def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
+    """What the two models say about themselves."""
+    return {
+        "ids_differ": len(differing_ids(student.tokenizer, model.tokenizer)),
+        "rows": (student.head.weight.shape[0], model.head.weight.shape[0]),
+        "context": (student.context, model.context),
+        "stop_ids": (student.stop_ids, model.stop_ids),
+        "origin": same_origin(student, model),
+        "memory": held(model, student),
+    }
+
+
+def _divergence(
+    student: LanguageModel,
+    teacher: TeacherLike,
+    shown: Sequence[tuple[Rollout, Rendered]],
+    stop_ids: tuple[int, ...],
+) -> dict[str, Any]:
+    """Exact from hidden states, or estimated from log-probs of the student's own tokens."""
+    rollouts, texts = [rollout for rollout, _ in shown], [text for _, text in shown]
+    if "hidden" in teacher.offers:
+        signals = teacher.score(rollouts, SignalNeed("hidden"), texts)
+        mask = np.concatenate([signal.mask for signal in signals])
+        hidden = torch.cat([signal.values.to(student.device) for signal in signals])
+        rows = torch.from_numpy(np.flatnonzero(mask)).to(student.device)
+        ours = student.predict(Pack.of(rollouts, student.device)).rows(rows)
+        stats = statistics(ours, teacher.project(hidden[rows]), merge=(stop_ids,), overlap=K)
+        assert stats.reverse_kl is not None
+        assert stats.overlap is not None
+        return {"kl": _mean(stats.reverse_kl), "overlap": _mean(stats.overlap), "tokens": int(mask.sum())}
+    if "logprobs_at" not in teacher.offers:
+        return {}
+    gaps = [
+        rollout.logprob - np.asarray(signal.values)
+        for rollout, signal in zip(rollouts, teacher.score(rollouts, SignalNeed("logprobs_at"), texts), strict=True)
+    ]
+    known = np.concatenate(gaps)
+    known = known[~np.isnan(known)]
+    return {"kl": float(known.mean()) if known.size else None, "sampled": True, "tokens": known.size}
+
+
+def _stop_mass(teacher: TeacherLike, probe: Samples, stop_ids: tuple[int, ...]) -> float | None:
+    """Where answers stop, of the dataset's if there are any: a student stops in wrong places too."""
+    ended = [rollout for rollout in probe.reference or probe.rollouts if _stopped(rollout, stop_ids)]
+    if not ended:
+        return None
+    values = [float(np.asarray(signal.values)[-1]) for signal in _plainly(teacher, ended)]
+    known = [value for value in values if not np.isnan(value)]
+    return float(np.exp(known).mean()) if known else None
+
+
+def _stopped(rollout: Rollout, stop_ids: tuple[int, ...]) -> bool:
+    return bool(rollout.response_ids.size) and int(rollout.response_ids[-1]) in stop_ids
+
+
+def _plainly(teacher: TeacherLike, rollouts: Sequence[Rollout]) -> list[Signal]:
+    """Log-probs behind what the student reads."""
+    texts = [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
+    fitting = [number for number, text in enumerate(texts) if text.length <= teacher.context]
+    return teacher.score(
+        [rollouts[number] for number in fitting], SignalNeed("logprobs_at"), [texts[number] for number in fitting]
+    )
+
+
+def _template(
+    student: LanguageModel, model: LanguageModel, teacher: TeacherLike, view: View, probe: Samples
+) -> float | None:
+    """How much its own chat template would change what it says of the answers; 0 where both render the same ids."""
+    pairs: list[tuple[Rollout, Rendered, Rendered]] = []
+    same = 0
+    for rollout in probe.rollouts:
+        prompt, group = view.rewrite(probe.prompts[rollout.prompt_id]), probe.groups[rollout.group]
+        if prompt is None or prompt.messages is None or not rollout.response_ids.size:
+            continue
+        ours, theirs = (
+            render_prompts([prompt], tokenizer, group.template_kwargs)[0]
+            for tokenizer in (student.tokenizer, model.tokenizer)
+        )
+        if isinstance(ours, DataError) or isinstance(theirs, DataError):
+            continue
+        if np.array_equal(ours, theirs):
+            same += rollout.response_ids.size
+        elif max(ours.size, theirs.size) + rollout.response_ids.size <= teacher.context:
+            pairs.append((rollout, behind(ours, rollout), behind(theirs, rollout)))
+    if not pairs:
+        return 0.0 if same else None
+    need, rollouts = SignalNeed("logprobs_at"), [rollout for rollout, _, _ in pairs]
+    first, second = (
+        np.concatenate([np.asarray(signal.values) for signal in teacher.score(rollouts, need, texts)])
+        for texts in ([text for _, text, _ in pairs], [text for _, _, text in pairs])
+    )
+    return float(np.abs(first - second).sum() / (first.size + same))
+
+
+def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
+    """Cosine between some weights of the two; None where no tensors have the same shapes."""
+    ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
+    theirs = dict(model.module.named_parameters())
+    shared = [
+        key for key, value in ours.items() if value.dim() > 1 and key in theirs and theirs[key].shape == value.shape
+    ]
+    if not shared or len(shared) < len([value for value in ours.values() if value.dim() > 1]) / 2:
+        return None
+    chosen = shared[:: max(1, len(shared) // COMPARED)][:COMPARED]
+    cosines = [
+        torch.cosine_similarity(_part(ours[key]), _part(theirs[key]).to(ours[key].device), dim=0) for key in chosen
+    ]
+    return float(torch.stack(cosines).mean())
+
+
+def _part(weights: Tensor) -> Tensor:
+    return weights.detach().flatten()[:SAMPLE].float()
+
+
+def held(model: LanguageModel, student: LanguageModel) -> int:
+    """Bytes of weights that are not the student's as well."""
+    shared = {parameter.data_ptr() for parameter in student.module.parameters()}
+    own = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
+    return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.double().mean()) if values.numel() else None
+
+
+# What is worth a warning, and what others did about it
+
+
+def warnings(pairs: Sequence[Pair]) -> list[str]:
+    """One line for each thing that was found, with the teachers that it was found of."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for pair in pairs:
+        for finding in pair.findings:
+            found.setdefault((finding.what, finding.remedy), []).append(f"{pair.teacher} ({finding.value})")
+    return [f"{what}: {', '.join(whose)}. {remedy}" for (what, remedy), whose in found.items()]
+
+
+def _findings(pair: Pair) -> Iterator[Finding]:
+    if pair.ids_differ:
+        share = "" if pair.aligned is None else f", {pair.aligned:.0%} of the text aligned"
+        yield Finding(
+            "another tokenizer", f"{pair.ids_differ:,} ids differ{share}", "Only sums over common spans are compared."
+        )
+    if pair.aligned is not None and pair.aligned < ALIGNED:
+        yield Finding(
+            f"less than {ALIGNED:.0%} of the text aligns",
+            f"{pair.aligned:.0%}",
+            "Take a teacher whose tokens are nearer to the student's.",
+        )
+    if pair.rows is not None and pair.rows[0] != pair.rows[1] and not pair.ids_differ:
+        yield Finding(
+            "another vocabulary size",
+            f"{pair.rows[1]:,} rows of the head, the student {pair.rows[0]:,}",
+            "What is beyond both tokenizers is padding, and left out on both sides.",
+        )
+    if pair.context is not None and pair.context[1] < pair.context[0]:
+        yield Finding(
+            "a shorter context",
+            f"{pair.context[1]:,} tokens, the student {pair.context[0]:,}",
+            "Prompts and answers have to fit into the shorter: lower rollout.max_new_tokens, or show it less.",
+        )
+    if pair.template:
+        yield Finding(
+            "another chat template",
+            f"{pair.template:.2g} nats per token",
+            "Put the templates right, or let it read its own: view: {chat_template: teacher}.",
+        )
+    yield from _about_stops(pair)
+    yield from _about_distance(pair)
+
+
+def _about_stops(pair: Pair) -> Iterator[Finding]:
+    if pair.stop_ids is not None and not pair.ids_differ and set(pair.stop_ids[0]) != set(pair.stop_ids[1]):
+        ours, theirs = (", ".join(map(str, ids)) or "none" for ids in pair.stop_ids)
+        yield Finding(
+            "other stop ids",
+            f"{theirs}; the student {ours}",
+            "All of them are one event from now on. If answers grow too long, correct eos_token_id in generation_config.json.",
+        )
+    if pair.stop_mass is not None and pair.stop_mass < LOST:
+        yield Finding(
+            f"stops with probability below {LOST} where answers end",
+            f"{pair.stop_mass:.2f}",
+            "Look at stop ids and template, or begin with a cold start on the teacher's answers.",
+        )
+
+
+def _about_distance(pair: Pair) -> Iterator[Finding]:
+    if pair.origin is not None and pair.origin < ORIGIN:
+        yield Finding(
+            "weights of another origin",
+            f"cosine {pair.origin:.2f}",
+            "Such a teacher brought its student 0.60 of the way where one of the same origin brought it 0.94: begin with a "
+            "cold start, or take a teacher grown from the student's start.",
+        )
+    cold = "Begin with a cold start (a stage with teacher_share: 1 and form: cross_entropy), look again, else take another teacher."
+    if pair.kl is not None and pair.kl > FAR:
+        yield Finding(f"initial KL above {FAR} nats per token", f"{pair.kl:.2g}", cold)
+    if pair.overlap is not None and pair.overlap < APART:
+        yield Finding(f"less than {APART:.0%} of the {K} likeliest tokens agree", f"{pair.overlap:.0%}", cold)

@@ -1,0 +1,190 @@
+"""A real vLLM server on the CPU as a teacher: `make test-vllm` installs it beside us and runs these."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opd
+from opd.config import Train
+from opd.models import load_model
+from opd.models.load import tiny_models
+from opd.objective.batch import TrainingBatch
+from opd.objective.objective import Objective
+from opd.teachers.pooling import PoolingTeacher
+from opd.trainer.step import train_step
+from opd.types import SignalNeed
+from tests.foreign_server import free_port
+from tests.test_semantics import KeepGradients
+from tests.test_teachers import rollout
+
+pytestmark = pytest.mark.vllm
+PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+NAME, STUDENT, TEACHER = "arithmetic", "tiny/generalist", "tiny/arithmetic"
+RUNNERS = {
+    "pooling": ["--runner", "pooling", "--convert", "embed", "--pooler-config.task", "token_embed"],
+    "generate": [],
+}
+READY = 400  # seconds
+ROLLOUTS = [
+    rollout(str(number), list(range(20, 26 + number)), [*range(30 + number, 36 + number), 1]) for number in range(8)
+]
+
+
+class Server:
+    """The process, which can be killed and started again at the same address."""
+
+    def __init__(self, runner: str, directory: Path) -> None:
+        self._runner, self._log, self._port = runner, directory / "server.log", free_port()
+        self.address = f"http://127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_models()[TEACHER]),
+            "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32",
+            "--enforce-eager", *RUNNERS[self._runner],
+        ]  # fmt: skip
+        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+        quiet |= {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **quiet},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self._log.parent,
+            )
+
+    def ready(self) -> None:
+        assert self._process is not None
+        for _ in range(READY):
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=5)
+                return
+            except (urllib.error.URLError, OSError):
+                assert self._process.poll() is None, self._log.read_text(errors="replace")[-3000:]
+                time.sleep(1)
+        raise AssertionError(self._log.read_text(errors="replace")[-3000:])
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = None
+
+
+@pytest.fixture(scope="module", params=list(RUNNERS))
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    assert PYTHON.exists(), "run `make test-vllm`, which installs vLLM into .venv-vllm"
+    found = Server(request.param, tmp_path_factory.mktemp(request.param))
+    found.start()
+    try:
+        found.ready()
+        yield found
+    finally:
+        found.kill()
+
+
+only = pytest.mark.parametrize
+
+
+def settings(server: Server, kind: str) -> dict[str, Any]:
+    local = {"vllm": "weights", "openai": "tokenizer"}[kind]
+    return {"kind": kind, "address": server.address, "model": NAME, local: TEACHER}
+
+
+def step(teacher: Any, student: Any, **term: Any) -> tuple[float, torch.Tensor]:
+    """Loss and gradients of one update."""
+    student.module.requires_grad_(True)
+    student.module.zero_grad()
+    objective = Objective({"form": "direct", **term}, teacher, stop_ids=student.stop_ids)
+    signals: dict[Any, Any] = {}
+    for role, kind in objective.needs(1):
+        found = teacher.score(ROLLOUTS, objective.need_beside(signals, role, kind))
+        signals[role, kind] = {item.id: signal for item, signal in zip(ROLLOUTS, found, strict=True)}
+    result = train_step(
+        student, TrainingBatch(ROLLOUTS, signals, {}), objective, KeepGradients(), train=Train(precision="float32")
+    )
+    loss = sum(value for _, statistics in result.statistics for value in statistics.loss.values())
+    return loss, torch.cat([p.grad.flatten() for p in student.module.parameters() if p.grad is not None])
+
+
+def recipe(teacher: dict[str, Any], steps: int, **objective: Any) -> dict[str, Any]:
+    return {
+        "student": STUDENT, "teachers": {"arithmetic": teacher},
+        "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
+        "rollout": {"prompts": 16, "max_new_tokens": 12}, "sampler": {"slots": 16}, "train": {"steps": steps, "lr": 2e-3},
+        "eval": {"prompts": 0}, "objective": objective, "device": "cpu",
+    }  # fmt: skip
+
+
+@only("server", ["pooling"], indirect=True)
+@only("term", [{}, {"divergence": "forward_kl"}, {"divergence": "jsd"}, {"support": "topk", "k": 8}], ids=str)
+def test_hidden_states_give_the_local_teachers_loss_and_gradients(server: Server, term: dict[str, Any]) -> None:
+    student = load_model(STUDENT)
+    loss, grads = step(opd.Teacher(TEACHER, student), student, **term)
+    served, served_grads = step(opd.Teacher(settings(server, "vllm"), student), student, **term)
+    assert loss > 0.1
+    assert served == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(served_grads, grads, rtol=1e-5, atol=1e-5 * float(grads.abs().max()))
+
+
+@only("server", ["pooling"], indirect=True)
+def test_a_student_learns_from_hidden_states_and_a_killed_server_loses_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = opd.run(recipe({"model": TEACHER}, 12, form="direct"), out=tmp_path / "here")
+    asked, ask = [0], PoolingTeacher._ask
+
+    def struck(self: PoolingTeacher, ids: list[int]) -> np.ndarray:
+        asked[0] += 1
+        if asked[0] == 6 + 16 + 3 + 8:  # two probes, a step and its probe, half of another
+            server.kill()
+            server.start()
+        return ask(self, ids)
+
+    monkeypatch.setattr(PoolingTeacher, "_ask", struck)
+    there = opd.run(recipe(settings(server, "vllm"), 12, form="direct"), out=tmp_path / "there")
+    assert asked[0] == 6 + 12 * 19
+    losses = [[metric["loss"] for metric in run.metrics] for run in (there, here)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0][:3] == pytest.approx(losses[1][:3], rel=1e-4)
+    assert there.metrics[-1]["reverse_kl"] < 0.7 * there.metrics[0]["reverse_kl"]
+
+
+@only("server", ["generate"], indirect=True)
+def test_log_probs_are_the_local_teachers(server: Server) -> None:
+    student = load_model(STUDENT)
+    here, there = opd.Teacher(TEACHER, student), opd.Teacher(settings(server, "openai"), student)
+    needs = SignalNeed("logprobs_at"), SignalNeed("topk", k=8)
+    for one, other in zip(here.score(ROLLOUTS, needs[0]), there.score(ROLLOUTS, needs[0]), strict=True):
+        np.testing.assert_allclose(other.values, one.values, atol=1e-4)
+    for one, other in zip(here.score(ROLLOUTS, needs[1]), there.score(ROLLOUTS, needs[1]), strict=True):
+        np.testing.assert_allclose(other.values.logprobs[:, :6], one.values.logprobs[:, :6], atol=1e-4)
+    loss, grads = step(here, student, support="topk", k=8)
+    served, served_grads = step(there, student, support="topk", k=8)
+    assert served == pytest.approx(loss, rel=1e-4)
+    torch.testing.assert_close(served_grads, grads, rtol=1e-3, atol=1e-4 * float(grads.abs().max()))
+
+
+@only("server", ["generate"], indirect=True)
+@only(
+    "objective", [{"form": "direct", "support": "topk", "k": 20}, {"form": "policy_gradient"}], ids=["topk", "sampled"]
+)
+def test_a_student_learns_from_log_probs(server: Server, tmp_path: Path, objective: dict[str, Any]) -> None:
+    run = opd.run(recipe(settings(server, "openai"), 12, **objective), out=tmp_path / "run")
+    kl = [metric["reverse_kl"] for metric in run.metrics]
+    assert np.mean(kl[-3:]) < np.mean(kl[:3])
