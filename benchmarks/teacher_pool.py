@@ -162,7 +162,7 @@ def page_rate(directory: Path) -> dict[str, float]:
     found = {}
     for keep in ("memory", "disk"):
         where = directory / "models" / "d00"
-        pager = Pager(1, keep, directory)  # type: ignore[arg-type]
+        pager = Pager(1, keep, directory)
         model = pager.take_in(load_model(str(where), dtype="bfloat16", device="cuda"), where)
         rates = []
         for _ in range(4):

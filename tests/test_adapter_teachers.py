@@ -19,6 +19,7 @@ from opd.models import load_model
 from opd.models.adapted import AdaptedModel
 from opd.models.attention import Packed
 from opd.models.settings import Lora
+from opd.runner import stage_models
 from opd.runner.checks import check_stage
 from tests.helpers import save_tiny
 
@@ -100,7 +101,7 @@ def test_a_run_learns_from_adapters_over_its_own_base(
     tmp_path: Path, base: str, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = opd.runner.stage_models.load_model
+    load = stage_models.load_model
 
     def counted(name: str, **settings: Any) -> Any:
         loaded.append(name)
@@ -121,7 +122,8 @@ def test_teachers_that_are_adapters_can_sample_and_be_mixed_in(tmp_path: Path, b
     spec = recipe(base, adapters, objective={"on": ["student", "teacher"]})
     spec["rollout"] |= {"teacher_share": 0.5, "teacher_mix": 0.25}
     merged = {**spec, "teachers": recipe(base, adapters, kind="frozen")["teachers"]}
-    shared, plain = (list(run(tmp_path, name, found)[0].rollouts) for name, found in (("s", spec), ("m", merged)))
+    stores = [run(tmp_path, name, found)[0].rollouts for name, found in (("s", spec), ("m", merged))]
+    shared, plain = (store.load(list(store.entries)) for store in stores)
     assert [rollout.source for rollout in shared] == [rollout.source for rollout in plain]
     for one, other in zip(shared, plain, strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()

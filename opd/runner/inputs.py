@@ -116,7 +116,7 @@ def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
     found = [(stage.student.model, stage.student.revision, "student")]
     found += [
-        (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.inputs()
+        (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
     ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
