@@ -182,6 +182,57 @@ def evaluate(
     Console().print(measures_table(model, measured.domains, measured.what))
 
 
+class Precision(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command()
+def serve(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL|NAME=MODEL...", help="Models that score for runs elsewhere.")
+    ],
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="An adapter directory; repeat for several.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; anything but loopback is seen by others.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 8200,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The variable that holds the token; default: one is made and printed."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one request.")] = 131_072,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 4096,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 << 20,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 4096,
+    request_seconds: Annotated[float, typer.Option(min=0.1, help="In which a request has to have come in.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
+) -> None:
+    """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
+    from opd.remote import to_stderr
+    from opd.serve.server import ServeSettings
+    from opd.serve.server import serve as start
+    from opd.teachers.wire import RequestLimits
+
+    limits = RequestLimits(max_bytes, max_tokens, max_sequences)
+    settings = ServeSettings(
+        host,
+        port,
+        token_env,
+        device,
+        dtype.value if dtype else None,
+        batch_tokens,
+        waiting,
+        limits,
+        request_seconds,
+        drain_seconds,
+    )
+    start(models, adapter or (), settings, to_stderr)
+
+
 @app.command()
 def schema(
     recipe: Annotated[str | None, typer.Argument(help="a recipe whose plugins' choices are to stand in it")] = None,

@@ -6,7 +6,8 @@
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
     │   ├── TokenizerMismatch     student and teacher do not share one tokenizer
     │   ├── DataError             prompts that are missing, empty, malformed or too long
-    │   ├── RemoteError           a server that does not answer, or answers with an error: names it and what was asked
+    │   ├── RemoteError           a server that answers with an error: names it and what was asked
+    │   │   └── ServerAway        one that does not answer, for longer than the patience
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
     │       └── RunLocked         another live process writes there: names it
     ├── TrainingError             non-finite loss, out of memory: names the place and the knob
@@ -44,6 +45,10 @@ class DataError(UserError):
 
 
 class RemoteError(UserError):
+    pass
+
+
+class ServerAway(RemoteError):
     pass
 
 

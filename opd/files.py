@@ -77,11 +77,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A reader, now or after a power cut, sees the old text or the new one, never a part."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """A reader, now or after a power cut, sees what was there before or all of the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

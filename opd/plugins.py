@@ -14,16 +14,18 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from opd.errors import RecipeError
+from opd.errors import OpdError, RecipeError, Stopped, TrainingError
 
 GROUP = "opd.plugins"
 FOLDER = "plugins"  # of a run directory
 NAMES = "opd_plugins"  # files are modules below this name
 _loaded: dict[str, str] = {}  # module -> sha256 of the file it was made from
 _files: dict[str, str] = {}  # module -> the file it was last asked for as: a run's own copy, once there is one
+_modules: set[str] = set()  # of packages: those that recipes name or packages announce
 _announced = False
 
 
@@ -76,6 +78,29 @@ def moved(path: Path) -> None:
     _files[f"{NAMES}.{path.stem}"] = str(path)
 
 
+@contextmanager
+def plugin_errors() -> Iterator[None]:
+    """What a plugin's own code raises in the middle of a run is told with its place; the traceback stays behind it."""
+    try:
+        yield
+    except (OpdError, Stopped):
+        raise
+    except Exception as error:  # a user's own file may raise anything
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+        own = [number for number, frame in enumerate(frames) if _is_plugin(frame.f_globals.get("__name__", ""))]
+        if not own:
+            raise
+        code, line = frames[own[-1]].f_code, lines[own[-1]]
+        raise TrainingError(
+            f"plugin {code.co_filename}, line {line}, in {code.co_qualname}: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _is_plugin(module: str) -> bool:
+    return module.startswith(f"{NAMES}.") or any(f"{module}.".startswith(f"{name}.") for name in _modules)
+
+
 def _load_file(path: Path) -> None:
     """A file is run again only if it has changed: its classes stay the same objects from one recipe to the next."""
     try:
@@ -106,6 +131,7 @@ def _load_file(path: Path) -> None:
 def _load_module(name: str) -> None:
     try:
         importlib.import_module(name)
+        _modules.add(name)
     except Exception as error:  # likewise
         raise RecipeError(f"plugins: {name!r} cannot be imported: {_told(error)}. Is its package installed?") from None
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from opd.errors import RecipeError, RemoteError
+from opd.errors import RecipeError, RemoteError, ServerAway
 from opd.text import first_line, plain
 
 if TYPE_CHECKING:
@@ -185,12 +185,8 @@ class Remote:
             if failures > self._retries:
                 raise self._error(method, path, reason, "The server fails at this request: see its log.")
             if waited >= self._patience:
-                raise self._error(
-                    method,
-                    path,
-                    reason,
-                    f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow.",
-                )
+                advice = f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow."
+                raise ServerAway(str(self._error(method, path, reason, advice)))
             self._is_away(reason)
             self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
             wait = min(wait * 2, LONGEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,9 +13,21 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.servers import ServeProcess
+
 torch.set_num_threads(1)
 settings.register_profile("opd", deadline=None, max_examples=25)
 settings.load_profile("opd")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServeProcess]:
+    """One `opd serve` for all tests that need one: starting it costs seconds."""
+    names = ("tiny/arithmetic", "other=tiny/arithmetic", "tiny/spelling")
+    limits = ("--max-bytes", "20000", "--max-tokens", "600", "--max-sequences", "8", "--request-seconds", "1")
+    found = ServeProcess(*names, options=limits)
+    yield found
+    found.terminate()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

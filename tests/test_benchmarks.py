@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 SMALLEST = {
     "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 1",
     "opd_vs_rl": "--steps 1 --grpo-steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1",
+    "self_distillation": "--tiny --steps 2 --seeds 1 --prompts 8 --workers 1",
     "smol": "--run {run}",
     "length_bias": "--rollouts 40 --seeds 1",
     "plot_divergences": "",
@@ -26,6 +27,7 @@ SMALLEST = {
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
+    "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
 }
@@ -57,7 +59,7 @@ def test_each_benchmark_has_a_smallest_size() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_it_runs(name: str, copy: Path) -> None:
-    if name in ("beyond_teacher", "opd_vs_rl", "length_bias", "plot_divergences"):
+    if name in ("beyond_teacher", "opd_vs_rl", "length_bias", "plot_divergences", "self_distillation"):
         pytest.importorskip("matplotlib")
     directory = copy / "run"
     if "{run}" in SMALLEST[name]:

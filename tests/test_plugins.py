@@ -18,9 +18,10 @@ import opd
 from opd import families, plugins
 from opd.cli import app
 from opd.config import load_recipe, recipe_schema
-from opd.errors import RecipeError, RunDirectoryError, TrainingError
+from opd.errors import DataError, RecipeError, RunDirectoryError, TrainingError
 from opd.files import read_sealed
 from opd.rewards import Rewarder
+from opd.runner.plan import make_plan
 from opd.types import Prompt, Sample
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -76,7 +77,12 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
-    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {"kind": "told", "skip": 0, "share": 0.5}
+    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {
+        "kind": "told",
+        "skip": 0,
+        "chat_template": "student",
+        "share": 0.5,
+    }
     (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
     (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
     assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
@@ -320,6 +326,35 @@ def test_a_class_that_cannot_be_used_or_read_again_is_refused(
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(RecipeError, match=words):
         load_recipe({**ONE_STEP, "plugins": [str(tmp_path / "mine.py")], "objective": objective})
+
+
+def test_what_a_plugin_raises_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        GATE + "    def factors(self, view):\n        return [1 / 0 for _ in view.rollouts]\n"
+    )
+    recipe = {**ONE_STEP, "plugins": [str(tmp_path / "mine.py")], "objective": {"gate": "mine"}}
+    with pytest.raises(
+        TrainingError, match=r"mine\.py, line 7, in Mine\.factors.*: ZeroDivisionError: division by zero"
+    ) as told:
+        opd.run(recipe, out=tmp_path / "run")
+    assert "Afterwards:" in str(told.value)
+
+
+def test_a_source_that_raises_is_told_before_a_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "lines.py").write_text(LINES.replace("Path(self.address).read_text()", "self.adress"))
+    recipe = {
+        **ONE_STEP,
+        "plugins": [str(tmp_path / "lines.py")],
+        "prompts": {"source": "lines:a", "domain": "arithmetic"},
+    }
+    with pytest.raises(DataError, match="lines:a: a is not a file"):
+        opd.run(recipe, out=tmp_path / "run")
+    (tmp_path / "a").write_text("add 1+1\n")
+    recipe["prompts"] = {"source": f"lines:{tmp_path / 'a'}", "domain": "arithmetic"}
+    for start in (lambda: make_plan(load_recipe(recipe)), lambda: opd.run(recipe, out=tmp_path / "run")):
+        with pytest.raises(TrainingError, match=r"lines\.py, line \d+, in Lines\.\w+: "):
+            start()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

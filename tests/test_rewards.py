@@ -245,7 +245,6 @@ def misbehave_deeply(n):
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_rewards.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
-    pool("none").close()  # workers know the path they started with
     return "my_rewards"
 
 

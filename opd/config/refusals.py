@@ -59,6 +59,10 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         yield "rollout.temperature 0 takes the likeliest token, so top_p and top_k do nothing. Drop them, or sample."
     if rollout.temperature == 0 and rollout.samples > 1 and shares["student"] == 1:
         yield f"rollout.temperature 0 gives {rollout.samples} equal samples of every prompt. Set samples: 1, or sample."
+    if rollout.rescue is not None:
+        yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
+        if rollout.rescue.hint is not None and rollout.rescue.hint.by == "teacher" and not stage.teachers:
+            yield "rollout.rescue.hint: there is no teacher to write it. Give one, or set by: student."
     if stage.train.minibatches > rollout.prompts:
         yield (
             f"train.minibatches ({stage.train.minibatches}) must not be more than rollout.prompts ({rollout.prompts}): "
@@ -142,6 +146,8 @@ def _offers(stage: Stage) -> Iterator[str]:
                         f"{kind.name}, offers {', '.join(sorted(kind.offers))}. {term.advice(kind.offers)}"
                     )
     drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+    if stage.rollout.rescue is not None and stage.rollout.rescue.hint is not None:
+        drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     yield from stage.pool.refuse(stage.teachers, drawn)

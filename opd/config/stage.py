@@ -241,9 +241,9 @@ class Stage(BaseModel):
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether a term or what a teacher is shown depends on them."""
+        """Whether a term, what a teacher is shown or who answers depends on them."""
         choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
-        return any(choice.needs().rewards for choice in choices)
+        return self.rollout.rescue is not None or any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")
     @classmethod

@@ -57,6 +57,11 @@ class PolicyGradient(CorrectedTerm):
         return self
 
     @property
+    def compares_with_sampler(self) -> bool:
+        by_advantage = self.advantage.student == "behaviour" and any(part.of_student for part in self.advantage.parts)
+        return super().compares_with_sampler or by_advantage or self.surrogate.against == "behaviour"
+
+    @property
     def minimises(self) -> str:
         return self.divergence.name if self.advantage.of_teacher else ""
 

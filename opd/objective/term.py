@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from opd.sampling.rollouts import Rollouts
     from opd.types import Rollout, SignalKind
 
+SOME = 1e-6  # a share of the prompts that nobody knows beforehand
 AuthorName = Literal["student", "teacher", "data"]
 
 
@@ -116,6 +117,11 @@ class Term(Choice):
         present = present_authors(rollout)
         return [author for author in self.authors if author != "student" and present[author] > 0]
 
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether it needs to know how likely a token was when it was sampled."""
+        return any(gate.by_student for gate in self.gate)
+
     # Mistakes
 
     @property
@@ -130,6 +136,13 @@ class Term(Choice):
             yield (
                 f"{self.name} trains on {' and '.join(self.authors)} tokens, but the rollouts have none. "
                 "Set rollout.data_share or rollout.teacher_share, or change the term's `on:`."
+            )
+        shown = view.rollout.shown_to_student
+        if shown and "student" in self.authors and self.compares_with_sampler:
+            yield (
+                f"{self.name} compares with the log-probs that tokens were sampled with, and those of rollout.{shown[0]} were sampled "
+                "under another prompt. Use surrogate.against: proximal, advantage.student: proximal and no correction, or set "
+                "trained_as: teacher there."
             )
         for part in self.parts:
             yield from part.refuse(inner)
@@ -165,6 +178,10 @@ class CorrectedTerm(Term):
     correction: AnyCorrection | None = Field(None, description="of the gap between trainer and sampler")
 
     @property
+    def compares_with_sampler(self) -> bool:
+        return super().compares_with_sampler or self.correction is not None
+
+    @property
     def parts(self) -> Iterable[Choice]:
         return [*self.gate, *([self.correction] if self.correction is not None else [])]
 
@@ -194,6 +211,8 @@ def present_authors(rollout: Rollouts) -> dict[str, float]:
     shares = {"student": 0.0, "data": 0.0, "teacher": 0.0}
     for writer in rollout.everyone:
         shares[writer.author] += writer.share
+    if rollout.rescue is not None:
+        shares[rollout.rescue.trained_as] = shares[rollout.rescue.trained_as] or SOME
     return shares
 
 

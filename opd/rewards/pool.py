@@ -12,6 +12,7 @@ import logging
 import os
 import selectors
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -113,10 +114,14 @@ class Pool:
         self.workers: list[Worker] = []
         self.failures = 0  # starts that failed, in a row
         self._lock = threading.Lock()
+        self._path = list(sys.path)  # that its workers began with
 
     def run(self, errands: Sequence[Errand]) -> None:
         """Reward every sample, each within its limit. Replies are left on the errands."""
         with self._lock, selectors.DefaultSelector() as selector:
+            if self._path != sys.path and self.kind != "fork":  # a module may lie where they do not look
+                self.close()
+                self._path = list(sys.path)
             if not self.workers:
                 atexit.register(self.close)
             waiting = deque(errands)

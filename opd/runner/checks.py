@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
-from opd.teachers.kinds import ModelRef
+from opd.teachers.kinds import ModelRef, Outlook
 from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
@@ -59,8 +59,10 @@ def check_stage(
     told: Told = silent,
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
+    *,
+    planning: bool = False,
 ) -> Checked:
-    """Refuse what cannot work; what takes longest comes last."""
+    """Refuse what cannot work; what takes longest comes last. `planning`: servers need not be there yet."""
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
@@ -80,16 +82,14 @@ def check_stage(
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    _require_teachers(spec, tokenizer)
+    outlooks = _require_teachers(spec, tokenizer, planning)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
     where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
     require_known_domains(spec.teachers, domains, where)
     found = routed(sources, spec.route)
-    places: dict[str, str] = {}
-    for (_, value), place in found.items():
-        places.setdefault(value, place)
+    places = _first_places(found)
     roles = [role for term in spec.objective for role in term.roles]
     table = routes(spec.teachers, places, roles, where, spec.route, {} if spec.route == DOMAIN else places)
     if spec.eval.prompts and spec.eval.weight_average:
@@ -108,23 +108,35 @@ def check_stage(
         raise RecipeError(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
-    context = min(map(context_of, configs.values()))
+    context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
     inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec)))
+    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec, outlooks)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
 
 
-def _require_teachers(spec: Stage, tokenizer: Any) -> None:
-    """What they read beside models is there, and has the signals that they are asked for."""
+def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Where each value of the route's column first stands."""
+    places: dict[str, str] = {}
+    for (_, value), place in found.items():
+        places.setdefault(value, place)
+    return places
+
+
+def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
+    """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
     needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
+    return [kind.inquire(name, tokenizer, spec.student.model, planning) for name, kind in spec.teachers.items()]
 
 
-def _warnings(spec: Stage) -> list[str]:
+def _warnings(spec: Stage, outlooks: Iterable[Outlook]) -> list[str]:
     view = StageView.of(spec)
-    return [f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)]
+    notes = [note for outlook in outlooks for note in outlook.notes]
+    return notes + [
+        f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)
+    ]
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

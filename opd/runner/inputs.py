@@ -102,6 +102,8 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
     """(file, its name in the record, what it is for)."""
     for source in stage.prompts:
         for path in source.files():
+            if not path.is_file():
+                raise DataError(f"{source.source}: {path} is not a file. Correct the source's address.")
             yield path, str(path.absolute()), "prompts"
     for name, kind in stage.teachers.items():
         yield from ((path, str(path.absolute()), f"teacher {name}") for path in kind.files())

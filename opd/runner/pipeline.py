@@ -15,6 +15,7 @@ from rich.console import Console
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, json_text, lines_checked, write_whole
+from opd.plugins import plugin_errors
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_begun_with
@@ -151,7 +152,7 @@ class Pipeline:
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
         self._started = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
-        with explain_memory(lambda: self._phase):
+        with plugin_errors(), explain_memory(lambda: self._phase):
             self._on_phase("loading")
             run = StageRun(
                 spec.inside(self._directory),
@@ -175,7 +176,7 @@ class Pipeline:
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
-            with explain_memory(lambda: self._phase):
+            with plugin_errors(), explain_memory(lambda: self._phase):
                 self._compare(run, result)
                 self._before(run, result)
                 self._train(run, result, saved)

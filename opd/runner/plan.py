@@ -14,6 +14,7 @@ from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.data.source import PromptSource
 from opd.models import load_config, lora_parameter_count, parameter_count
+from opd.plugins import plugin_errors
 from opd.runner.checks import check_stage
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
@@ -78,17 +79,18 @@ def make_plan(recipe: Recipe) -> list[Plan]:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
 
     plans, asked = [], dict[str, list[PromptSource]]()
-    for stage in recipe.stages:
-        # of a stage whose rollouts are taken up again, what it asks is all that is known yet
-        prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
-        asked[STAGE_PREFIX + stage.name] = prompts
-        plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
-        known[stage.name] = resolve(stage.student.model)
+    with plugin_errors():
+        for stage in recipe.stages:
+            # of a stage whose rollouts are taken up again, what it asks is all that is known yet
+            prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
+            asked[STAGE_PREFIX + stage.name] = prompts
+            plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
+            known[stage.name] = resolve(stage.student.model)
     return plans
 
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
-    checked = check_stage(stage, resolve)
+    checked = check_stage(stage, resolve, planning=True)
     config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {

@@ -26,6 +26,7 @@ from opd.files import (
 )
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import moved as plugin_moved
+from opd.plugins import plugin_errors
 from opd.plugins import versions as plugin_versions
 from opd.runner.directory import Run
 from opd.runner.given import FOLDER as INPUTS
@@ -135,9 +136,10 @@ def _start(
             placed = given.inside(recipe, lock.directory)
             with disk_errors(lock.directory, lambda: "start again."):
                 given.write(lock.directory)
-        inputs = inputs_of(
-            placed.stages, lambda line: None if quiet else console.print(line, highlight=False), lock.directory
-        )
+        with plugin_errors():
+            inputs = inputs_of(
+                placed.stages, lambda line: None if quiet else console.print(line, highlight=False), lock.directory
+            )
         with disk_errors(lock.directory, lambda: "start again."):
             _write_recipe(lock.directory, text, recipe, inputs)
         from opd.runner.pipeline import Pipeline

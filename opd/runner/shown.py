@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
+from opd.config import Stage
 from opd.data.render import render_prompt
 from opd.data.source import Source
 from opd.errors import DataError, RecipeError
@@ -42,6 +43,28 @@ def require_shown(
         f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores. Their fields are "
         f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
     )
+
+
+def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: int) -> int:
+    """Tokens that a sequence needs in the sampler where the student, or who writes hints, reads more than the prompt.
+
+    Of the prompts that can be looked at, with a quarter to spare; what is longer later is not shown, and counted.
+    """
+    rollout, longest = spec.rollout, 0
+    rescue = rollout.rescue
+    reads = [(writer.asks, rollout.max_new_tokens) for writer in rollout.everyone if writer.shows_more]
+    if rescue is not None:
+        hint = 0 if rescue.hint is None else rescue.hint.max_new_tokens
+        reads.append((lambda prompt: rescue.view.rewrite(rescue.shortest(prompt)), hint + rollout.max_new_tokens))
+        if rescue.hint is not None:
+            reads.append((rescue.hint.question.rewrite, hint))
+    for source in sources if reads else ():
+        for prompt in islice(chain(source.examples(), _rows(source)), LOOKED):
+            for read, new_tokens in reads:
+                shown = read(prompt)
+                if shown is not None:
+                    longest = max(longest, render_prompt(shown, tokenizer).size + new_tokens)
+    return min(longest + longest // 4, context)
 
 
 def _rows(source: Source) -> Iterator[Prompt]:

@@ -20,13 +20,14 @@ from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
+from opd.runner.shown import shown_room
 from opd.runner.stage_models import StageModels
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
-from opd.teachers.kinds import ModelRef
+from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
@@ -75,7 +76,8 @@ class StageRun:
         models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
         self.pager = models.pager
         self.student = models.student(spec)
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher)
+        around = Surroundings(say, check_stop, store.directory.parent)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher, around)
         if self.pager is not None:
             say(f"{spec.name}: {spec.pool.describe(self.pager.sizes, str(self.device))}")
         if not self.stop_ids:
@@ -134,7 +136,8 @@ class StageRun:
             self.say(f"{spec.name}: {note}")
         self.questions, self.room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
-        max_length = inputs.room + response_limit(spec)
+        shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
+        max_length = max(inputs.room + response_limit(spec), shown)
         self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
@@ -161,10 +164,10 @@ class StageRun:
             self.stop_ids,
             tuple(rollout.stop),
         )
-        self.trajectories = self._trajectories(inputs.room, on_token)
+        self.trajectories = self._trajectories(inputs.room, max_length, on_token)
         self.publish(version=0)
 
-    def _trajectories(self, room: int, on_token: Callable[[], None]) -> Trajectories:
+    def _trajectories(self, room: int, max_length: int, on_token: Callable[[], None]) -> Trajectories:
         """Who writes the answers, and how they come into the store."""
         spec, rollout, tokenizer = self.spec, self.spec.rollout, self.student.tokenizer
         desk = Desk(
@@ -187,6 +190,7 @@ class StageRun:
             store=self.store,
             desk=desk,
             max_prompt_tokens=room,
+            max_length=max_length,
             replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
@@ -250,7 +254,9 @@ class StageRun:
 
     @property
     def _keeps_feedback(self) -> bool:
-        return any(kind.view.reads_feedback for kind in self.spec.teachers.values())
+        rescue = self.spec.rollout.rescue
+        views = [*(kind.view for kind in self.spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
+        return any(view.reads_feedback for view in views)
 
     def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""

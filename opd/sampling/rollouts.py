@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from opd import families
+from opd.sampling.rescue import Rescue
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.shorthand import OneOrMany
 
@@ -33,6 +34,9 @@ class Rollouts(BaseModel):
     )
     writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
         default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
+    )
+    rescue: Rescue | None = Field(
+        None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
     )
     contrast: Count = Field(
         0,
@@ -82,6 +86,12 @@ class Rollouts(BaseModel):
         rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
         key, name = ("teacher_mix", "mixed") if self.teacher_mix else ("prompts", "student")
         return {**found, key: families.find("writer", name)(share=min(rest if rest > 1e-9 else 0.0, 1.0))}
+
+    @property
+    def shown_to_student(self) -> list[str]:
+        """Keys under which the student answers having read more, with tokens that count as its own."""
+        found = [key for key, writer in self.writers_by_key.items() if writer.author == "student" and writer.shows_more]
+        return [*found, *(["rescue"] if self.rescue is not None and self.rescue.trained_as == "student" else [])]
 
     @property
     def everyone(self) -> list[Any]:

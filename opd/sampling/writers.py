@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -16,7 +16,7 @@ from pydantic import Field
 from opd.data.render import render_completion
 from opd.data.stream import Visit
 from opd.errors import TrainingError
-from opd.settings import Choice, Fraction, StageView
+from opd.settings import Choice, Family, Fraction, StageView
 from opd.types import Author, Prompt, TokenSampler
 
 AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
@@ -53,12 +53,20 @@ class Writer(Choice):
     reads_completions: ClassVar[bool] = False  # so that prompts without one are found at the start
     samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
     takes_the_rest: ClassVar[bool] = False  # of the prompts, so `rollout.writers` cannot name it
+    shows_more: ClassVar[bool] = False  # it may read something else than the prompt that is trained on
 
     share: Fraction = Field(0.0, description="of the prompts")
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.samples_teacher and "teacher" not in view.roles:
             yield "there is no teacher to sample from. Give one, or drop it."
+
+    def asks(self, prompt: Prompt) -> Prompt | None:
+        """What it reads in place of the prompt; None: it has nothing to read, and the student answers plainly.
+
+        What it writes is trained on under the prompt itself.
+        """
+        return prompt
 
     def source(self, visit: Visit, desk: Desk) -> str:
         """What the store notes as the rollout's source. Rollouts of one source are sampled together."""
@@ -96,6 +104,42 @@ class MixedWriter(Writer):
 
     def sampler(self, source: str, desk: Desk) -> TokenSampler:
         return desk.mixed(source.removeprefix("mixed:"))
+
+
+class ShownWriter(Writer):
+    """The student, which reads what a view shows of the prompt (HDPO, hints, reprompting)."""
+
+    name = "shown"
+    shows_more = True
+
+    view: Annotated[Any, Family("view")] = Field(description="of shown: what the student reads when it answers")
+    trained_as: Literal["student", "teacher"] = Field(
+        "student", description="of shown: whose tokens they are to the terms of the objective (`on`)"
+    )
+
+    @property
+    def author(self) -> Literal["student", "teacher", "data"]:  # type: ignore[override]
+        return self.trained_as
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if not self.view.of_prompt:
+            yield (
+                f"the view {self.view.name} shows what became of other answers, and there are none yet. Use template, instruction or "
+                "context; or rollout.rescue, for prompts that all samples failed."
+            )
+        if self.view.as_sampled:
+            yield "the view same is what the student reads anyway. Choose one that shows more."
+
+    def asks(self, prompt: Prompt) -> Prompt | None:
+        found: Prompt | None = self.view.rewrite(prompt)
+        return found
+
+    def source(self, visit: Visit, desk: Desk) -> str:
+        return f"shown:{self.view.name}"
+
+    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+        return desk.student
 
 
 class TeacherWriter(Writer):

@@ -21,7 +21,7 @@ from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
 from opd.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, repaired_name
 from opd.store.rollouts import INDEX, RolloutStore
 from opd.store.salvage import Damage, Salvage
-from opd.store.state import NAMES
+from opd.store.state import names_of
 from opd.types import Author, SampledToken
 
 BATCH = 1000  # rollouts rewritten between two commits
@@ -158,7 +158,7 @@ def repair(run: Path) -> list[str]:
 def _rewrite(store: RolloutStore, saved: Saved) -> None:
     whole = saved.finish or saved.begin
     assert whole is not None
-    names = {name: whole.facts[name] for name in NAMES}
+    names = names_of(whole)
     id = names["id"]
     store.begin(**names, prompt_ids=np.array(records.prompt_of(whole)))
     rows = saved.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -87,10 +87,14 @@ class RolloutStore:
         prompt_ids: np.ndarray,
         group: str = "",
         pair: str = "",
+        extras: Mapping[str, Any] | None = None,
     ) -> None:
+        """`extras`: further facts of the rollout, plain JSON."""
         self._writable()
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
+        if extras:
+            names["extras"] = dict(extras)
         with self._lock:
             if id in self._state.numbers:
                 raise StoreError(f"rollout {id!r} was begun twice")

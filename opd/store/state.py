@@ -20,6 +20,12 @@ ENVIRONMENT = "environment"
 NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pair")
 
 
+def names_of(record: Record) -> dict[str, Any]:
+    """What a rollout was begun with."""
+    names = {name: record.facts[name] for name in NAMES}
+    return {**names, "extras": record.facts["extras"]} if "extras" in record.facts else names
+
+
 @dataclass
 class Live:
     """A rollout that is being written: all its tokens, committed or not."""
@@ -109,7 +115,7 @@ class State:
         if record.kind == records.BEGIN:
             if record.number != len(self.index):
                 raise StoreError(f"{where}: rollout {record.number} begins, but {len(self.index)} is next")
-            live = self.begin({name: record.facts[name] for name in NAMES}, records.prompt_of(record))
+            live = self.begin(names_of(record), records.prompt_of(record))
             self.index.rows.set(live.number, segment=frame.segment, offset=frame.offset)
             return
         if record.kind == records.TOKENS:
@@ -136,7 +142,7 @@ class State:
             self.index.rows.set(number, teacher=self.index.code("teacher", facts["teacher"]))
 
     def _begin_live(self, record: Record) -> None:
-        names = {name: record.facts[name] for name in NAMES}
+        names = names_of(record)
         self.live[record.number] = Live(record.number, names, np.array(records.prompt_of(record)))
 
     def _finish(self, record: Record, place: Place, where: str) -> None:

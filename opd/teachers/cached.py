@@ -21,6 +21,7 @@ from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.tokenizers import Elsewhere
+    from opd.teachers.kinds import Surroundings
 
 STAGE = "stage:"
 
@@ -69,7 +70,7 @@ class CachedTeacher(TeacherKind):
         heads = [facts["head"] for facts in self.scored.teachers.values() if facts["head"] is not None]
         return [self.scored.path, *(self.scored.head_file(head) for head in heads)]
 
-    def vocabulary(self) -> Elsewhere | None:
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
         from opd.models.tokenizers import Elsewhere
 
         return Elsewhere(f"{self.name} in {self.run}", self.scored.stop_ids, self.scored.size)

@@ -18,6 +18,8 @@ SIBLING, FEEDBACK = "sibling", "feedback"
 class RewardedView(View):
     """What it shows depends on rewards."""
 
+    of_prompt = False
+
     threshold: float = Field(1.0, description="the least reward of an answer that counts as right")
 
     def needs(self) -> Needs:
@@ -58,10 +60,9 @@ class SiblingView(RewardedView, ShowingView):
             return None
         return asking(prompt, filled(self.template, known))
 
-    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+    def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
         answer = right_sibling(self, rollout, group)
-        shown = self.rewrite(prompt, answer) if answer else None
-        return None if shown is None else group.behind(shown, rollout, self.skip)
+        return self.rewrite(prompt, answer) if answer else None
 
 
 class FeedbackView(RewardedView, ShowingView):
@@ -107,14 +108,12 @@ class FeedbackView(RewardedView, ShowingView):
             parts.append(filled(self.feedback, {FEEDBACK: self.cut(feedback)}))
         return asking(prompt, "".join([*parts, self.closing]))
 
-    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+    def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
         sibling = right_sibling(self, rollout, group) if self.sibling is not None else ""
         feedback = group.feedback.get(rollout.id, "").strip()
         if sibling and not self.feedback_beside_sibling:
             feedback = ""
-        if not sibling and not feedback:
-            return None
-        return group.behind(self.rewrite(prompt, feedback, sibling), rollout, self.skip)
+        return self.rewrite(prompt, feedback, sibling) if sibling or feedback else None
 
 
 def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
@@ -133,6 +132,7 @@ class RevisionView(RewardedView):
     """The answer, a phrase that depends on its reward, and the answer again, which is what is scored (SD-Zero)."""
 
     name = "revision"
+    reprompts = False
     correct: Text = Field(
         "\n\nThe answer above is correct. Let me rephrase it:\n\n", description="of revision: after a right answer"
     )

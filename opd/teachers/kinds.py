@@ -7,14 +7,16 @@ makes the teacher, which from then on is used through the protocol `opd.types.Te
 from __future__ import annotations
 
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
+from opd.remote import nothing, to_stderr
 from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
 from opd.types import SignalKind, TeacherLike
@@ -35,12 +37,29 @@ class ModelRef(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """The run that a teacher is opened for: whom it tells that it waits, who may end a wait, where it may keep files."""
+
+    say: Callable[[str], None] = to_stderr
+    check: Callable[[], None] = nothing
+    directory: Path | None = None
+
+
+class Outlook(NamedTuple):
+    """What can be known of a teacher elsewhere before anything is loaded."""
+
+    context: int = sys.maxsize
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Supplies:
     """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
 
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
+    around: Surroundings = field(default_factory=Surroundings)
 
 
 class TeacherKind(Choice):
@@ -78,7 +97,7 @@ class TeacherKind(Choice):
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
         """Everything it needs is here, or the error says what is missing: before weights are loaded."""
 
-    def vocabulary(self) -> Elsewhere | None:
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
         """Of a teacher whose model is not in this process."""
         return None
 
@@ -94,6 +113,10 @@ class TeacherKind(Choice):
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()
+
+    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+        """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
+        return Outlook()
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""

@@ -10,24 +10,28 @@ import torch
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import require_same, share_vocabulary
-from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
+from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
 from opd.types import TeacherLike
 
 
 def open_teachers(
-    kinds: Mapping[str, TeacherKind], student: LanguageModel, load: Callable[[ModelRef], LanguageModel]
+    kinds: Mapping[str, TeacherKind],
+    student: LanguageModel,
+    load: Callable[[ModelRef], LanguageModel],
+    around: Surroundings | None = None,
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
     """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once.
 
     What `load` gives may be a `paging.PagedModel`, whose weights wait elsewhere.
     """
+    around = around or Surroundings()
     models: dict[ModelRef, LanguageModel] = {}
     for ref in (settled(ref, student.device) for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
             require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
-    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary()) is not None]
+    elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary(around)) is not None]
     stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()}, elsewhere)
 
     def loaded(named: ModelRef) -> LanguageModel:
@@ -37,7 +41,7 @@ def open_teachers(
             raise RecipeError(f"a teacher loads {ref}, which no kind's `reads` names; they name {known}. Add it there.")
         return models[ref]
 
-    supplies = Supplies(student, stop_ids, loaded)
+    supplies = Supplies(student, stop_ids, loaded, around)
     return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids
 
 

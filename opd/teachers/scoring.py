@@ -6,7 +6,7 @@ A teacher of this kind gives `hidden`, and `project` turns that into its distrib
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -51,6 +51,13 @@ class Page:
 def _positions(text: Rendered, first: int) -> np.ndarray:
     """Positions that the spans pair: in the response (0), or in what is read (2)."""
     return np.concatenate([np.arange(span[first], span[first + 1]) for span in text.spans] or [np.zeros(0, dtype=int)])
+
+
+def tempered(projection: Projection, temperature: float) -> Projection:
+    if temperature == 1.0:
+        return projection
+    cap = None if projection.softcap is None else projection.softcap / temperature
+    return replace(projection, scale=projection.scale / temperature, softcap=cap)
 
 
 class ScoringTeacher:
@@ -100,10 +107,7 @@ class ScoringTeacher:
 
     def tempered(self, projection: Projection) -> Projection:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
-        if self.temperature == 1.0:
-            return projection
-        cap = None if projection.softcap is None else projection.softcap / self.temperature
-        return replace(projection, scale=projection.scale / self.temperature, softcap=cap)
+        return tempered(projection, self.temperature)
 
     def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
@@ -123,11 +127,16 @@ class ScoringTeacher:
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
         found: dict[int, Signal] = {}
-        for batch in pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens):
-            ids = [rollouts[number].id for number, _ in batch]
-            for (number, text), values in zip(batch, self._values([text for _, text in batch], need, ids), strict=True):
+        batches = pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens)
+        asked = [([text for _, text in batch], [rollouts[number].id for number, _ in batch]) for batch in batches]
+        for batch, answers in zip(batches, self._answers(asked, need), strict=True):
+            for (number, text), values in zip(batch, answers, strict=True):
                 found[number] = self._signal(rollouts[number], text, values)
         return [found[number] for number in range(len(seen))]
+
+    def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
+        """Batch after batch: its texts, and the rollouts that they are of."""
+        return (self._values(texts, need, ids) for texts, ids in asked)
 
     @torch.no_grad()
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:

@@ -68,6 +68,8 @@ class View(Choice):
     family = "view"
     instructs: ClassVar[bool] = False  # it asks for another manner of answering, which a close follower overdoes
     reads_feedback: ClassVar[bool] = False  # so that what came with a reward is kept
+    of_prompt: ClassVar[bool] = True  # the prompt alone says what it shows
+    reprompts: ClassVar[bool] = True  # what it shows is a prompt, so that answers can be sampled under it
 
     skip: Count = Field(0, description="first tokens of every response that are read, but not scored")
     chat_template: Literal["student", "teacher"] = Field(
@@ -87,9 +89,17 @@ class View(Choice):
         """What stands in place of the prompt; None: it has nothing to show for this one."""
         return prompt
 
+    def shows(self) -> set[str]:
+        """Fields of a row that it names."""
+        return set()
+
+    def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
+        """What stands in place of the prompt for this answer."""
+        return self.rewrite(prompt)
+
     def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
-        rewritten = self.rewrite(prompt)
-        return None if rewritten is None else group.behind(rewritten, rollout, self.skip)
+        shown = self.reprompt(prompt, rollout, group)
+        return None if shown is None else group.behind(shown, rollout, self.skip)
 
 
 AnyView = Annotated[View, Family("view")]
@@ -158,6 +168,9 @@ class TemplateView(ShowingView):
         if not fields_of(well_formed(value)):
             raise ValueError("a template names at least one field, such as {prompt} or {answer}")
         return value
+
+    def shows(self) -> set[str]:
+        return set(fields_of(self.template)) - {QUESTION}
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
         known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from opd.errors import RecipeError, RemoteError
 from opd.remote import Remote, address_of
 from opd.settings import Address, Dtype, Positive, StageView, Word
-from opd.teachers.kinds import Supplies, TeacherKind
+from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ForeignTeacher(TeacherKind):
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         yield f"a model behind a server cannot be mixed with others. Load it here: {{model: {self.local}}}."
 
-    def vocabulary(self) -> Elsewhere | None:
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
         from opd.models.head import describe_head
         from opd.models.tokenizers import Elsewhere
 

@@ -12,7 +12,9 @@ from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, texts_for
 from opd.trainer.metrics import Clock
+from opd.trainer.rescue import rescue
 from opd.trainer.signal_store import ask
+from opd.trainer.trajectories import as_trained
 from opd.types import Prompt, Rollout, Signal, SignalKind
 
 if TYPE_CHECKING:
@@ -45,14 +47,18 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     rewards: dict[str, float | None] = {}
     kept: dict[str, list[Rollout]] = {}
     asked: dict[str, Visit] = {}
+    metrics: dict[str, float] = {}
     tokens = drawn = 0
     for _ in range(max(spec.contrast, 1)):
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             asked |= {visit.prompt.id: visit for visit in visits}
-            rollouts = run.store.load(run.trajectories.collect(visits, run.version))
+            rollouts = [*map(as_trained, run.store.load(run.trajectories.collect(visits, run.version)))]
         with clock("reward"):
             rewards |= run.reward(rollouts, visits)
+        if spec.rescue is not None:
+            with clock("rescue"):
+                rollouts, metrics = rescue(run, visits, rollouts, rewards)
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
@@ -60,7 +66,10 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         kept |= {name: members for name, members in groups.items() if not spec.contrast or contrasts(members, rewards)}
         if len(kept) >= spec.prompts:
             break
-    metrics: dict[str, float] = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
+    if spec.contrast:
+        metrics |= {"contrast": len(kept) / drawn, "tokens/sampled": tokens}
+    if any(writer.shows_more for writer in spec.everyone):  # of the last round
+        metrics["rollout/unshown"] = run.trajectories.unshown / len(visits)
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
     kept = kept or groups

@@ -25,8 +25,22 @@ from opd.store import RolloutStore
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
+SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled under
 REPLAY = "replay"  # the source of rollouts that an earlier run drew
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A rollout to be: who writes it, and what is read where that is not the prompt that it is trained on under."""
+
+    visit: Visit
+    sample: int
+    writer: Writer
+    shown: Prompt | None = None
+    source: str = ""  # what the store notes; else what the writer says
+    beside: str = ""  # what keeps it out of the group of its visit
+    sampling: Sampling | None = None  # other than the stage's
 
 
 @dataclass
@@ -42,6 +56,7 @@ class Trajectories:
     store: RolloutStore
     desk: Desk
     max_prompt_tokens: int
+    max_length: int  # of a sequence in the sampler
     replays: Mapping[int, RunSource] = field(default_factory=dict)  # sources that bring their answers, by number
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
@@ -52,43 +67,58 @@ class Trajectories:
     newest: list[str] = field(default_factory=list)  # ids of the latest batch
     used: int = 0  # rollouts of the latest batch that an earlier process had finished
     continued: int = 0  # and those it had begun
+    unshown: int = (
+        0  # prompts of the latest batch that a view had nothing to show for, so that they were answered plainly
+    )
     _replay: dict[str, DurableTokens] = field(default_factory=dict)
 
     def collect(self, visits: Sequence[Visit], version: int) -> list[str]:
         """Ids of the finished rollouts, in the order of the visits. Nothing is returned that is not in the store."""
-        planned: dict[str, tuple[Visit, int]] = {}
+        planned: dict[str, Planned] = {}
+        self.unshown = self.used = self.continued = 0
         for visit in visits:
+            writer, shown = self._chosen(visit)
             for sample in range(self.spec.samples):
-                if planned.setdefault(self.rollout_id(visit, sample), (visit, sample))[0] is not visit:
+                plan = Planned(visit, sample, writer, shown)
+                if planned.setdefault(self.rollout_id(visit, sample), plan) is not plan:
                     raise _twice(visit.prompt)
         prompts = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
-        durable = self._take_up(planned, prompts)
+        self.newest = self.carry_out(planned, version, prompts)
+        return self.newest
+
+    def carry_out(
+        self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None = None
+    ) -> list[str]:
+        """Have rollouts written, by id, and return when they are durable. `prompts`: ids by prompt, where they are known."""
+        if prompts is None:
+            prompts = {plan.visit.prompt.id: self._rendered(plan.visit.prompt, plan) for plan in planned.values()}
+        shown = {name: self._rendered(plan.shown, plan) for name, plan in planned.items() if plan.shown is not None}
+        durable = self._take_up(planned, prompts, shown)
         requests: dict[str, tuple[Writer, list[SampleRequest]]] = {}
-        for rollout_id, (visit, sample) in planned.items():
+        for rollout_id, plan in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
-            prompt_ids = prompts[visit.prompt.id]
+            visit, writer, prompt_ids = plan.visit, plan.writer, prompts[plan.visit.prompt.id]
             if visit.source in self.replays:
-                self._replay_stored(rollout_id, visit, sample, prompt_ids, durable.get(rollout_id))
+                self._replay_stored(rollout_id, plan, prompt_ids, durable.get(rollout_id))
                 continue
-            writer = self._writer(visit)
             source = writer.source(visit, self.desk)
             if rollout_id not in durable:
-                self._begin(rollout_id, visit, sample, source, prompt_ids)
+                self._begin(rollout_id, plan, source, prompt_ids, shown.get(rollout_id))
             completion = writer.completion(visit, self.desk)
             if completion is not None:
                 self._write(rollout_id, completion, writer, version, durable.get(rollout_id))
             else:
-                key = request_key(self.seed, visit.prompt.id, visit.visit, sample)
-                request = SampleRequest(rollout_id, prompt_ids, key, self.sampling)
+                key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
+                read = shown.get(rollout_id, prompt_ids)
+                request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
                 request = self._go_on(request, durable.get(rollout_id), writer, version)
                 requests.setdefault(source, (writer, []))[1].append(request)
         for source, (writer, wanted) in requests.items():
             self._sample(writer.sampler(source, self.desk), wanted, AUTHORS[writer.author])
         self.store.commit(sync=True)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
-        self.newest = list(planned)
-        return self.newest
+        return list(planned)
 
     @property
     def taken_up(self) -> bool:
@@ -101,7 +131,7 @@ class Trajectories:
     # What an earlier process left
 
     def _take_up(
-        self, planned: Mapping[str, tuple[Visit, int]], prompts: Mapping[str, np.ndarray]
+        self, planned: Mapping[str, Planned], prompts: Mapping[str, np.ndarray], shown: Mapping[str, np.ndarray]
     ) -> dict[str, Rollout]:
         """Unfinished rollouts of this batch, with their durable tokens."""
         known = {
@@ -109,13 +139,16 @@ class Trajectories:
         }
         for rollout_id, entry in known.items():
             if self.consumed is not None and entry.number < self.consumed:
-                raise _twice(planned[rollout_id][0].prompt)
+                raise _twice(planned[rollout_id].visit.prompt)
         open_ids = [rollout_id for rollout_id, entry in known.items() if entry.stop is None]
         finished = [rollout_id for rollout_id, entry in known.items() if entry.stop is not None]
         durable = dict(zip(open_ids, self.store.partial(open_ids), strict=True)) if open_ids else {}
-        self.used, self.continued = len(finished), len(open_ids)
+        self.used, self.continued = self.used + len(finished), self.continued + len(open_ids)
         for rollout in [*(self.store.load(finished) if finished else ()), *durable.values()]:
-            if not np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id]):
+            read = shown.get(rollout.id, prompts[rollout.prompt_id])
+            replayed = planned[rollout.id].visit.source in self.replays  # which brings what was read
+            same = np.array_equal(rollout.prompt_ids, prompts[rollout.prompt_id])
+            if not same or not (replayed or np.array_equal(sampled_under(rollout), read)):
                 raise DataError(
                     f"prompt {rollout.prompt_id!r} reads differently now than when the run began. Its source has changed: put it back, "
                     "or start a new run."
@@ -145,6 +178,25 @@ class Trajectories:
             )
         return ids
 
+    def _rendered(self, prompt: Prompt, plan: Planned) -> np.ndarray:
+        return render_prompt(prompt, self.tokenizer, self.sources[plan.visit.source].chat_template_kwargs)
+
+    def fits(self, prompt: Prompt, visit: Visit, new_tokens: int | None = None) -> bool:
+        """Whether the sampler has room for a prompt that the start could not look at."""
+        ids = render_prompt(prompt, self.tokenizer, self.sources[visit.source].chat_template_kwargs)
+        return ids.size + (new_tokens or self.spec.max_new_tokens) <= self.max_length
+
+    def _chosen(self, visit: Visit) -> tuple[Writer, Prompt | None]:
+        """Who answers, and what is read if it is not the prompt. Where there is nothing to show, the student answers plainly."""
+        writer = self._writer(visit)
+        if not writer.shows_more or visit.source in self.replays:
+            return writer, None
+        shown = writer.asks(visit.prompt)
+        if shown is None or not self.fits(shown, visit):
+            self.unshown += 1
+            return self.spec.everyone[-1], None
+        return writer, shown
+
     def _writer(self, visit: Visit) -> Writer:
         everyone: list[Writer] = self.spec.everyone
         if len(everyone) == 1:
@@ -157,11 +209,14 @@ class Trajectories:
                 return writer
         return everyone[-1]
 
-    def _begin(self, rollout_id: str, visit: Visit, sample: int, source: str, prompt_ids: np.ndarray) -> None:
-        prompt = visit.prompt
+    def _begin(
+        self, rollout_id: str, plan: Planned, source: str, prompt_ids: np.ndarray, shown: np.ndarray | None
+    ) -> None:
+        prompt, visit = plan.visit.prompt, plan.visit.visit
+        extras = {} if shown is None else {SAMPLED_UNDER: shown.tolist()}
         self.store.begin(
-            id=rollout_id, prompt_id=prompt.id, visit=visit.visit, sample=sample, domain=prompt.domain, source=source,
-            group=f"{prompt.id}/{visit.visit}", prompt_ids=prompt_ids,
+            id=rollout_id, prompt_id=prompt.id, visit=visit, sample=plan.sample, domain=prompt.domain, source=plan.source or source,
+            group=f"{prompt.id}/{visit}{plan.beside}", prompt_ids=prompt_ids, extras=extras,
         )  # fmt: skip
 
     def _write(
@@ -177,18 +232,18 @@ class Trajectories:
         self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
-    def _replay_stored(
-        self, rollout_id: str, visit: Visit, sample: int, prompt_ids: np.ndarray, durable: Rollout | None
-    ) -> None:
+    def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
         """An answer of an earlier run, with its authors and the log-probs of the policy that drew it."""
-        stored = self.replays[visit.source].rollout(visit.prompt, sample)
+        visit = plan.visit
+        stored = self.replays[visit.source].rollout(visit.prompt, plan.sample)
         if not np.array_equal(stored.prompt_ids, prompt_ids):
             raise DataError(
                 f"prompt {visit.prompt.id!r} is rendered to other ids than in the run that answered it: another tokenizer or chat "
                 "template, other chat_template_kwargs, or a source that has changed. Put them back."
             )
         if durable is None:
-            self._begin(rollout_id, visit, sample, REPLAY, prompt_ids)
+            shown = sampled_under(stored) if SAMPLED_UNDER in stored.extras else None
+            self._begin(rollout_id, plan, REPLAY, prompt_ids, shown)
         columns = [
             getattr(stored, name).tolist()
             for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
@@ -216,6 +271,19 @@ class Trajectories:
                 self.store.finish(event.request_id, event.stop)
                 self._replay.pop(event.request_id, None)
             self.check_stop()
+
+
+def sampled_under(rollout: Rollout) -> np.ndarray:
+    """The prompt that the writer read."""
+    return np.asarray(rollout.extras.get(SAMPLED_UNDER, rollout.prompt_ids), dtype=np.int32)
+
+
+def as_trained(rollout: Rollout) -> Rollout:
+    """Log-probs under another prompt say nothing about the one that is trained on: they are unknown here."""
+    if SAMPLED_UNDER not in rollout.extras:
+        return rollout
+    unknown = np.full(rollout.response_ids.size, np.nan, dtype=np.float32)
+    return replace(rollout, logprob=unknown, logprob_sampled=unknown, logprob_stop=unknown)
 
 
 def _twice(prompt: Prompt) -> DataError:

@@ -1,0 +1,172 @@
+"""The student as its own teacher: what a view teaches, and when it runs away.
+
+    python benchmarks/self_distillation.py                  # SmolLM2 on a GPU: nine runs, three at a time
+    python benchmarks/self_distillation.py --tiny           # tiny models on a CPU: the same script, a smaller claim
+
+privileged   the teacher reads the answer; the student is measured without it (OPSD)
+concise      the teacher, copied every 50 steps, is told to be brief (CRISP): length and score, before and after
+collapse     the same, copied at every step: refused by default, taken with `force: true`
+
+With --tiny the privilege is a short context in place of a long one (OPSDL), since tiny models do not read answers or instructions;
+the other two are only exercised. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from runs import FIGURES, RESULTS, run_all, save
+
+from opd.config import load_recipe
+from opd.errors import RecipeError
+
+STUDIES = ("privileged", "concise", "collapse")
+BRIEF = "Answer with the number only, without words."
+WINDOW = 5  # steps over which lengths and entropies are averaged
+
+
+def recipe(study: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    common = {"seed": seed, "eval": {"prompts": args.prompts, "every": max(args.steps // 5, 1), "teachers": False}}
+    return {**(tiny if args.tiny else smol)(study, args), **common}
+
+
+def smol(study: str, args: argparse.Namespace) -> dict[str, Any]:
+    shown = {"kind": "template", "template": "{prompt}\n\n(The correct answer is {answer}.)"}
+    brief = {"kind": "instruction", "instruction": BRIEF, "place": "after"}
+    teachers: dict[str, Any] = {
+        "privileged": {"kind": "base", "view": shown},
+        "concise": {"kind": "refresh", "every": 50, "view": brief},
+        "collapse": {"kind": "refresh", "every": 1, "force": True, "view": brief},
+    }
+    objective = {"form": "direct", "divergence": "jsd", "beta": 0.5} if study == "privileged" else {"form": "direct"}
+    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    return {
+        "student": {"model": "smol", "lora": {"rank": 32, "alpha": 64}},
+        "teachers": {"sums": teachers[study]},
+        "prompts": [{"source": "reasoning_gym:chain_sum", "domain": "sums", "options": terms}],
+        "rewards": "numeric",
+        "rollout": {"prompts": 64, "samples": 2, "max_new_tokens": 48},
+        "sampler": {"slots": 128},
+        "objective": {**objective, "aggregate": "token_mean"},
+        "train": {"steps": args.steps, "lr": args.lr, "warmup": 5, "micro_tokens": 32768},
+    }
+
+
+def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
+    brief = {"kind": "instruction", "instruction": "be brief", "place": "before"}
+    teachers: dict[str, Any] = {
+        "privileged": {"kind": "self", "view": {"kind": "context"}},
+        "concise": {"kind": "refresh", "every": 50, "view": brief},
+        "collapse": {"kind": "refresh", "every": 1, "force": True, "view": brief},
+    }
+    task = {"source": "task:haystack", "domain": "sums", "options": {"sums": 2}}
+    if study != "privileged":
+        task = {"source": "task:addition", "domain": "sums"}
+    return {
+        "student": "tiny/generalist",
+        "teachers": {"sums": teachers[study]},
+        "prompts": [task],
+        "rollout": {"prompts": 32, "samples": 2, "max_new_tokens": 6},
+        "objective": {"form": "direct", "aggregate": "token_mean"},
+        "train": {"steps": args.steps, "lr": args.lr, "warmup": 5},
+        "device": "cpu",
+        "threads": 1,
+    }
+
+
+def refused(args: argparse.Namespace) -> str:
+    """What a recipe that would collapse is told, without `force`."""
+    unforced = recipe("collapse", 0, args)
+    del unforced["teachers"]["sums"]["force"]
+    try:
+        load_recipe(unforced)
+    except RecipeError as error:
+        return str(error)
+    raise RuntimeError("a teacher copied at every step under an instruction was not refused")
+
+
+def measured(found: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Scores at the ends of a run, and lengths and entropies of what was sampled at both ends."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    result = {"before": found["curve"][0][1], "after": found["curve"][-1][1]}
+    for name in ("response_length", "entropy"):
+        values = [line[name] for line in lines]
+        result[name] = [mean(values[:WINDOW]), mean(values[-WINDOW:])]
+    result["lengths"] = [line["response_length"] for line in lines]
+    return result
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    def spread(values: list[float]) -> dict[str, Any]:
+        return {"mean": mean(values), "std": stdev(values) if len(values) > 1 else None, "by_seed": values}
+
+    found = {name: spread([result[name] for result in results]) for name in ("before", "after")}
+    for name in ("response_length", "entropy"):
+        for end, key in enumerate(("first", "last")):
+            found[f"{name}_{key}"] = spread([result[name][end] for result in results])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--workers", type=int, default=3, help="runs at a time")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, help="default: 3e-4, with --tiny 1e-3")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts of an evaluation")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    args = parser.parse_args()
+    args.lr = args.lr or (1e-3 if args.tiny else 3e-4)
+    directory = args.directory or Path(tempfile.mkdtemp())
+    told = refused(args)
+    names = {study: [f"{study}-{seed}" for seed in range(args.seeds)] for study in args.studies}
+    jobs = {name: recipe(study, seed, args) for study in args.studies for seed, name in enumerate(names[study])}
+    runs = run_all(jobs, directory, args.workers)
+    runs = {name: found | measured(found, directory / name) for name, found in runs.items()}
+    studies = {study: summary([runs[name] for name in names[study]]) for study in args.studies}
+    for study, found in studies.items():
+        ends = [found[key]["mean"] for key in ("before", "after", "response_length_first", "response_length_last")]
+        print(f"{study}: {ends[0]:.1%} -> {ends[1]:.1%} held out, {ends[2]:.1f} -> {ends[3]:.1f} tokens")
+    title = "self-distillation-tiny" if args.tiny else "self-distillation"
+    save(f"{title}.json", {
+        "models": "tiny/generalist" if args.tiny else "SmolLM2-135M-Instruct, LoRA", "held_out": args.prompts, "steps": args.steps,
+        "lr": args.lr, "seeds": args.seeds, "studies": studies, "refused": told, "recipes": {study: recipe(study, 0, args) for study in args.studies},
+        "runs": runs,
+    })  # fmt: skip
+    draw(json.loads((RESULTS / f"{title}.json").read_text(encoding="utf-8")), title)
+
+
+def draw(results: dict[str, Any], title: str) -> None:
+    """All from the JSON: held-out scores over sampled tokens, and the length of what was sampled over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for number, study in enumerate(results["studies"]):
+        for seed in range(results["seeds"]):
+            run = results["runs"][f"{study}-{seed}"]
+            style: dict[str, Any] = {"color": f"C{number}", "alpha": 0.8, "label": None if seed else study}
+            left.plot([tokens / 1000 for tokens, _ in run["curve"]], [score for _, score in run["curve"]], **style)
+            right.plot(range(1, len(run["lengths"]) + 1), run["lengths"], **style)
+    left.set(xlabel="sampled tokens (thousands)", ylabel="held-out score (greedy), plain prompt")
+    right.set(xlabel="step", ylabel="tokens per sampled answer")
+    for axis in (left, right):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"The student as its own teacher: {results['models']}")
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(FIGURES / f"{title}.svg")
+
+
+if __name__ == "__main__":
+    main()

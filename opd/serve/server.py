@@ -1,0 +1,132 @@
+"""The command `opd serve`: models are loaded, a socket is opened, and it stays until it is told to end.
+
+SIGTERM and Ctrl-C drain: what was accepted is answered, what comes later gets 503, then the process ends. A second one ends it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import UserError
+from opd.remote import LOOPBACK, token_of
+from opd.teachers.wire import RequestLimits
+from opd.text import plain
+
+if TYPE_CHECKING:
+    from opd.serve.models import ServedModel
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What the command line says. `waiting`: questions that may wait; seconds: for a request to come in, and to end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8200
+    token_env: str | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    batch_tokens: int = 8192
+    waiting: int = 4096
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    body_seconds: float = 30.0
+    drain_seconds: float = 60.0
+
+
+def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {' and '.join(missing)}: pip install 'opd[serve]'.")
+    named = served_names(models, adapters)
+    token = secrets.token_urlsafe(32) if settings.token_env is None else token_of(settings.token_env, "this server")
+    assert token is not None
+    listening = _listen(settings)
+    served = _load(named, settings, say)
+    from opd.serve.app import Front, make_app
+    from opd.serve.sockets import BACKLOG, run_until_told
+    from opd.serve.worker import ScoringThread
+
+    most = 64 * settings.limits.tokens
+    worker = ScoringThread(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)
+    front = Front(served, worker, token, settings.limits, settings.body_seconds)
+    listening.listen(BACKLOG)
+    port = listening.getsockname()[1]
+    if not LOOPBACK.fullmatch(settings.host):
+        say(
+            f"WARNING: listening on {settings.host}, beyond this machine, without encryption: whoever can read the traffic has "
+            "the token. Put it behind a tunnel or a proxy with TLS"
+        )
+    if settings.token_env is None:
+        say(f"token: {token}")
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    say(f"serving {', '.join(served)} at http://{host}:{port}")
+    try:
+        run_until_told(make_app(front), front, listening, settings.body_seconds, settings.drain_seconds)
+    finally:
+        worker.close()
+    say("every request that was accepted has been answered")
+
+
+def served_names(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
+    """Name -> model. `maths=Qwen/Qwen3-8B`, or a model that goes by the last part of its own name."""
+    pairs = [_named(text) for text in models] + [_named(text, adapter=True) for text in adapters]
+    found: dict[str, str] = {}
+    for name, model in pairs:
+        if not NAME.fullmatch(name):
+            raise UserError(
+                f"name {plain(name, 120)!r}: letters, digits, '.', '_' and '-' only. Give it one: NAME={plain(model, 120)}"
+            )
+        if name in found:
+            raise UserError(f"two models are called {name!r}. Give one another name: NAME={plain(model, 120)}")
+        found[name] = model
+    if not found:
+        raise UserError("there is nothing to serve. Name a model: opd serve tiny/arithmetic")
+    return found
+
+
+def _named(text: str, adapter: bool = False) -> tuple[str, str]:
+    name, given, model = text.partition("=")
+    if not given and adapter:
+        raise UserError(f"--adapter {plain(text, 200)!r}: expected NAME=DIRECTORY.")
+    return (name, model) if given else (text.rstrip("/").rpartition("/")[2], text)
+
+
+def _load(named: Mapping[str, str], settings: ServeSettings, say: Callable[[str], None]) -> dict[str, ServedModel]:
+    """Each model once, whatever it is called."""
+    from opd.models import load_model
+    from opd.runner.checks import pick_device
+    from opd.serve.models import ServedModel
+
+    device = str(pick_device(settings.device))
+    dtype = settings.dtype or ("float32" if device == "cpu" else "bfloat16")
+    loaded: dict[str, Any] = {}
+    served = {}
+    for name, model in named.items():
+        if model not in loaded:
+            say(f"loading {plain(model, 200)} ({dtype}, {device})")
+            loaded[model] = load_model(model, dtype=dtype, device=device)
+        served[name] = ServedModel(name, loaded[model], settings.batch_tokens)
+    return served
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    """Before anything is loaded: an address that is taken is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}. Choose another --port."
+        ) from None
+    return listening

@@ -1,0 +1,99 @@
+"""uvicorn with two habits more: headers have to come in time, and SIGTERM lets what was accepted be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import time
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from opd.serve.app import Front
+
+BACKLOG = 4096  # connections that may wait to be accepted
+CONNECTIONS = 8192
+HEAD_BYTES = 64 << 10  # of a request line and headers
+LATE = b'{"error": "the request did not come in time"}'
+
+
+class PunctualProtocol(H11Protocol):
+    """A clock runs from a request's first moment to the end of its headers; the body has one of its own."""
+
+    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seconds = seconds
+        self._clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        headers_are_coming = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if not headers_are_coming:
+            self._stop()
+        elif self._clock is None:
+            self._clock = self.loop.call_later(self._seconds, self._late)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _late(self) -> None:
+        if not self.transport.is_closing():
+            head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(LATE) + LATE)
+            self.transport.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal drains, a second one ends."""
+
+    def __init__(self, config: Any, front: Front, seconds: float) -> None:
+        super().__init__(config)
+        self._front, self._seconds, self._deadline = front, seconds, float("inf")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._front.draining:
+            super().handle_exit(sig, frame)
+            self.force_exit = True
+        self._front.draining = True
+        self._deadline = time.monotonic() + self._seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        drained = self._front.draining and (self._front.open == 0 or time.monotonic() > self._deadline)
+        return bool(await super().on_tick(counter)) or drained
+
+
+def run_until_told(
+    app: Any, front: Front, listening: socket.socket, request_seconds: float, drain_seconds: float
+) -> None:
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(PunctualProtocol, seconds=request_seconds),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        limit_concurrency=CONNECTIONS,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_graceful_shutdown=int(drain_seconds),
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+    )
+    DrainingServer(config, front, drain_seconds).run(sockets=[listening])

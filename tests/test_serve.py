@@ -1,0 +1,326 @@
+"""`opd serve` as a real process, and attacks on it: each gets a 4xx and a clear body, and the next request is answered."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from opd.errors import UserError
+from opd.serve.server import served_names
+from tests.servers import TOKEN, ServeProcess
+
+SEEN = {"Authorization": f"Bearer {TOKEN}"}
+SCORE = "/models/arithmetic/score"
+
+
+@pytest.fixture(scope="module")
+def client(server: ServeProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.address, headers=SEEN, timeout=30, trust_env=False) as found:
+        yield found
+
+
+def question(ids: list[list[int]], **asked: Any) -> bytes:
+    tensors = {
+        "ids": np.array([index for text in ids for index in text], dtype=np.int32),
+        "lengths": np.array([len(text) for text in ids], dtype=np.int32),
+    }
+    extra = {name: asked.pop(name) for name in ("spans", "tokens") if name in asked}
+    return save({**tensors, **extra}, metadata={"question": json.dumps({"want": "hidden", **asked})})
+
+
+def error(response: httpx.Response) -> str:
+    return str(response.json()["error"])
+
+
+def test_health_needs_no_token_and_all_else_does(server: ServeProcess) -> None:
+    with httpx.Client(base_url=server.address, trust_env=False) as stranger:
+        assert stranger.get("/health").json() == {"status": "ok"}
+        for method, path in (
+            ("GET", "/models"),
+            ("GET", "/metrics"),
+            ("POST", SCORE),
+            ("GET", "/docs"),
+            ("GET", "/openapi.json"),
+        ):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": f"Basic {TOKEN}"},
+                {"Authorization": "Bearer"},
+            ):
+                found = stranger.request(method, path, headers=headers)
+                assert (found.status_code, "token" in error(found)) == (401, True)
+                assert found.headers["www-authenticate"] == "Bearer"
+    assert not any(TOKEN in line for line in server.lines)
+
+
+def test_facts_head_and_several_names(client: httpx.Client) -> None:
+    from opd.models import load_model
+    from opd.models.tokenizers import fingerprint
+
+    first, other, spelling = client.get("/models").json()["models"]
+    assert [first["name"], other["name"], spelling["name"]] == ["arithmetic", "other", "spelling"]
+    assert first["weights"] == other["weights"] != spelling["weights"]
+    model = load_model("tiny/arithmetic")
+    assert (first["tokenizer"], tuple(first["stop_ids"])) == (fingerprint(model.tokenizer), model.stop_ids)
+    assert first["limits"] == {"bytes": 20000, "tokens": 600, "sequences": 8}
+    found = client.get(f"/models/arithmetic/head/{first['head']}")
+    assert found.headers["x-opd-weights"] == first["weights"]
+    assert np.array_equal(load(found.content)["weight"], model.head.weight.detach().numpy())
+    assert client.get(f"/models/arithmetic/head/{'0' * 64}").status_code == 404
+
+
+def test_answers_of_every_kind_and_both_ways_to_ask(client: httpx.Client) -> None:
+    ids = [[3, 4, 5, 6], [7, 8, 9]]
+    hidden = load(client.post(SCORE, content=question(ids)).content)["hidden"]
+    plain = client.post(SCORE, json={"want": "hidden", "ids": ids})
+    assert hidden.shape[0] == 5
+    assert np.array_equal(hidden, load(plain.content)["hidden"])
+    stop = client.get("/models/arithmetic").json()["stop_ids"]
+    logprobs = load(client.post(SCORE, content=question(ids, want="logprobs", stop_ids=stop)).content)["logprobs"]
+    given = np.array([[4, 9], [5, 9], [6, 9], [8, 4], [9, 4]], dtype=np.int32)
+    more = load(client.post(SCORE, content=question(ids, want="logprobs", stop_ids=stop, tokens=given)).content)[
+        "logprobs"
+    ]
+    np.testing.assert_allclose(more[:, 0], logprobs, atol=1e-5)
+    top = load(client.post(SCORE, content=question(ids, want="topk", k=5, stop_ids=stop)).content)
+    mass = np.exp(top["logprobs"].astype(np.float64)).sum(-1) + np.exp(top["tail"])
+    np.testing.assert_allclose(mass, 1, atol=1e-4)
+    assert np.isfinite(top["stop"]).all()
+    spans = np.array([[0, 2, 4]], dtype=np.int32)
+    assert np.array_equal(
+        load(client.post(SCORE, content=question(ids, spans=spans, exact=True)).content)["hidden"].shape,
+        [2, hidden.shape[1]],
+    )
+
+
+def broken_frames() -> dict[str, bytes]:
+    whole = question([[3, 4, 5]])
+    header = json.dumps({"ids": {"dtype": "I32", "shape": [3], "data_offsets": [0, 12]}}).encode()
+    return {
+        "nothing": b"",
+        "noise": bytes(range(256)),
+        "truncated": whole[:-2],
+        "half a header": whole[:20],
+        "a header longer than the body": struct.pack("<Q", 2**60) + whole[8:],
+        "offsets past the end": struct.pack("<Q", len(header)) + header + b"\0" * 4,
+        "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
+    }
+
+
+@pytest.mark.parametrize("name", broken_frames())
+def test_broken_frames(client: httpx.Client, name: str) -> None:
+    found = client.post(SCORE, content=broken_frames()[name])
+    assert (found.status_code, "safetensors" in error(found)) == (400, True)
+
+
+IMPOSSIBLE: list[tuple[str, Any, int, str]] = [
+    ("an id outside", {"ids": [[3, 10**6]]}, 422, "outside the vocabulary"),
+    ("a negative id", {"ids": [[3, -1]]}, 422, "greater than or equal to 0"),
+    ("a huge id", {"ids": [[3, 2**40]]}, 422, "less than or equal"),
+    ("text for ids", {"ids": "abc"}, 422, "list"),
+    ("a path", {"ids": [[3]], "path": "/etc/passwd"}, 422, "path"),
+    ("another want", {"ids": [[3]], "want": "weights"}, 422, "want"),
+    ("no texts", {"ids": []}, 422, "no text"),
+    ("an empty text", {"ids": [[]]}, 422, "tokens"),
+    ("a span before the first token", {"ids": [[3, 4]], "spans": [[[0, 2]]]}, 422, "spans"),
+    ("a span past the end", {"ids": [[3, 4]], "spans": [[[1, 9]]]}, 422, "spans"),
+    ("spans that overlap", {"ids": [[3, 4, 5]], "spans": [[[1, 3], [2, 3]]]}, 422, "spans"),
+    ("topk without k", {"ids": [[3, 4]], "want": "topk"}, 422, "`k`"),
+    ("too many ids", {"ids": [[3, 4]], "want": "topk", "k": 10**6}, 422, "at most"),
+    ("a temperature of none", {"ids": [[3, 4]], "want": "logprobs", "temperature": 0}, 422, "temperature"),
+    ("a text that is too long", {"ids": [[3] * 513]}, 422, "the model reads 1 to"),
+    ("too many tokens", {"ids": [[3] * 90] * 7}, 413, "at most 600"),
+    ("too many texts", {"ids": [[3, 4]] * 9}, 413, "at most 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE]
+)
+def test_questions_that_cannot_be_answered(client: httpx.Client, body: Any, status: int, says: str) -> None:
+    found = client.post(SCORE, json={"want": "hidden", **body})
+    assert (found.status_code, says in error(found)) == (status, True)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[" * 9000, b'{"ids": NaN', b"\xff\xfe", b"1" * 5000])
+def test_broken_json(client: httpx.Client, content: bytes) -> None:
+    found = client.post(SCORE, content=content, headers={"Content-Type": "application/json"})
+    assert found.status_code in (400, 422)
+    assert error(found)
+
+
+def test_frames_with_wrong_tensors(client: httpx.Client) -> None:
+    floats = save(
+        {"ids": np.zeros(3, dtype=np.float32), "lengths": np.array([3], dtype=np.int32)},
+        metadata={"question": '{"want": "hidden"}'},
+    )
+    short = save(
+        {"ids": np.zeros(3, dtype=np.int32), "lengths": np.array([2], dtype=np.int32)},
+        metadata={"question": '{"want": "hidden"}'},
+    )
+    alone = save({"ids": np.zeros(3, dtype=np.int32)}, metadata={"question": '{"want": "hidden"}'})
+    wrapped = save(
+        {"ids": np.zeros(3, dtype=np.int32), "lengths": np.array([5, -2], dtype=np.int32)},
+        metadata={"question": '{"want": "hidden"}'},
+    )
+    nothing = save({"ids": np.zeros(3, dtype=np.int32), "lengths": np.array([3], dtype=np.int32)})
+    for content in (
+        floats,
+        short,
+        alone,
+        wrapped,
+        nothing,
+        question([[3, 4]], spans=np.array([[5, 1, 2]], dtype=np.int32)),
+    ):
+        found = client.post(SCORE, content=content)
+        assert (found.status_code, len(error(found)) > 0) == (422, True)
+
+
+def test_unknown_models_paths_methods_and_types(client: httpx.Client) -> None:
+    assert "arithmetic, other, spelling" in error(client.post("/models/nobody/score", content=b"x"))
+    assert client.get("/models/nobody").status_code == 404
+    assert client.get("/models/..%2f..%2fetc%2fpasswd").status_code == 404
+    assert client.get("/nowhere").status_code == 404
+    assert client.get(SCORE).status_code == 405
+    assert client.post(SCORE, content=b"x", headers={"Content-Type": "application/x-python-pickle"}).status_code == 415
+
+
+def test_bodies_that_are_too_large_whatever_their_headers_say(client: httpx.Client, server: ServeProcess) -> None:
+    assert client.post(SCORE, content=b"x" * 20001).status_code == 413
+    chunked = client.post(SCORE, content=(b"x" * 4000 for _ in range(8)))
+    assert (chunked.status_code, "20000" in error(chunked)) == (413, True)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(
+            f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99999999999\r\n\r\n".encode()
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("sent", ["", "POST /models HTTP/1.1\r\nHost: x\r\nX: ", f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 50\r\n\r\nabc"])  # fmt: skip
+def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client, sent: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(sent.encode())
+        found = b"".join(iter(lambda: raw.recv(1000), b""))
+    assert found.startswith(b"HTTP/1.1 408")
+    assert b'{"error"' in found
+    assert client.get("/health").status_code == 200
+
+
+def test_what_is_no_http_gets_400(server: ServeProcess) -> None:
+    for sent in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"y" * 70_000,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+            raw.sendall(sent)
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_metrics_and_shared_forward_passes(client: httpx.Client, server: ServeProcess) -> None:
+    def metric(name: str) -> float:
+        return sum(
+            float(line.split()[-1]) for line in client.get("/metrics").text.splitlines() if line.startswith(name)
+        )
+
+    asked, passes = metric("opd_questions_total"), metric("opd_forward_passes_total")
+    found: list[np.ndarray] = []
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=server.address, headers=SEEN, trust_env=False, timeout=60) as own:
+            found.append(load(own.post(SCORE, content=question([[3 + number % 4, 4, 5]])).content)["hidden"])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24
+    assert metric("opd_questions_total") == asked + 24
+    assert metric("opd_forward_passes_total") <= passes + 24
+    assert metric('opd_requests_total{code="401"}') > 0
+    assert metric("opd_tokens_total") > 0
+
+
+@pytest.mark.safety
+def test_sigterm_answers_what_was_accepted_and_refuses_the_rest() -> None:
+    server = ServeProcess("tiny/arithmetic", options=("--request-seconds", "60"))
+    body = question([[3, 4, 5]])
+    head = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with httpx.Client(base_url=server.address, headers=SEEN, trust_env=False) as client:
+        assert client.get("/models").status_code == 200
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+            raw.sendall(head.encode() + body[:10])
+            while "opd_open_requests 2" not in client.get("/metrics").text:
+                time.sleep(0.02)
+            server.process.terminate()
+            while client.get("/health").json() != {"status": "draining"}:
+                time.sleep(0.02)
+            refused = client.get("/models")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            raw.sendall(body[10:])
+            assert raw.recv(100).startswith(b"HTTP/1.1 200")
+    assert server.process.wait(60) == 0
+
+
+@pytest.mark.safety
+def test_a_token_is_made_where_none_is_given_and_others_are_told_of_open_doors() -> None:
+    server = ServeProcess("tiny/arithmetic", token_env=None, options=("--host", "0.0.0.0"))
+    token = next(line.split()[-1] for line in server.lines if "token: " in line)
+    assert len(token) >= 40
+    assert any("WARNING" in line and "encryption" in line for line in server.lines)
+    found = httpx.get(server.address + "/models", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+    assert found.status_code == 200
+    server.terminate()
+
+
+@pytest.mark.safety
+def test_a_thousand_at_once_are_answered() -> None:
+    import asyncio
+
+    server = ServeProcess("tiny/arithmetic")
+
+    async def ask_all() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            base_url=server.address, headers=SEEN, timeout=300, limits=limits, trust_env=False
+        ) as client:
+            bodies = [question([[3 + number % 5, 4, 5, 6]]) for number in range(1000)]
+            return await asyncio.gather(*(client.post(SCORE, content=body) for body in bodies))
+
+    found = asyncio.run(ask_all())
+    assert {response.status_code for response in found} == {200}
+    first = [load(response.content)["hidden"] for response in found[:5]]
+    for number, response in enumerate(found):
+        np.testing.assert_allclose(load(response.content)["hidden"], first[number % 5], atol=1e-4)
+    metrics = httpx.get(server.address + "/metrics", headers=SEEN, trust_env=False).text
+    passes = int(re.findall(r'opd_forward_passes_total\{model="arithmetic"\} (\d+)', metrics)[0])
+    assert passes < 1000  # those that waited together shared them
+    assert server.terminate() == 0
+
+
+def test_names() -> None:
+    assert served_names(["tiny/arithmetic", "maths=a/b=c"], ["x=dir"]) == {
+        "arithmetic": "tiny/arithmetic",
+        "maths": "a/b=c",
+        "x": "dir",
+    }
+    for models, adapters, says in (
+        (["a/b", "c/b"], [], "two models are called 'b'"),
+        (["ma ths=x"], [], "letters, digits"),
+        ([], [], "nothing to serve"),
+        ([], ["dir"], "NAME=DIRECTORY"),
+    ):
+        with pytest.raises(UserError, match=says):
+            served_names(models, adapters)

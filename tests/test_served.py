@@ -1,0 +1,176 @@
+"""A served teacher is the one in this process, to the bit on a CPU; it is waited for, and never exchanged for another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opd
+from opd.config import load_recipe
+from opd.errors import RecipeError, RemoteError, TokenizerMismatch
+from opd.models import load_model
+from opd.models.language_model import LanguageModel
+from opd.remote import Remote
+from opd.runner.plan import make_plan
+from opd.types import SignalNeed
+from tests.helpers import tiny_model
+from tests.servers import TOKEN, TOKEN_ENV, ServeProcess, free_port, rollouts
+
+LENGTHS = [(3, 5), (7, 2), (2, 30), (11, 17), (5, 1), (4, 40), (9, 9)]
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+
+
+@pytest.fixture
+def student() -> LanguageModel:
+    return load_model("tiny/generalist")
+
+
+def served(server: ServeProcess, **more: Any) -> dict[str, Any]:
+    return {"kind": "served", "address": server.address, "model": "arithmetic", "token_env": TOKEN_ENV, **more}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_same_bits_as_in_process(server: ServeProcess, student: LanguageModel, temperature: float) -> None:
+    asked = rollouts(student.size, LENGTHS)
+    near = opd.Teacher({"model": "tiny/arithmetic", "batch_tokens": 64, "temperature": temperature}, student)
+    far = opd.Teacher(served(server, batch_tokens=64, temperature=temperature), student)
+    assert far.stop_ids == near.stop_ids
+    for need in (SignalNeed("hidden"), SignalNeed("logprobs_at"), SignalNeed("topk", k=7)):
+        for one, other in zip(near.score(asked, need), far.score(asked, need), strict=True):
+            assert one.spans == other.spans
+            parts = [(one.values, other.values)]
+            if need.kind == "topk":
+                names = ("ids", "logprobs", "tail", "stop_logprob")
+                parts = [(getattr(one.values, name), getattr(other.values, name)) for name in names]
+                assert one.values.fingerprint == other.values.fingerprint
+            for left, right in parts:
+                assert np.array_equal(np.asarray(left), np.asarray(right))
+    batch = opd.Pack.of(asked, student.device)
+    gradients = []
+    for teacher in (near, far):
+        student.module.zero_grad()
+        found = opd.divergence("reverse_kl", student.predict(batch), teacher.predict(batch), merge=[student.stop_ids])
+        found.loss.backward()
+        gradients.append(
+            [found.loss.detach(), *(p.grad.clone() for p in student.module.parameters() if p.grad is not None)]
+        )
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert far.version > 0
+
+
+def recipe(teacher: Any, steps: int = 3) -> dict[str, Any]:
+    return {
+        "name": "served",
+        "student": "tiny/generalist",
+        "teachers": {"arithmetic": teacher},
+        "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
+        "rollout": {"prompts": 8, "samples": 1, "max_new_tokens": 8},
+        "objective": {"form": "direct", "divergence": "reverse_kl"},
+        "train": {"steps": steps, "lr": 1e-4},
+        "eval": {"prompts": 0},
+        "device": "cpu",
+    }
+
+
+def test_kill_9_in_mid_step_loses_nothing(
+    server: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests of 40 tokens: a step has several, and the server dies between two of them."""
+    near = opd.run(recipe({"model": "tiny/arithmetic", "batch_tokens": 40}), out=tmp_path / "near")
+    remote = Remote(server.address, TOKEN_ENV, patience=0.0)
+
+    def questions() -> float:
+        text, _ = remote.bytes("GET", "/metrics", accept="text/plain")
+        return sum(float(line.split()[-1]) for line in text.decode().splitlines() if line.startswith("opd_questions"))
+
+    begun, killed = questions(), threading.Event()
+
+    def kill() -> None:
+        while questions() < begun + 8:  # the probe takes two
+            time.sleep(0.002)
+        server.kill()
+        killed.set()
+        server.start()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    far = opd.run(recipe(served(server, batch_tokens=40, concurrency=1)), out=tmp_path / "far")
+    killing.join()
+    assert killed.is_set()
+    said = (
+        (tmp_path / "far" / "log.txt").read_text()
+        if (tmp_path / "far" / "log.txt").exists()
+        else capsys.readouterr().err
+    )
+    assert "waiting for" in said
+    assert "is back" in said
+    assert [row["loss"] for row in far.metrics] == [row["loss"] for row in near.metrics]
+    assert len(list((tmp_path / "far" / "heads").iterdir())) == 1
+
+
+def test_other_weights_are_refused(server: ServeProcess, student: LanguageModel) -> None:
+    teacher: Any = opd.Teacher(served(server), student)
+    with pytest.raises(RemoteError, match="trained with other weights"):
+        teacher.restore(teacher.version + 1, {})
+    teacher.restore(teacher.version, {})
+    scorer = teacher._opened
+    scorer._facts = scorer._facts.model_copy(update={"weights": "0" * 64})  # as if it had been another one at the start
+    with pytest.raises(RemoteError, match=r"had the weights 000000000000 .* Nothing was trained on them"):
+        teacher.score(rollouts(student.size, LENGTHS), SignalNeed("hidden"))
+
+
+def test_another_tokenizer_is_refused(server: ServeProcess) -> None:
+    with pytest.raises(TokenizerMismatch, match="mean different tokens"):
+        opd.Teacher(served(server), tiny_model())
+
+
+def test_a_wrong_token_and_an_unknown_model(
+    server: ServeProcess, student: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RemoteError, match="no model 'nobody' here; there are arithmetic"):
+        opd.Teacher(served(server, model="nobody"), student)
+    monkeypatch.setenv(TOKEN_ENV, "wrong")
+    with pytest.raises(RemoteError, match="401") as caught:
+        opd.Teacher(served(server), student)
+    assert "wrong" not in str(caught.value)
+
+
+def test_requests_that_the_server_does_not_take_are_told_with_the_remedy(
+    server: ServeProcess, student: LanguageModel
+) -> None:
+    teacher = opd.Teacher(served(server), student)
+    with pytest.raises(RemoteError, match=r"takes 8 texts in one request, and 20 .* --max-sequences 20"):
+        teacher.score(rollouts(student.size, [(2, 3)] * 20), SignalNeed("hidden"))
+
+
+def test_a_plan_does_not_need_the_server(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(teacher: dict[str, Any]) -> str:
+        return "\n".join(line for plan in make_plan(load_recipe(recipe(teacher))) for line in plan.lines())
+
+    assert "arithmetic at http" in notes(served(server))
+    assert "weights" in notes(served(server))
+    assert "not reachable now" in notes({**served(server), "address": f"http://127.0.0.1:{free_port()}"})
+    monkeypatch.delenv(TOKEN_ENV)
+    assert f"{TOKEN_ENV} (token_env) is not set" in notes(served(server))
+
+
+def test_recipes_that_cannot_be_meant() -> None:
+    here = {"kind": "served", "address": "http://127.0.0.1:1", "model": "arithmetic"}
+    with pytest.raises(RecipeError, match="http:// or https://"):
+        load_recipe(recipe({**here, "address": "ftp://x"}))
+    with pytest.raises(RecipeError, match="model"):
+        load_recipe(recipe({"kind": "served", "address": "http://127.0.0.1:1"}))
+    mixed = recipe(here)
+    mixed["rollout"]["teacher_mix"] = 0.2
+    with pytest.raises(RecipeError, match="teacher_mix"):
+        load_recipe(mixed)
