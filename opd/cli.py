@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from opd.errors import RESUME_ME, OpdError, Preempted, Stopped, UserError
+from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -65,6 +65,8 @@ def main() -> None:
     except BrokenPipeError:  # `opd schema | head`
         sys.stdout = None
         sys.exit(1)
+    except AnotherRank as error:
+        sys.exit(error.exit_code)
     except OpdError as error:
         print(f"opd: {printable(error, ERROR)}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -90,9 +92,11 @@ def run(
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
     from opd.config.names import check_output
+    from opd.runner.run import launched
 
-    loaded = load_recipe(recipe, overrides or ())
-    wanted = check_output(Path("runs") / loaded.name if out is None else out)
+    if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
+        loaded = load_recipe(recipe, overrides or ())
+        check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan
 
@@ -105,7 +109,7 @@ def run(
 
     from opd.runner.run import run as start
 
-    start(recipe, overrides=overrides or (), out=wanted, resume=resume, quiet=False, console=Console())
+    start(recipe, overrides=overrides or (), out=out, resume=resume, quiet=False, console=Console())
 
 
 class Mode(StrEnum):

@@ -11,6 +11,7 @@
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
     │       └── RunLocked         another live process writes there: names it
     ├── TrainingError             non-finite loss, out of memory: names the place and the knob
+    ├── RanksLost                 of several ranks, another has ended without a word
     ├── DiskError                 the disk is full or failed: names the file; `opd resume` goes on once there is room
     └── StoreError                the rollout log is damaged: names the file and the offset
 
@@ -70,6 +71,18 @@ class DiskError(OpdError):
 
 class StoreError(OpdError):
     pass
+
+
+class RanksLost(OpdError):
+    """Another rank of the run has ended, and took no leave."""
+
+
+class AnotherRank(OpdError):
+    """Another rank has told of the error that ends them all: nothing is left to say."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.exit_code = code
 
 
 class Stopped(Exception):

@@ -46,7 +46,7 @@ SETTLED = (  # keys of a metrics line that no resume can repeat
 
 
 FORKS = multiprocessing.get_context("forkserver")  # imports torch once; every run is a process of its own
-FORKS.set_forkserver_preload(["tests.crash"])
+FORKS.set_forkserver_preload(["tests.crash", "tests.ranks"])
 
 
 def start(

@@ -78,6 +78,12 @@ class ServeProcess:
         self.process.kill()
         self.process.wait()
 
+    def __enter__(self) -> ServeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def terminate(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

@@ -255,59 +255,58 @@ def test_metrics_and_shared_forward_passes(client: httpx.Client, server: ServePr
 
 @pytest.mark.safety
 def test_sigterm_answers_what_was_accepted_and_refuses_the_rest() -> None:
-    server = ServeProcess("tiny/arithmetic", options=("--request-seconds", "60"))
     body = question([[3, 4, 5]])
     head = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with httpx.Client(base_url=server.address, headers=SEEN, trust_env=False) as client:
-        assert client.get("/models").status_code == 200
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
-            raw.sendall(head.encode() + body[:10])
-            while "opd_open_requests 2" not in client.get("/metrics").text:
-                time.sleep(0.02)
-            server.process.terminate()
-            while client.get("/health").json() != {"status": "draining"}:
-                time.sleep(0.02)
-            refused = client.get("/models")
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            raw.sendall(body[10:])
-            assert raw.recv(100).startswith(b"HTTP/1.1 200")
-    assert server.process.wait(60) == 0
+    with (
+        ServeProcess("tiny/arithmetic", options=("--request-seconds", "60")) as server,
+        httpx.Client(base_url=server.address, headers=SEEN, trust_env=False) as client,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
+    ):
+        raw.sendall(head.encode() + body[:10])
+        while "opd_open_requests 2" not in client.get("/metrics").text:
+            time.sleep(0.02)
+        server.process.terminate()
+        while client.get("/health").json() != {"status": "draining"}:
+            time.sleep(0.02)
+        refused = client.get("/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        raw.sendall(body[10:])
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.safety
 def test_a_token_is_made_where_none_is_given_and_others_are_told_of_open_doors() -> None:
-    server = ServeProcess("tiny/arithmetic", token_env=None, options=("--host", "0.0.0.0"))
-    token = next(line.split()[-1] for line in server.lines if "token: " in line)
-    assert len(token) >= 40
-    assert any("WARNING" in line and "encryption" in line for line in server.lines)
-    found = httpx.get(server.address + "/models", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
-    assert found.status_code == 200
-    server.terminate()
+    with ServeProcess("tiny/arithmetic", token_env=None, options=("--host", "0.0.0.0")) as server:
+        token = next(line.split()[-1] for line in server.lines if "token: " in line)
+        assert len(token) >= 40
+        assert any("WARNING" in line and "encryption" in line for line in server.lines)
+        found = httpx.get(server.address + "/models", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        assert found.status_code == 200
 
 
 @pytest.mark.safety
 def test_a_thousand_at_once_are_answered() -> None:
     import asyncio
 
-    server = ServeProcess("tiny/arithmetic")
-
-    async def ask_all() -> list[httpx.Response]:
+    async def ask_all(address: str) -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
         async with httpx.AsyncClient(
-            base_url=server.address, headers=SEEN, timeout=300, limits=limits, trust_env=False
+            base_url=address, headers=SEEN, timeout=300, limits=limits, trust_env=False
         ) as client:
             bodies = [question([[3 + number % 5, 4, 5, 6]]) for number in range(1000)]
             return await asyncio.gather(*(client.post(SCORE, content=body) for body in bodies))
 
-    found = asyncio.run(ask_all())
-    assert {response.status_code for response in found} == {200}
-    first = [load(response.content)["hidden"] for response in found[:5]]
-    for number, response in enumerate(found):
-        np.testing.assert_allclose(load(response.content)["hidden"], first[number % 5], atol=1e-4)
-    metrics = httpx.get(server.address + "/metrics", headers=SEEN, trust_env=False).text
-    passes = int(re.findall(r'opd_forward_passes_total\{model="arithmetic"\} (\d+)', metrics)[0])
-    assert passes < 1000  # those that waited together shared them
-    assert server.terminate() == 0
+    with ServeProcess("tiny/arithmetic") as server:
+        found = asyncio.run(ask_all(server.address))
+        assert {response.status_code for response in found} == {200}
+        first = [load(response.content)["hidden"] for response in found[:5]]
+        for number, response in enumerate(found):
+            np.testing.assert_allclose(load(response.content)["hidden"], first[number % 5], atol=1e-4)
+        metrics = httpx.get(server.address + "/metrics", headers=SEEN, trust_env=False).text
+        passes = int(re.findall(r'opd_forward_passes_total\{model="arithmetic"\} (\d+)', metrics)[0])
+        assert passes < 1000  # those that waited together shared them
+        assert server.terminate() == 0
 
 
 def test_names() -> None:

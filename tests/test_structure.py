@@ -35,6 +35,7 @@ LAYERS = [
     {"runner"},
     {"report", "serve"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -131,7 +131,7 @@ def test_a_teacher_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     recipe = {
         "student": save_tiny(tmp_path / "student"), "teachers": save_tiny(tmp_path / "teacher", seed=1), "prompts": "task:addition",
         "rollout": {"prompts": 4, "max_new_tokens": 4}, "sampler": {"slots": 4}, "train": {"steps": 2}, "eval": {"prompts": 0},
-        "objective": [{"form": "k2"}, {"form": "direct"}], "device": "cpu",
+        "objective": [{"form": "k2"}, {"form": "direct"}], "device": "cpu", "log": {"start_table": False},
     }  # fmt: skip
     opd.run(recipe, out=tmp_path / "run")
     assert passes == [4, 4]

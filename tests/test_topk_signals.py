@@ -192,6 +192,19 @@ def test_a_resumed_run_does_not_ask_for_them_again(tmp_path: Path, monkeypatch: 
     assert [metric["loss"] for metric in run.metrics] == [metric["loss"] for metric in reference.metrics]
 
 
+def test_teachers_of_one_role_say_the_same_kind_of_thing(tmp_path: Path) -> None:
+    """One has hidden states and the other has not: both are asked for likeliest ids."""
+    spec = recipe(tmp_path, "test_narrow")
+    teacher = spec["teachers"]["t"]["model"]
+    spec["teachers"] = {"sums": teacher, "words": {"kind": "test_narrow", "model": teacher}}
+    spec["prompts"] = [{"source": "task:addition", "domain": "sums"}, {"source": "task:reverse", "domain": "words"}]
+    run = opd.run(spec, out=tmp_path / "run")
+    store = RolloutStore(run.directory / "rollouts", read_only=True)
+    kept = store.signals(list(store.entries), "teacher", "topk")
+    assert {signal.teacher for signal in kept.values()} == {"sums", "words"}
+    assert len(kept) == 12
+
+
 @pytest.mark.parametrize(
     ("objective", "words"),
     [

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from opd.types import WeightsRef
 if TYPE_CHECKING:
     from opd.models.packing import Row
     from opd.models.settings import Lora
+
+T = TypeVar("T")
 
 
 class LanguageModel:
@@ -82,8 +84,20 @@ class LanguageModel:
         """The model with its weights in memory; one whose weights wait elsewhere has them for as long."""
         yield self
 
+    def inside(self, compute: Callable[[], T]) -> T:
+        """Whatever reads weights for a loss runs in here: where they are sharded, they are whole inside."""
+        return compute()
+
+    def passes(self, packs: Sequence[T]) -> Iterator[T]:
+        """The packs, one after the other; on several ranks all make as many passes as the busiest."""
+        return iter(packs)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def finite(self) -> bool:
+        """Whether all weights that training changes are numbers."""
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.trainable().values())
 
     # LoRA
 

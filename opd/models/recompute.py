@@ -18,7 +18,7 @@ from opd.errors import ModelError
 
 
 def checkpoint_layers(module: Any, name: str) -> None:
-    layers = _layers(module)
+    layers = decoder_layers(module)
     if not layers:
         raise ModelError(
             f"student.gradient_checkpointing: model {name!r} ({type(module).__name__}) has no layers that can be recomputed. "
@@ -30,11 +30,11 @@ def checkpoint_layers(module: Any, name: str) -> None:
 
 def plain_layers(module: Any) -> None:
     """Undo it, in a copy that only samples."""
-    for layer in _layers(module):
+    for layer in decoder_layers(module):
         vars(layer).pop("forward", None)
 
 
-def _layers(module: Any) -> list[Any]:
+def decoder_layers(module: Any) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, GradientCheckpointingLayer)]
 
 

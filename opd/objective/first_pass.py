@@ -10,7 +10,8 @@ What is asked for is a set of tuples (`Needs.student`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,7 @@ StudentNeeds = frozenset[tuple[str | int, ...]]
 @torch.no_grad()
 def take_first_pass(
     student: LanguageModel,
-    packs: Iterable[Pack],
+    packs: Sequence[Pack],
     batch: TrainingBatch,
     needs: StudentNeeds,
     teachers: Mapping[str, TeacherHead],
@@ -47,7 +48,8 @@ def take_first_pass(
     result.entropy.clear()  # of an earlier step on the same batch
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
     ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
-    for pack in packs:
+
+    def look(pack: Pack) -> None:
         projection = autocast_head(student.predict(pack))
         if ("proximal",) in needs:
             ids = token_ids(pack, projection.hidden.device)
@@ -59,6 +61,9 @@ def take_first_pass(
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
         for role in sorted(compared | ranked):
             _compare(projection, pack, batch, role, needs, teachers, merge)
+
+    for pack in student.passes(packs):
+        student.inside(partial(look, pack))
 
 
 def _compare(

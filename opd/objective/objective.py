@@ -130,12 +130,17 @@ class Objective:
         step: int,
         cut: Callable[[Sequence[Rollout]], list[Pack]],
         updates: int = 1,
+        complete: Callable[[TrainingBatch], None] = lambda batch: None,
     ) -> PreparedBatch:
-        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first."""
+        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first.
+
+        `complete`: adds what other ranks have asked it, where each takes a part of the batch.
+        """
         asked = self._needs(step, updates).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
             take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature)
+            complete(batch)
         terms = [
             prepare_term(
                 term, f"{index}:{term.name}", coefficient, batch, self.drawing.max_new_tokens, self._seed, step

@@ -51,6 +51,16 @@ class Interrupts:
             self._asked, self._since = signal.SIGINT, time.monotonic()
 
     @property
+    def asked(self) -> int:
+        """The signal that asks to stop; 0: none."""
+        return self._asked or 0
+
+    def obey(self, number: int) -> None:
+        """A signal that another rank was sent, too."""
+        if self._asked is None or number == signal.SIGTERM:
+            self._asked, self._since = number, self._since or time.monotonic()
+
+    @property
     def left(self) -> float:
         """Seconds of the grace time that are left."""
         return self.grace * MARGIN - (time.monotonic() - self._since)

@@ -25,7 +25,7 @@ def measure_answers(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]
         temperature=spec.temperature,
         seed=run.spec.seed,
         check_stop=run.check_stop,
-        reward=run.rewarder,
+        reward=lambda samples: run.world.share(lambda: run.rewarder(samples)),
     )
 
 

@@ -40,9 +40,11 @@ from opd.runner.stage import StageRun
 from opd.runner.start import NAME as START
 from opd.runner.start import start_table, table_of, write_start
 from opd.store import REPAIRED, RolloutStore
+from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
 from opd.trainer.memory import explain_memory
 from opd.trainer.step import run_step
+from opd.trainer.world import World
 
 
 class Pipeline:
@@ -56,18 +58,22 @@ class Pipeline:
         console: Console,
         quiet: bool,
         hooks: Hooks,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
         self.began = False  # a first step, in this process
-        self._progress = Progress(console, self._directory / "log.txt", quiet)
+        leads = self.world.leads
+        self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
         self._reports = Reports(recipe, self._directory, self._progress)
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
-        self._callbacks = Callbacks(hooks, self.live)
+        self._check_stop = self.world.listen(self._interrupts)
+        self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
         self._started = 0.0  # when the stage would have begun, had it run in one go
@@ -77,13 +83,13 @@ class Pipeline:
         status = "failed"
         self.began = resume
         with disk_errors(self._directory, self._advice), self._interrupts, self._progress:
-            standings = self._take_up() if resume else [Standing() for _ in self._recipe.stages]
+            standings = self._shared_standings() if resume else [Standing() for _ in self._recipe.stages]
             if not standings:
                 return
             for stage, standing in zip(self._recipe.stages, standings, strict=True):
-                if standing.output is None:
+                if standing.output is None and self.world.leads:
                     require_access(stage)
-            store = self.live.rollouts = RolloutStore(self._directory / "rollouts")
+            store = self.live.rollouts = self._open_store()
             try:
                 for stage, standing in zip(self._recipe.stages, standings, strict=True):
                     self._stage(stage, store, standing)
@@ -100,6 +106,16 @@ class Pipeline:
 
     def _advice(self) -> str:
         return f"continue: opd resume {self._directory}" if self.began else "start again."
+
+    def _open_store(self) -> RolloutStore:
+        directory = self._directory / "rollouts"
+        return RolloutStore(directory) if self.world.leads else StoreElsewhere(directory)
+
+    def _shared_standings(self) -> list[Standing]:
+        """As the leader finds them: it tidies up on the way."""
+        told = self.world.share(lambda: [standing.to_plain() for standing in self._take_up()])
+        folders = [checkpoint_directory(self._directory, spec.name, 0).parent for spec in self._recipe.stages]
+        return [Standing.of_plain(found, folder) for found, folder in zip(told, folders, strict=bool(told))]
 
     def _take_up(self) -> list[Standing]:
         """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
@@ -139,13 +155,13 @@ class Pipeline:
     def _stage(self, spec: Stage, store: RolloutStore, standing: Standing) -> None:
         result = standing.result or StageResult(spec.name)
         self._results.append(result)
-        if standing.checkpoint is not None:
+        if standing.checkpoint is not None and self.world.leads:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
             self._consumed = read_state(standing.output)["rollouts"]
             return
-        if self._inputs is not None and spec.name != self._recipe.stages[0].name:
+        if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
@@ -159,11 +175,12 @@ class Pipeline:
                 store,
                 self._resolve_model,
                 revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
-                check_stop=self._interrupts.check,
+                check_stop=self._check_stop,
                 on_phase=self._on_phase,
                 on_token=self._progress.token,
                 on_rollouts=self._callbacks.rollouts,
                 say=self._progress.say,
+                world=self.world,
             )
             known = self._consumed is not None and not (store.directory / REPAIRED).exists()
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
@@ -172,8 +189,9 @@ class Pipeline:
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
-        self._reports.open()
-        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.device}; run directory {self._directory}")
+        if self.world.leads:
+            self._reports.open()
+        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
             with plugin_errors(), explain_memory(lambda: self._phase):
@@ -224,7 +242,8 @@ class Pipeline:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
         step, every = result.steps, run.spec.checkpoint.every
         better = self._evaluate(run, result, step, saved.metrics)
-        self._reports.step(run, saved.metrics, sum(before.steps for before in self._results[:-1]))
+        if self.world.leads:
+            self._reports.step(run, saved.metrics, sum(before.steps for before in self._results[:-1]))
         saved.unreported = None
         enough = self._enough(run, result)
         if better or enough or (every and step % every == 0):
@@ -248,7 +267,8 @@ class Pipeline:
             return
         self._on_phase("compare teachers")
         pairs = start_table(run)
-        write_start(self._directory, run.spec.name, pairs, known)
+        if self.world.leads:
+            write_start(self._directory, run.spec.name, pairs, known)
         result.start = [pair.to_json() for pair in pairs]
         if pairs:
             self._progress.show(table_of(run.spec.name, pairs))
@@ -270,7 +290,8 @@ class Pipeline:
         if run.spec.eval.weight_average:
             result.weight_average = measure_weight_average(run)
         result.before = before
-        write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
+        if self.world.leads:
+            write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
     def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
         """Periodic evaluation, added to the step's metrics. True: better than ever."""
@@ -295,9 +316,11 @@ class Pipeline:
         saved.wait()
         self._outputs[run.spec.name] = final
         result.seconds = time.monotonic() - self._started
-        write_result(final.parent, result, final)
         self._consumed = run.trajectories.consumed
-        if run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
+        if self.world.leads:
+            write_result(final.parent, result, final)
+        self.world.barrier()  # the next stage may read the model
+        if self.world.leads and run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
             self._progress.say(f"WARNING: {run.spec.name}: {failure}")
 
     # Stopping, errors, files
@@ -322,6 +345,8 @@ class Pipeline:
             "status": status,
             "stages": [result.to_json() for result in self._results],
         }
+        if not self.world.leads:
+            return
         write_whole(self._directory / "summary.json", json_text(summary, indent=1))
         for result in self._results:
             if result.before and status == "done":

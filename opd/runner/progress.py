@@ -25,12 +25,12 @@ RECENT = 20  # steps, evaluations and saves that the time left is estimated by
 
 
 class Progress:
-    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line.
+    """Use as a context manager; feed it metrics. `quiet` prints nothing (Python API, tests); `log` gets every line, if there is one.
 
     While models are loaded the panel is away: downloads draw bars of their own.
     """
 
-    def __init__(self, console: Console, log: Path, quiet: bool = False) -> None:
+    def __init__(self, console: Console, log: Path | None, quiet: bool = False) -> None:
         self._console, self._log, self._quiet = console, log, quiet
         self._stage, self._steps, self._phase = "", 0, ""
         self._tokens, self._last_line = 0, 0.0
@@ -108,6 +108,8 @@ class Progress:
             self._print(line)
 
     def _write(self, line: str) -> None:
+        if self._log is None:
+            return
         with self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 

@@ -61,6 +61,21 @@ class Standing:
     result: StageResult | None = None  # as of then
     unreported: dict[str, Any] | None = None  # metrics of its last step, where it was not yet evaluated and written
 
+    def to_plain(self) -> list[Any]:
+        """For other ranks."""
+        paths = [None if path is None else str(path) for path in (self.output, self.checkpoint)]
+        return [*paths, None if self.result is None else self.result.state(), self.unreported]
+
+    @classmethod
+    def of_plain(cls, told: Sequence[Any], folder: Path) -> Standing:
+        output, checkpoint, result, unreported = told
+        return cls(
+            None if output is None else Path(output),
+            None if checkpoint is None else Path(checkpoint),
+            None if result is None else StageResult.restored(result, folder),
+            unreported,
+        )
+
     @property
     def reported(self) -> int:
         """The last step that belongs into metrics.jsonl."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,8 +42,11 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from opd.rewards.callables import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
+    from opd.trainer.world import World
 
 RUNS = Path("runs")
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
+Mode = Literal["prefill", "exact"]
 EARLY = {
     NAME,
     INPUTS,
@@ -96,24 +99,27 @@ def run(
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     overrides = tuple(overrides)
-    given = None if prompts is None else GivenPrompts.of(prompts)
-    loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
-    if given is not None:
-        given.require_used(loaded)
-    wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
-    lock, made = _claim_or_return(wanted) if resume else claim(wanted)
-    try:
-        if (lock.directory / SEALS).exists():
-            _require_same(lock.directory, loaded, given)
-            _go_on(lock, None, rewards, hooks, quiet, shown)
-        else:
-            _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown)
-    finally:
-        lock.release()
-        if not quiet and lock.directory.is_dir():
-            place = plain(f"run directory: {lock.directory}")
-            shown.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    return Run(lock.directory)
+    with joined() as world:
+        if not world.leads:
+            return _follow(world, rewards)
+        given = None if prompts is None else GivenPrompts.of(prompts)
+        loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
+        if given is not None:
+            given.require_used(loaded)
+        wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
+        lock, made = _claim_or_return(wanted) if resume else claim(wanted)
+        try:
+            if (lock.directory / SEALS).exists():
+                _require_same(lock.directory, loaded, given)
+                _go_on(lock, None, rewards, hooks, quiet, shown, world)
+            else:
+                _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown, world)
+        finally:
+            lock.release()
+            if not quiet and lock.directory.is_dir():
+                place = plain(f"run directory: {lock.directory}")
+                shown.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        return Run(lock.directory)
 
 
 def _start(
@@ -125,6 +131,7 @@ def _start(
     hooks: Hooks,
     quiet: bool,
     console: Console,
+    world: World,
 ) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
     began, found = False, set(os.listdir(lock.directory)) - {NAME}
@@ -144,7 +151,8 @@ def _start(
             _write_recipe(lock.directory, text, recipe, inputs)
         from opd.runner.pipeline import Pipeline
 
-        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks)
+        _call_others(world, lock.directory)
+        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, world)
         try:
             _carry_out(pipeline)
         finally:
@@ -162,7 +170,7 @@ def _start(
 def resume(
     directory: str | Path,
     *,
-    mode: Literal["prefill", "exact"] | None = None,
+    mode: Mode | None = None,
     rewards: GivenRewards | None = None,
     on_step: OnStep | None = None,
     on_rollouts: OnRollouts | None = None,
@@ -179,30 +187,76 @@ def resume(
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
-    with RunLock(found.directory) as lock:
-        _go_on(lock, mode, rewards, hooks, quiet, console or Console())
+    with joined() as world:
+        if not world.leads:
+            return _follow(world, rewards)
+        with RunLock(found.directory) as lock:
+            _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world)
     return found
 
 
 def _go_on(
     lock: RunLock,
-    mode: Literal["prefill", "exact"] | None,
+    mode: Mode | None,
     rewards: GivenRewards | None,
     hooks: Hooks,
     quiet: bool,
     console: Console,
+    world: World,
 ) -> None:
-    recipe = with_rewards_again(verified_recipe(lock.directory), rewards, lock.directory)
-    if mode is not None:
-        changed = [
-            stage.model_copy(update={"checkpoint": stage.checkpoint.model_copy(update={"resume": mode})})
-            for stage in recipe.stages
-        ]
-        recipe = recipe.model_copy(update={"stages": changed})
+    recipe = _again(lock.directory, mode, rewards)
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
-    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks), resume=True)
+    _call_others(world, lock.directory, True, mode)
+    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world), resume=True)
+
+
+def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
+    """The recipe of a run that has begun."""
+    recipe = with_rewards_again(verified_recipe(directory), rewards, directory)
+    if mode is None:
+        return recipe
+    changed = [
+        stage.model_copy(update={"checkpoint": stage.checkpoint.model_copy(update={"resume": mode})})
+        for stage in recipe.stages
+    ]
+    return recipe.model_copy(update={"stages": changed})
+
+
+def launched() -> bool:
+    """Whether this process is a rank that torchrun or its like has started."""
+    return all(name in os.environ for name in LAUNCHED)
+
+
+def joined() -> AbstractContextManager[World]:
+    """This process by itself, or the ranks that a launcher has started, of which this is one."""
+    if launched():
+        from opd.trainer.ranks import joined_ranks
+
+        return joined_ranks()
+    from opd.trainer.world import World
+
+    return nullcontext(World())
+
+
+def _call_others(world: World, directory: Path, resume: bool = False, mode: Mode | None = None) -> None:
+    """Ranks that `_follow` begin once everything that they read is written."""
+    world.share(lambda: (str(directory), resume, mode))
+
+
+def _follow(world: World, rewards: GivenRewards | None) -> Run:
+    """What every rank but the leader does: the same stages, from what the leader has written down."""
+    from rich.console import Console
+
+    from opd.runner.pipeline import Pipeline
+
+    told: tuple[str, bool, Mode | None] = world.share(lambda: ("", False, None))
+    directory, resume, mode = Path(told[0]), told[1], told[2]
+    inputs = read_sealed(directory / SEALS).get("inputs")
+    recipe = _again(directory, mode, rewards)
+    _carry_out(Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world), resume)
+    return Run(directory)
 
 
 def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
@@ -213,7 +267,7 @@ def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
     except CallbackRaised as carrier:
         raised = carrier.error
     except Stopped as stop:
-        if isinstance(stop, Preempted) or not pipeline.live.stopping:
+        if isinstance(stop, Preempted) or not pipeline.world.share(lambda: pipeline.live.stopping):
             raise
         return
     raise raised  # out here, so that nothing becomes its context

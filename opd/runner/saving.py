@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
-from opd.errors import Preempted
+from opd.errors import Preempted, Stopped
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, retain, save_checkpoint
 from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
@@ -71,20 +71,22 @@ class StageCheckpoints:
         """Save what is there when a run ends early, where that makes sense; says where the weights are."""
         run, result = self._run, self._result
         run.store.commit(sync=True)
-        preempted = isinstance(stop, Preempted)
+        preempted, world = isinstance(stop, Preempted), run.world
         self._saver.wait(grace_left() / 2 if preempted else None)
         last = "no checkpoint had been saved"
         if result.saved is not None:
             last = f"the last checkpoint is {self._directory(result.saved)}"
-        if result.saved == result.steps and not self._saver.busy:
+        alone = world.sharded and not isinstance(stop, Stopped)  # an error may be this rank's, and a save takes all
+        if alone or world.share(lambda: result.saved == result.steps and not self._saver.busy):
             return last
         if not result.steps:
             return "no step was finished, so the student is unchanged; what was sampled is in the store"
         if run.optimiser.updates != self._boundary.updates:
             return f"step {result.steps + 1} was only half done, so it is not saved; {last}"
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
+        if not all(world.gather(run.student.finite())):
             return f"the weights are not finite; {last}"
-        if preempted and (self._saver.busy or self._save_seconds() > grace_left() / 2):
+        seconds = self._save_seconds()
+        if preempted and world.share(lambda: self._saver.busy or seconds > grace_left() / 2):
             return (
                 f"a save would take longer than the grace time leaves; {last}, and the rollouts since are in the store"
             )
@@ -95,8 +97,14 @@ class StageCheckpoints:
         run.on_phase("save")
         self._saver.wait()
         where = self._directory(result.steps)
-        where.parent.mkdir(parents=True, exist_ok=True)
+        if run.world.leads:
+            where.parent.mkdir(parents=True, exist_ok=True)
         result.saved, result.seconds = result.steps, time.monotonic() - self._started
+        copied = background or run.world.sharded
+        student = run.student.snapshot() if copied else run.student
+        tensors, teachers = run.world.whole(run.optimiser.tensors()), teacher_tensors(run.teachers)
+        if not run.world.leads:
+            return where
         state = {
             "step": result.steps,
             "stage": run.spec.name,
@@ -108,10 +116,8 @@ class StageCheckpoints:
             "result": result.state(),
             "teachers": {name: teacher.version for name, teacher in run.teachers.items()},
         }
-        student = run.student.snapshot() if background else run.student
-        tensors, teachers = run.optimiser.tensors(), teacher_tensors(run.teachers)
-        if background:
-            tensors, teachers = _copied(tensors), _copied(teachers)
+        if copied:
+            teachers, tensors = _copied(teachers), tensors if run.world.sharded else _copied(tensors)
         card, best = model_card(run.spec, result.steps, self.metrics), result.best
 
         def write() -> None:

@@ -34,6 +34,7 @@ from opd.teachers.views import Group
 from opd.text import plain
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
+from opd.trainer.world import World
 from opd.types import Rollout, Sample, Sampling, TeacherLike
 
 UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
@@ -55,17 +56,21 @@ class StageRun:
         on_token: Callable[[], None],
         on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
         say: Callable[[str], None] = lambda line: None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
+        self.world.require(spec)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
+        self.device = self.world.device(self.device, spec.device)
         self.routes, self.rewarder = checked.routes, checked.rewarder
         self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
         self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
@@ -75,8 +80,8 @@ class StageRun:
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
         self.pager = models.pager
-        self.student = models.student(spec)
-        around = Surroundings(say, check_stop, store.directory.parent)
+        self.student = models.student(spec, sharded=self.world.sharded)
+        around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher, around)
         if self.pager is not None:
             say(f"{spec.name}: {spec.pool.describe(self.pager.sizes, str(self.device))}")
@@ -138,13 +143,17 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
         max_length = max(inputs.room + response_limit(spec), shown)
-        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids)
+        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, self.world)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
             spec.sampler.require_mixing([self.student, *mixed], max_length)
-        for line in slower_models(self.student, self.teachers.values(), spec.sampler.manner(self.engine)):
+            if self.world.sharded:  # copies of the student are made while it is whole
+                for name in dict.fromkeys(self.routes["teacher"].values()):
+                    self.samplers.mixed(name)
+        for line in slower_models(self.student, self.teachers.values(), self.samplers.manner):
             self.say(f"{spec.name}: {line}")
+        self.student = self.world.shard(self.student)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
             self.student,
@@ -152,6 +161,7 @@ class StageRun:
             spec.train,
             seed=spec.seed,
             check_stop=self.check_stop,
+            world=self.world,
         )
         self.optimiser = self.trainer.optimiser
         self.version = 0
@@ -195,7 +205,13 @@ class StageRun:
             exact=spec.checkpoint.resume == "exact",
             check_stop=self.check_stop,
             on_token=on_token,
+            world=self.world,
         )
+
+    @property
+    def place(self) -> str:
+        """Where it works, in words."""
+        return f"{self.device}{self.world.title}"
 
     def publish(self, version: int | None = None, step: int | None = None) -> None:
         """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""

@@ -33,8 +33,8 @@ class StageModels:
             roles = {kind.role for kind in spec.teachers.values() if kind.can_wait}
             self.pager = Pager(spec.pool.resident, keep, scratch, heads=len(roles))
 
-    def student(self, spec: Stage) -> LanguageModel:
-        """What lies below its adapters is never trained, so that teachers can share it."""
+    def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
+        """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
         key = name, revision, dtype, device = self._key(ModelRef(spec.student.model, spec.student.revision))
         model = load_model(
             name,
@@ -44,7 +44,7 @@ class StageModels:
             gradient_checkpointing=spec.student.gradient_checkpointing,
             device=device,
         )
-        if spec.student.lora is not None:
+        if spec.student.lora is not None and not sharded:
             self._known[key] = model.base()
         return model
 

@@ -9,6 +9,7 @@ import torch
 from opd.config import Stage
 from opd.models.language_model import LanguageModel
 from opd.sampling.graphs import Partner
+from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
 
 
@@ -20,13 +21,18 @@ class StageSamplers:
         teachers: Mapping[str, TeacherLike],
         max_length: int,
         stop_ids: tuple[int, ...],
+        world: World,
     ) -> None:
+        self._world = world
         self._spec, self._model, self._models = spec, student, teachers
         self._max_length, self._stop_ids = max_length, stop_ids
         self._teachers: dict[str, TokenSampler] = {}
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
-        self.student = self._open(student.inference_copy(self._dtype))
+        self.copy = student.inference_copy(self._dtype)  # what the student samples with
+        opened = self._opened(self.copy)
+        self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
+        self.student = world.sampler(opened)
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -56,4 +62,7 @@ class StageSamplers:
         return getattr(torch, self._spec.sampler.dtype) if self._spec.sampler.dtype else None
 
     def _open(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
+        return self._world.sampler(self._opened(model, partner))
+
+    def _opened(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         return self._spec.sampler.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)

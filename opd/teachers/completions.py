@@ -39,7 +39,7 @@ class CompletionsTeacher:
         require_same(student.tokenizer, head.tokenizer, student.name, f"{name} ({kind.local})")
         self._stops, self._fingerprint = supplies.stop_ids, fingerprint(head.tokenizer)
         self.version = int(self._fingerprint[:12], 16)
-        self._remote = kind.connect()
+        self._remote = kind.connect(supplies.around)
         self.context = min(head.context, kind.room(kind.longest(self._remote)))
         self._same = Constancy(self, self._remote, student.size, kind.tolerance)
         self._same.open(self._stops)

@@ -43,6 +43,7 @@ class Surroundings:
     say: Callable[[str], None] = to_stderr
     check: Callable[[], None] = nothing
     directory: Path | None = None
+    sharded: bool = False  # over ranks the student's weights will be spread: to score, copy it while it is whole
 
 
 class Outlook(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from opd.errors import RecipeError
 from opd.settings import Positive, StageView
 from opd.teachers.kinds import ModelTeacher, Supplies, TeacherKind
 
@@ -115,6 +116,11 @@ class LiveTeacher(StudentTeacher):
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import LiveStudent
 
+        if supplies.around.sharded:
+            raise RecipeError(
+                f"teachers.{name}: kind live scores with the student's own weights, which are spread over the ranks. Use "
+                "kind: refresh with every: 1, which scores with a whole copy of the same."
+            )
         return LiveStudent(name, self.role, supplies.student, self.batch_tokens, supplies.stop_ids)
 
 

@@ -35,7 +35,7 @@ class PoolingTeacher(ScoringTeacher):
         require_same(student.tokenizer, self._head.tokenizer, student.name, f"{name} ({kind.local})")
         self.fingerprint = fingerprint(self._head.tokenizer)
         self.version = int(self._head.digest[:12], 16)
-        self._remote = kind.connect()
+        self._remote = kind.connect(supplies.around)
         self.context = min(self._head.context, kind.room(kind.longest(self._remote)))
         self._same = Constancy(self, self._remote, student.size, kind.tolerance)
         self._same.open(self.stop_ids)

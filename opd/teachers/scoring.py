@@ -148,7 +148,8 @@ class ScoringTeacher:
         if need.kind == "hidden":
             return list(self.kept(hidden_ND).split(page.counts))
         if need.kind == "topk":
-            assert need.k is not None
+            if need.k is None:
+                raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")
             return self._likeliest(self.project(hidden_ND), need.k, page.counts)
         logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
         return [part.numpy() for part in logprobs_N.split(page.counts)]

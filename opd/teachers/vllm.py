@@ -55,9 +55,15 @@ class ForeignTeacher(TeacherKind):
     def title(self) -> str:
         return f"{self.model} at {self.address}"
 
-    def connect(self) -> Remote:
+    def connect(self, around: Surroundings) -> Remote:
         return Remote(
-            self.address, self.token_env, timeout=self.timeout, patience=self.patience, concurrency=self.concurrency
+            self.address,
+            self.token_env,
+            timeout=self.timeout,
+            patience=self.patience,
+            concurrency=self.concurrency,
+            say=around.say,
+            check=around.check,
         )
 
     def longest(self, remote: Remote) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opd.data.prompts import route_value
@@ -53,9 +54,10 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             asked |= {visit.prompt.id: visit for visit in visits}
-            rollouts = [*map(as_trained, run.store.load(run.trajectories.collect(visits, run.version)))]
+            written = run.trajectories.collect(visits, run.version)
+            rollouts = [*map(as_trained, run.world.share(partial(run.store.load, written)))]
         with clock("reward"):
-            rewards |= run.reward(rollouts, visits)
+            rewards |= run.world.share(partial(run.reward, rollouts, visits))
         if spec.rescue is not None:
             with clock("rescue"):
                 rollouts, metrics = rescue(run, visits, rollouts, rewards)
@@ -96,6 +98,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     needs = run.objective.needs(step, run.spec.train.updates)
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {need: {} for need in needs}
     metrics: dict[str, float] = {}
+    mine = {rollout.id for rollout in run.world.deal(batch.rollouts)}
     asked = _by_model(run, batch, [role for role, _ in needs])
     with run.scoring(asked):
         for name, rollouts in asked.items():
@@ -105,7 +108,7 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
             for role, kind in (need for need in needs if need[0] == teacher.role):
-                answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind))
+                answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind), mine)
                 signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}
                 run.check_stop()
     run.tell_unshown(step, metrics)

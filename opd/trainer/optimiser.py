@@ -60,7 +60,14 @@ class Optimiser:
                 "or make a new one."
             )
         limit = math.inf if self._spec.clip is None else self._spec.clip
-        return float(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
+        return self._norm(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
+
+    def _norm(self, total: torch.Tensor) -> float:
+        return float(total)
+
+    def _part(self, tensor: torch.Tensor, owner: nn.Parameter) -> torch.Tensor:
+        """What this process keeps of a tensor that belongs to a weight: all of it, unless weights are spread over ranks."""
+        return tensor
 
     def step(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 1); returns the learning rate used."""
@@ -105,12 +112,12 @@ class Optimiser:
             for name, (owner, _, key) in keys.items():
                 master = self._masters[owner]
                 if key == MASTER:
-                    master.copy_(tensors[name])
+                    master.copy_(self._part(tensors[name], master))
                 else:
                     device = (
                         "cpu" if key == "step" and not self._fused else master.device
                     )  # where AdamW keeps its count
-                    self.adamw.state[master][key] = tensors[name].to(device, copy=True)
+                    self.adamw.state[master][key] = self._part(tensors[name], master).to(device, copy=True)
         self._round()
         self.updates = updates
 

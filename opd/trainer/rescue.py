@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,9 +65,10 @@ def rescue(
                 asked[name] = group, place
         if not planned:
             break
-        tried = run.store.load(run.trajectories.carry_out(planned, run.version))
+        written = run.trajectories.carry_out(planned, run.version)
+        tried = run.world.share(partial(run.store.load, written))
         tokens += sum(rollout.response_ids.size for rollout in tried)
-        given = run.reward(tried, visits)
+        given = run.world.share(partial(run.reward, tried, visits))
         for rollout in tried:
             reward = given.get(rollout.id)
             if reward is not None and reward >= spec.threshold:
@@ -118,9 +120,8 @@ def _write_hints(run: StageRun, spec: Rescue, failed: Sequence[Failed]) -> None:
         planned[name] = Planned(visit, sample, writer, source=f"hint:{hint.by}", beside="/hint", sampling=sampling)
     if not planned:
         return
-    texts = {
-        item.prompt_id: run.text(item) for item in run.store.load(run.trajectories.carry_out(planned, run.version))
-    }
+    written = run.trajectories.carry_out(planned, run.version)
+    texts = {item.prompt_id: run.text(item) for item in run.world.share(lambda: run.store.load(written))}
     for group in failed:
         text = texts.get(group.visit.prompt.id, "").strip()
         if text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 def ask(
-    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], need: SignalNeed
+    run: StageRun,
+    teacher: TeacherLike,
+    rollouts: Sequence[Rollout],
+    seen: Sequence[Rendered | None],
+    need: SignalNeed,
+    mine: Collection[str],
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
+    `mine`: the rollouts that this process trains on. It asks about those, and is told what the others have been told.
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
     view, kind = run.spec.teachers[teacher.name].view.name, need.kind
@@ -31,13 +37,16 @@ def ask(
         if text is None
     }
     shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
-    stored = _stored(run, teacher, shown, kind) if run.trajectories.taken_up else {}
+    stored = run.world.share(lambda: _stored(run, teacher, shown, kind)) if run.trajectories.taken_up else {}
     if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
-    answers = teacher.score(rest, need, [shown[rollout.id] for rollout in rest]) if rest else []
-    for rollout, signal in zip(rest, answers, strict=True):
-        known[rollout.id] = signal
+    own = [rollout for rollout in rest if rollout.id in mine]
+    answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own else []
+    said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
+    known |= run.world.exchange(said, hidden=kind == "hidden")
+    for rollout in rest:
+        signal = known[rollout.id]
         if kind != "hidden" or run.spec.keeps_hidden:
             run.store.record_signal(
                 rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,

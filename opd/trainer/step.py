@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from opd.objective.objective import Objective
 from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.metrics import Clock, step_metrics
+from opd.trainer.world import World
 from opd.types import Rollout
 
 if TYPE_CHECKING:
@@ -76,25 +78,26 @@ class StepResult:
 def train_step(
     student: LanguageModel, batch: TrainingBatch, objective: Objective, optimiser: Updates, *, step: int = 1,
     train: Train | None = None, seed: int = 0, teacher_of: Mapping[str, str] | None = None,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None, world: World | None = None,
 ) -> StepResult:  # fmt: skip
     """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if it does not say."""
-    train, domains = train or Train(), teacher_of or {}
+    train, domains, world = train or Train(), teacher_of or {}, world or World()
     owners = batch.teacher_of or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
-    device = student.device
+    device, mine = student.device, {rollout.id for rollout in world.deal(batch.rollouts)}
 
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
-        return micro_batches(rollouts, train.micro_tokens, device, owners)
+        return micro_batches([item for item in rollouts if item.id in mine], train.micro_tokens, device, owners)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
-        prepared = objective.prepare(student, batch, step, cut, train.updates)
+        prepared = objective.prepare(student, batch, step, cut, train.updates, world.complete)
     result = StepResult(prepared.metrics)
     for rollouts in updates(batch.rollouts, train, seed, step):
+        check_stop()
         weights = prepared.weights(rollouts)
         seen: list[tuple[Pack, TokenStatistics]] = []
-        for micro in cut(rollouts):
+        for micro in student.passes(cut(rollouts)):
             with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
-                loss, statistics = objective(student, micro, prepared, weights)
+                loss, statistics = student.inside(partial(objective, student, micro, prepared, weights))
             if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                 loss.backward()
             seen.append((micro, statistics))
@@ -102,6 +105,7 @@ def train_step(
         norm = optimiser.clip()
         for _, statistics in seen:  # the device is waited for once per update
             statistics.settle(moved=bool(result.norms))
+        seen = world.collect(seen)
         refuse_non_finite(step, seen, norm, optimiser)
         result.rate = optimiser.step(step)
         result.norms.append(norm)
@@ -138,11 +142,7 @@ def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm:
     bad = [(micro, name) for micro, values in seen for name, loss in values.loss.items() if not math.isfinite(loss)]
     if not bad and math.isfinite(norm):
         return
-    where = (
-        f"term {bad[0][1]}, rollouts {', '.join(item.id for item in bad[0][0].rollouts[:3])}, …"
-        if bad
-        else "the gradient"
-    )
+    where = f"term {bad[0][1]}, rollouts {bad[0][0].rollouts[0].id}, …" if bad else "the gradient"
     optimiser.discard()
     raise TrainingError(
         f"step {step}: the loss or its gradient is not finite ({where}). The update was not applied. "

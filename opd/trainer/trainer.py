@@ -20,8 +20,8 @@ from opd.objective.objective import Objective
 from opd.objective.term import refusals
 from opd.settings import StageView, by_hand
 from opd.teachers.router import by_teacher
-from opd.trainer.optimiser import Optimiser
 from opd.trainer.step import StepResult, train_step
+from opd.trainer.world import World
 from opd.types import Rollout, Signal, SignalKind
 
 
@@ -37,12 +37,14 @@ class Trainer:
         seed: int = 0,
         teacher_of: Mapping[str, str] | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.student, self.objective = student, objective
         self.train: Train = by_hand("train", Train, train if train is not None else {})
         self._require_precision()
         self._refuse()
-        self.optimiser = Optimiser(student.trainable(), self.train)
+        self.optimiser = self.world.optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
 
@@ -114,4 +116,5 @@ class Trainer:
             seed=self._seed,
             teacher_of=self._teacher_of,
             check_stop=self._check_stop,
+            world=self.world,
         )

@@ -22,6 +22,7 @@ from opd.sampling.replay import RunSource
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
+from opd.trainer.world import World
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
@@ -61,6 +62,7 @@ class Trajectories:
     exact: bool = False  # replay unfinished rollouts token by token instead of prefilling them
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
+    world: World = field(default_factory=World)
     consumed: int | None = (
         0  # rollouts in the store that belong to earlier steps and stages; None: unknown, it was repaired
     )
@@ -90,11 +92,27 @@ class Trajectories:
         self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None = None
     ) -> list[str]:
         """Have rollouts written, by id, and return when they are durable. `prompts`: ids by prompt, where they are known."""
+        sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
+        writers = {plan.writer.source(plan.visit, self.desk): plan.writer for plan in sampled}
+        requests, self.used, self.continued = self.world.share(lambda: self._requests(planned, version, prompts))
+        for source, wanted in requests.items():
+            self._sample(writers[source].sampler(source, self.desk), wanted, AUTHORS[writers[source].author])
+        self.store.commit(sync=True)
+        self.consumed = None if self.consumed is None else self.consumed + len(planned)
+        return list(planned)
+
+    def _requests(
+        self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None
+    ) -> tuple[dict[str, list[SampleRequest]], int, int]:
+        """What is to be sampled, by source; and how many rollouts an earlier process had finished, and begun.
+
+        Everything else that is planned is in the store already, or is put there.
+        """
         if prompts is None:
             prompts = {plan.visit.prompt.id: self._rendered(plan.visit.prompt, plan) for plan in planned.values()}
         shown = {name: self._rendered(plan.shown, plan) for name, plan in planned.items() if plan.shown is not None}
         durable = self._take_up(planned, prompts, shown)
-        requests: dict[str, tuple[Writer, list[SampleRequest]]] = {}
+        requests: dict[str, list[SampleRequest]] = {}
         for rollout_id, plan in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
@@ -113,12 +131,8 @@ class Trajectories:
                 read = shown.get(rollout_id, prompt_ids)
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
                 request = self._go_on(request, durable.get(rollout_id), writer, version)
-                requests.setdefault(source, (writer, []))[1].append(request)
-        for source, (writer, wanted) in requests.items():
-            self._sample(writer.sampler(source, self.desk), wanted, AUTHORS[writer.author])
-        self.store.commit(sync=True)
-        self.consumed = None if self.consumed is None else self.consumed + len(planned)
-        return list(planned)
+                requests.setdefault(source, []).append(request)
+        return requests, self.used, self.continued
 
     @property
     def taken_up(self) -> bool:

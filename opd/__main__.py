@@ -1,0 +1,5 @@
+"""`python -m opd`, which is what launchers of several processes call: torchrun -m opd run X."""
+
+from opd.cli import main
+
+main()

@@ -1,0 +1,295 @@
+"""Several ranks, started by `torchrun -m opd …` or whatever else sets RANK, WORLD_SIZE and the address of the first.
+
+Weights and gradients travel by NCCL between GPUs and by gloo between CPUs; everything else goes as messages through gloo. No
+rank does what the others do not: an exchange that one of them does not take part in would wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from opd.config import Stage, Train
+from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
+from opd.models.language_model import LanguageModel
+from opd.models.packing import Pack
+from opd.models.sharded import ShardedModel
+from opd.objective.batch import TrainingBatch
+from opd.objective.micro import TokenStatistics
+from opd.trainer.messages import read_message, write_message
+from opd.trainer.optimiser import Optimiser
+from opd.trainer.sharded_optimiser import ShardedOptimiser
+from opd.trainer.shared_sampler import SharedSampler
+from opd.trainer.world import World, refuse_numbered
+from opd.types import Rollout, Signal, TokenSampler
+
+if TYPE_CHECKING:
+    from opd.runner.interrupts import Interrupts
+    from opd.trainer.world import Seen
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
+LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
+_RUNS = count()  # of this process
+FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
+
+
+class Ranks(World):
+    def __init__(self, store: Any, rank: int, size: int, local: int) -> None:
+        self._store, self.rank, self.size, self._local = store, rank, size, local
+        self._interrupts: Interrupts | None = None
+        self._stopping = 0  # the signal that all ranks know of
+        self._turn = 0  # exchanges so far, the same on every rank
+        self._batch: dict[str, Rollout] = {}  # the newest that was dealt
+
+    @property
+    def sharded(self) -> bool:
+        return True
+
+    @property
+    def title(self) -> str:
+        return f" and {self.size} ranks"
+
+    def require(self, spec: Stage) -> None:
+        if not spec.train.learn:
+            raise RecipeError(
+                f"stage {spec.name!r} only scores (train.learn: false), which one process does. Run it without torchrun."
+            )
+        if spec.keeps_hidden:
+            raise RecipeError(
+                "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
+                "one process."
+            )
+
+    def device(self, asked: torch.device, name: str) -> torch.device:
+        if asked.type == "cpu":
+            return asked
+        refuse_numbered(name)
+        if self._local >= torch.cuda.device_count():
+            raise RecipeError(
+                f"rank {self.rank} has no GPU: this machine has {torch.cuda.device_count()}, and ranks {self._local + 1} or more were "
+                "started on it. Start fewer (--nproc-per-node), or set device: cpu."
+            )
+        return torch.device("cuda", self._local)
+
+    # Messages
+
+    def share(self, make: Callable[[], T]) -> T:
+        self._turn += 1
+        made = make() if self.leads else None
+        message = _bytes([self._turn, made]) if self.leads else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([message.numel()])
+        dist.broadcast(length, 0)
+        message = message if self.leads else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, 0)
+        found = self._opened(message)
+        return made if self.leads else found  # type: ignore[return-value]
+
+    def gather(self, part: T) -> list[T]:
+        self._turn += 1
+        asked = 0 if self._interrupts is None else self._interrupts.asked
+        message = _bytes([self._turn, [asked, part]])
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([message.numel()]))
+        longest = max(map(int, lengths))
+        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
+        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        found = [self._opened(one[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
+        self._hear(max(stop for stop, _ in found))
+        return [part if rank == self.rank else other for rank, (_, other) in enumerate(found)]
+
+    def _opened(self, message: torch.Tensor) -> Any:
+        turn, value = read_message(message.numpy().tobytes())
+        if turn != self._turn:
+            raise RuntimeError(f"ranks are out of step: exchange {turn} came where {self._turn} was expected")
+        return value
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def most(self, number: int) -> int:
+        """The largest of every rank's numbers. Nobody hears of a stop by this: it may come between two checks."""
+        found = torch.tensor([number])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    # Stopping
+
+    def listen(self, interrupts: Interrupts) -> Callable[[], None]:
+        self._interrupts = interrupts
+
+        def check() -> None:
+            if self._stopping:
+                interrupts.check()
+
+        return check
+
+    def _hear(self, signal: int) -> None:
+        if signal and self._interrupts is not None:
+            self._stopping = signal
+            self._interrupts.obey(signal)
+
+    # Work
+
+    def deal(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """By units, the longest first, each to whom has the fewest tokens so far."""
+        self._batch = {rollout.id: rollout for rollout in rollouts}
+        sizes: dict[str, int] = {}
+        for rollout in rollouts:
+            unit = rollout.pair or rollout.group
+            sizes[unit] = sizes.get(unit, 0) + rollout.length
+        loads, owner = [0] * self.size, {}
+        for unit in sorted(sizes, key=lambda unit: -sizes[unit]):
+            rank = min(range(self.size), key=lambda rank: loads[rank])
+            owner[unit] = rank
+            loads[rank] += sizes[unit]
+        return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
+
+    def shard(self, student: LanguageModel) -> LanguageModel:
+        mesh = init_device_mesh(student.device.type, (self.size,))
+        return ShardedModel(student, mesh, self.most, self.leads)
+
+    def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
+        return ShardedOptimiser(parameters, train)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.leads:
+                found[name] = full.detach().to("cpu", copy=True)
+        return found
+
+    def sampler(self, sampler: TokenSampler) -> TokenSampler:
+        return SharedSampler(sampler, self)
+
+    # What is known of a batch
+
+    def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
+        told = {name: replace(signal, values=None) if hidden else signal for name, signal in signals.items()}
+        everyone = {name: signal for part in self.gather(told) for name, signal in part.items()}
+        return everyone | dict(signals)
+
+    def complete(self, batch: TrainingBatch) -> None:
+        everyone: list[dict[str, Any]] = self.gather(vars(batch.first_pass))
+        for part in everyone:
+            _fill(vars(batch.first_pass), part)
+
+    def collect(self, seen: Seen) -> Seen:
+        told = [
+            (
+                [rollout.id for rollout in pack.rollouts],
+                found.loss,
+                found.reverse_kl,
+                found.entropy,
+                found.mismatch,
+                found.counts,
+            )
+            for pack, found in seen
+        ]
+        parts = self.gather(told)
+        return [
+            pair
+            for rank, part in enumerate(parts)
+            for pair in (seen if rank == self.rank else [self._seen(*values) for values in part])
+        ]
+
+    def _seen(
+        self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
+        counts: dict[str, tuple[int, int]],
+    ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
+        return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
+            loss, reverse_kl, entropy, mismatch, counts
+        )
+
+    # Errors
+
+    def first_code(self, code: int) -> int | None:
+        """What the first rank to fail ended with; None: this is the first, and the one to tell of it.
+
+        The store may be one that a rank keeps, which then waits for the others to have asked.
+        """
+        try:
+            if self._store.add(FAILED, 1) > 1:
+                found = int(self._store.get(CODE))
+                self._store.add(LEFT, 1)
+                return found
+            self._store.set(CODE, str(code))
+            dist.destroy_process_group()  # so that the others notice
+            until = time.monotonic() + LEAVE
+            while time.monotonic() < until and self._store.add(LEFT, 0) < self.size - 1:
+                time.sleep(0.05)
+        except dist.DistError:  # it went with its rank
+            pass
+        return None
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(write_message(value)), dtype=torch.uint8)
+
+
+def _fill(into: dict[Any, Any], part: Mapping[Any, Any]) -> None:
+    """Nested mappings whose leaves are arrays by rollout; every rank has those of its own."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            _fill(into.setdefault(key, {}), value)
+        else:
+            into.setdefault(key, value)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[World]:
+    """The ranks of a launcher, for as long as a run lasts. One of them tells of an error, and all end."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
+    if cuda:
+        torch.cuda.set_device(local)
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed is in use in this process already; opd joins the ranks of a launcher itself."
+        )
+    shared, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    store = dist.PrefixStore(f"opd/{next(_RUNS)}", shared)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    ranks = Ranks(store, rank, size, local)
+    try:
+        yield ranks
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    except OpdError as error:
+        code = ranks.first_code(error.exit_code)
+        if code is not None:
+            raise AnotherRank(code) from None
+        raise
+    except RuntimeError as error:
+        if not _lost(error):
+            raise
+        code = ranks.first_code(RanksLost.exit_code)
+        if code is not None:
+            raise AnotherRank(code) from None
+        raise RanksLost(
+            f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
+            f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
+        ) from None
+    else:
+        dist.destroy_process_group()
+
+
+def _lost(error: RuntimeError) -> bool:
+    """Of what torch raises, what says that a peer has gone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)

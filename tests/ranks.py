@@ -1,0 +1,116 @@
+"""Several ranks on one machine, as torchrun would start them: forks of one process that has imported everything."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.process
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import opd
+import opd.trainer.ranks  # slow to import: once, in the process that the others are forked from
+from opd import cli
+from tests.crash import FORKS
+
+NUMBERS = ("loss", "reverse_kl", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of all ranks. Without a recipe, the directory is resumed."""
+
+    out: Path
+    recipe: Any = None
+    overrides: Sequence[str] = ()
+    stop_after: int | None = None  # steps
+
+    def carry_out(self) -> opd.Run:
+        def on_step(run: Any, metrics: dict[str, Any]) -> None:
+            if metrics["step"] == self.stop_after:
+                run.stop()
+
+        if self.recipe is None:
+            return opd.resume(self.out, on_step=on_step)
+        return opd.run(self.recipe, overrides=self.overrides, out=self.out, on_step=on_step)
+
+
+@dataclass(frozen=True)
+class Group:
+    ranks: list[multiprocessing.process.BaseProcess]
+    log: Path
+
+    def codes(self, timeout: float = 300) -> list[int | None]:
+        for rank in self.ranks:
+            rank.join(timeout)
+        hanging = [rank for rank in self.ranks if rank.exitcode is None]
+        for rank in hanging:
+            rank.kill()
+        assert not hanging, self.said()
+        return [rank.exitcode for rank in self.ranks]
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+
+def start(size: int, log: Path, *what: Job | str) -> Group:
+    """Ranks that carry out jobs one after the other, or (of texts) call the command line with them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log.touch()
+    ranks = [FORKS.Process(target=_rank, args=(rank, size, port, what, log)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    return Group(ranks, log)
+
+
+def together(size: int, log: Path, *jobs: Job) -> None:
+    """All jobs on so many ranks; everything has to go well."""
+    group = start(size, log, *jobs)
+    assert group.codes() == [0] * size, group.said()
+
+
+def _rank(rank: int, size: int, port: int, what: Sequence[Job | str], log: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with log.open("a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if all(isinstance(item, str) for item in what):
+        sys.argv = ["opd", *map(str, what)]
+        cli.main()
+        return
+    for job in what:
+        assert isinstance(job, Job)
+        job.carry_out()
+
+
+def numbers(run: Path) -> list[dict[str, float | None]]:
+    """Of every step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: line.get(name) for name in ("step", "tokens", "reward", *NUMBERS)} for line in lines]
+
+
+def differences(one: Path, other: Path, bound: float = 1e-5, steps: int | None = None) -> list[str]:
+    """Where two runs differ: what was drawn has to be the same, numbers relative to their size.
+
+    `steps`: how many are compared; None: all.
+    """
+    found = []
+    left, right = numbers(one), numbers(other)
+    if len(left) != len(right):
+        return [f"{len(left)} steps, and {len(right)}"]
+    for a, b in zip(left[:steps], right[:steps], strict=True):
+        for name in a:
+            x, y = a[name], b[name]
+            near = x == y or (
+                x is not None and y is not None and name in NUMBERS and abs(x - y) <= bound * max(abs(x), 1e-2)
+            )
+            if not near:
+                found.append(f"{other.name}, step {a['step']}: {name} {x} and {y}")
+    return found

@@ -1,0 +1,77 @@
+"""Several ranks take the step that one process takes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import opd
+from opd.trainer.messages import read_message, write_message
+from opd.trainer.shared_sampler import dealt
+from opd.trainer.world import World
+from opd.types import Rollout, SampleRequest, Sampling
+from tests.ranks import Job, differences, start, together
+
+SHORT = ["train.steps=2", "eval.prompts=0", "rollout.prompts=9", "train.micro_tokens=96"]
+
+
+def rollout(name: str, size: int) -> Rollout:
+    numbers = np.arange(size, dtype=np.float32)
+    ids = np.arange(size, dtype=np.int32)
+    author = np.zeros(size, dtype=np.uint8)
+    return Rollout(
+        name, "p", 0, 0, "d", "student", ids, ids, author, numbers, numbers, numbers, ids, "stop", group=name
+    )
+
+
+def test_messages_come_out_as_they_went_in() -> None:
+    value = {
+        "plain": [1, -0.1, 1 / 3, "äö", None, True, (1, ("a",))],
+        ("role", 8): {"id": np.arange(6, dtype=np.float64).reshape(2, 3), "none": np.zeros(0, dtype=bool)},
+        "number": np.float32(0.1),
+    }
+    found = read_message(write_message(value))
+    assert found["plain"] == value["plain"]
+    assert found["number"] == float(np.float32(0.1))
+    assert found["role", 8]["id"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert found["role", 8]["none"].dtype == bool
+    (again,) = read_message(write_message([rollout("a", 3)]))
+    assert isinstance(again, Rollout)
+    assert again.version.dtype == np.int32
+    assert again.logprob.tolist() == [0.0, 1.0, 2.0]
+    assert math.isnan(read_message(write_message(float("nan"))))
+
+
+def test_messages_hold_no_objects() -> None:
+    with pytest.raises(TypeError, match="cannot tell each other a World"):
+        write_message(World())
+
+
+def test_samples_of_one_prompt_stay_on_one_rank() -> None:
+    prompts = [np.array([number // 2], dtype=np.int32) for number in range(10)]
+    requests = [SampleRequest(str(number), ids, number, Sampling(4)) for number, ids in enumerate(prompts)]
+    shares = [[request.id for request in dealt(requests, rank, 2)] for rank in range(2)]
+    assert shares == [["0", "1", "4", "5", "8", "9"], ["2", "3", "6", "7"]]
+
+
+def test_one_process_takes_everything() -> None:
+    world, rollouts = World(), [rollout("a", 2), rollout("b", 3)]
+    assert world.deal(rollouts) == rollouts
+    assert world.gather(3) == [3]
+    assert world.share(lambda: 4) == 4
+    assert world.leads
+
+
+def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
+    together(2, tmp_path / "log.txt", Job(tmp_path / "two", "quickstart", SHORT))
+    opd.run("quickstart", overrides=SHORT, out=tmp_path / "one")
+    assert not differences(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
+    group = start(2, tmp_path / "log.txt", "run", "quickstart", "student=tiny/nobody", "--out", str(tmp_path / "run"))
+    assert group.codes() == [2, 2]
+    assert group.said().count("tiny/nobody") == 1, group.said()

@@ -1,0 +1,168 @@
+"""Minutes on several ranks: `make test-scale`. Whatever the number of ranks, the numbers are those of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import opd
+from opd.models.load import locate
+from opd.store import RolloutStore
+from tests.ranks import Job, differences, numbers, start, together
+
+pytestmark = pytest.mark.scale
+SMALL = ["train.steps=3", "eval.prompts=0", "rollout.prompts=8", "rollout.max_new_tokens=12", "device=cpu", "threads=1"]
+CUT = [*SMALL, "train.micro_tokens=128"]
+RECIPES: dict[str, tuple[str, list[str]]] = {
+    "direct": ("quickstart", CUT),
+    "policy gradient": ("methods/thinking-machines", CUT),
+    "several updates": ("methods/thinking-machines", [*CUT, "train.epochs=2", "train.minibatches=2"]),
+    "grpo": ("methods/grpo", CUT),
+    "tip": ("methods/tip", CUT),
+    "kdrl": ("methods/kdrl", CUT),
+    "minillm": ("methods/minillm", CUT),
+    "sft": ("methods/sft", CUT),
+    "lora": ("quickstart", [*CUT, "student.lora.rank=4", "student.lora.alpha=8"]),
+    "checkpointing": ("quickstart", [*CUT, "student.gradient_checkpointing=true", "train.schedule=linear"]),
+    "mixed precision": ("quickstart", [*CUT, "train.precision=mixed"]),
+    "pairs": ("methods/online-dpo", CUT),
+    "glm5": ("methods/glm5-objective", CUT),
+    "ema": ("methods/ema", CUT),
+    "siblings": ("methods/sdpo", [*CUT, "rollout.samples=4"]),
+    "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
+    "untied": ("quickstart", CUT),
+}
+BOUND = {
+    "mixed precision": 1e-3,
+    "several updates": 1e-4,  # of which each divides by moments that are still almost nothing: roundings grow
+}
+
+FIRST = {"mixed precision": 1}  # bfloat16 gradients are rounded once per micro-batch, and Adam begins with their signs
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny/generalist with a head of its own."""
+    path = tmp_path_factory.mktemp("models") / "untied"
+    source = locate("tiny/generalist").path
+    module = AutoModelForCausalLM.from_pretrained(source)
+    module.config.tie_word_embeddings = False
+    head = AutoModelForCausalLM.from_config(module.config)
+    head.load_state_dict({**module.state_dict(), "lm_head.weight": module.get_input_embeddings().weight.detach() * 0.9})
+    head.generation_config = module.generation_config
+    head.save_pretrained(path)
+    AutoTokenizer.from_pretrained(source).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every recipe in one process."""
+    root = tmp_path_factory.mktemp("alone")
+    for name in RECIPES:
+        job(name, root, untied).carry_out()
+    return root
+
+
+def job(name: str, root: Path, untied: Path) -> Job:
+    recipe, overrides = RECIPES[name]
+    more = [f"student.model={untied}"] if name == "untied" else []
+    return Job(root / name.replace(" ", "-"), recipe, [*overrides, *more])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_any_number_of_ranks_takes_the_same_steps(size: int, alone: Path, untied: Path, tmp_path: Path) -> None:
+    names = RECIPES if size > 1 else ("direct", "lora", "untied")
+    together(size, tmp_path / "log.txt", *(job(name, tmp_path, untied) for name in names))
+    found = []
+    for name in names:
+        one, many = job(name, alone, untied).out, job(name, tmp_path, untied).out
+        found += differences(one, many, BOUND.get(name, 1e-5), FIRST.get(name))
+    assert not found, "\n".join(found)
+
+
+LONG: dict[str, Any] = {
+    "student": "tiny/generalist",
+    "teachers": {"arithmetic": "tiny/arithmetic", "spelling": "tiny/spelling"},
+    "prompts": [
+        {"source": "task:addition", "domain": "arithmetic"},
+        {"source": "task:reverse", "domain": "spelling"},
+    ],
+    "rollout": {"prompts": 8, "samples": 2, "max_new_tokens": 16},
+    "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
+    "train": {"steps": 6, "lr": 1e-3, "micro_tokens": 128},
+    "eval": {"prompts": 4, "every": 3, "teachers": False},
+    "checkpoint": {"every": 2},
+    "device": "cpu",
+    "threads": 1,
+}
+
+
+def test_saved_on_two_ranks_and_resumed_on_others(tmp_path: Path) -> None:
+    for kind, more in {
+        "whole": {},
+        "lora": {"student": {"model": "tiny/generalist", "lora": {"rank": 4, "alpha": 8}}},
+    }.items():
+        recipe = LONG | more
+        root = tmp_path / kind
+        root.mkdir()
+        opd.run(recipe, out=root / "reference")
+        stopped = {size: root / f"on-{size}" for size in (1, 2, 3)}
+        together(2, root / "log.txt", *(Job(path, recipe, stop_after=3) for path in stopped.values()))
+        assert all(len(numbers(path)) == 3 for path in stopped.values())
+        opd.resume(stopped[1])
+        for size in (2, 3):
+            together(size, root / f"log-{size}.txt", Job(stopped[size]))
+        for path in stopped.values():
+            assert not differences(root / "reference", path)
+            assert opd.Run(path).summary["status"] == "done"
+        assert len(AutoModelForCausalLM.from_pretrained(opd.Run(stopped[3]).model).state_dict()) > 10
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_nothing_is_lost_when_a_rank_is_killed(victim: int, tmp_path: Path) -> None:
+    recipe = LONG | {"train": {"steps": 60, "lr": 1e-3, "micro_tokens": 128}, "eval": {"prompts": 0}}
+    run = tmp_path / "run"
+    group = start(2, tmp_path / "log.txt", Job(run, recipe))
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        time.sleep(0.05)
+        assert all(rank.exitcode is None for rank in group.ranks), group.said()
+    killed = group.ranks[victim].pid
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    codes = group.codes(60)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1, group.said()
+    assert "lost touch with another rank" in group.said()
+    before = {entry.id: entry.stop for entry in RolloutStore(run / "rollouts", read_only=True).entries.values()}
+    steps = len(numbers(run))
+    together(3, tmp_path / "log-2.txt", Job(run, stop_after=steps + 3))
+    after = RolloutStore(run / "rollouts", read_only=True).entries
+    assert set(before) <= set(after)
+    opd.run(
+        recipe,
+        out=tmp_path / "reference",
+        on_step=lambda live, found: live.stop() if found["step"] == steps + 3 else None,
+    )
+    assert not differences(tmp_path / "reference", run)
+
+
+def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
+    recipe = LONG | {"train": {"steps": 60, "lr": 1e-3, "micro_tokens": 128}, "eval": {"prompts": 0}, "checkpoint": {}}
+    (tmp_path / "recipe.yaml").write_text(str(recipe).replace("True", "true").replace("False", "false"))
+    run = tmp_path / "run"
+    group = start(2, tmp_path / "log.txt", "run", str(tmp_path / "recipe.yaml"), "--out", str(run))
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        time.sleep(0.05)
+        assert all(rank.exitcode is None for rank in group.ranks), group.said()
+    group.ranks[1].terminate()
+    assert group.codes(60) == [75, 75], group.said()
+    assert list((run / "checkpoints" / "main").glob("step-*")), group.said()
