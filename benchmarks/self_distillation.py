@@ -7,8 +7,8 @@ privileged   the teacher reads the answer; the student is measured without it (O
 concise      the teacher, copied every 50 steps, is told to be brief (CRISP): length and score, before and after
 collapse     the same, copied at every step: refused by default, taken with `force: true`
 
-With --tiny the privilege is a short context in place of a long one (OPSDL), since tiny models do not read answers or instructions;
-the other two are only exercised. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
+With --tiny the privilege is a question without the words that stand before it in the student's prompt (OPSDL's short context), since tiny
+models do not read answers or instructions; the other two are only exercised. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from runs import FIGURES, RESULTS, run_all, save
 
 from opd.config import load_recipe
+from opd.data.tasks import WORDS, Dice, get_task
 from opd.errors import RecipeError
 
 STUDIES = ("privileged", "concise", "collapse")
@@ -64,9 +65,9 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "concise": {"kind": "refresh", "every": 50, "view": brief},
         "collapse": {"kind": "refresh", "every": 1, "force": True, "view": brief},
     }
-    task = {"source": "task:haystack", "domain": "sums", "options": {"sums": 2}}
-    if study != "privileged":
-        task = {"source": "task:addition", "domain": "sums"}
+    task = {"source": "task:addition", "domain": "sums"}
+    if study == "privileged":
+        task = {"domain": "sums", **{key: str(path) for key, path in distracted(args.directory).items()}}
     return {
         "student": "tiny/generalist",
         "teachers": {"sums": teachers[study]},
@@ -77,6 +78,21 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "device": "cpu",
         "threads": 1,
     }
+
+
+def distracted(directory: Path) -> dict[str, Path]:
+    """Sums behind words that have nothing to do with them, for training and held out; `relevant` is the sum alone."""
+    files = {"source": directory / "train.jsonl", "eval_source": directory / "held-out.jsonl"}
+    for path, split in zip(files.values(), ("train", "heldout"), strict=True):
+        rows = []
+        for index in range(2000):
+            prompt = get_task("addition").prompt("train" if split == "train" else "heldout", index)
+            question, dice = prompt.messages[0]["content"], Dice(f"{split}/{index}")  # type: ignore[index]
+            text = " ".join([*(WORDS[dice.below(len(WORDS))] for _ in range(3)), question])
+            rows.append({"prompt": text, "document": text, "relevant": question, "answer": prompt.fields["answer"]})
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return files
 
 
 def refused(args: argparse.Namespace) -> str:
@@ -124,7 +140,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
     args = parser.parse_args()
     args.lr = args.lr or (1e-3 if args.tiny else 3e-4)
-    directory = args.directory or Path(tempfile.mkdtemp())
+    directory = args.directory = args.directory or Path(tempfile.mkdtemp())
     told = refused(args)
     names = {study: [f"{study}-{seed}" for seed in range(args.seeds)] for study in args.studies}
     jobs = {name: recipe(study, seed, args) for study in args.studies for seed, name in enumerate(names[study])}
@@ -134,10 +150,12 @@ def main() -> None:
     for study, found in studies.items():
         ends = [found[key]["mean"] for key in ("before", "after", "response_length_first", "response_length_last")]
         print(f"{study}: {ends[0]:.1%} -> {ends[1]:.1%} held out, {ends[2]:.1f} -> {ends[3]:.1f} tokens")
+    recipes = json.dumps({study: recipe(study, 0, args) for study in args.studies})
+    plain = json.loads(recipes.replace(f"{directory}/", ""))
     title = "self-distillation-tiny" if args.tiny else "self-distillation"
     save(f"{title}.json", {
         "models": "tiny/generalist" if args.tiny else "SmolLM2-135M-Instruct, LoRA", "held_out": args.prompts, "steps": args.steps,
-        "lr": args.lr, "seeds": args.seeds, "studies": studies, "refused": told, "recipes": {study: recipe(study, 0, args) for study in args.studies},
+        "lr": args.lr, "seeds": args.seeds, "studies": studies, "refused": told, "recipes": plain,
         "runs": runs,
     })  # fmt: skip
     draw(json.loads((RESULTS / f"{title}.json").read_text(encoding="utf-8")), title)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 CHOICES: dict[str, str] = {
     "form.direct": "opd.objective.direct:Direct",
     "form.policy_gradient": "opd.objective.policy_gradient:PolicyGradient",
+    "form.uld": "opd.objective.crossed:ULD",
+    "form.gold": "opd.objective.crossed:GOLD",
     "form.k2": "opd.objective.sampled:K2",
     "form.cross_entropy": "opd.objective.sampled:CrossEntropy",
     "form.pairwise": "opd.objective.pairwise:Pairwise",
@@ -66,6 +68,7 @@ CHOICES: dict[str, str] = {
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",
     "view.context": "opd.teachers.views:ContextView",
+    "view.bytes": "opd.teachers.crossing:BytesView",
     "view.sibling": "opd.teachers.group_views:SiblingView",
     "view.feedback": "opd.teachers.group_views:FeedbackView",
     "view.revision": "opd.teachers.group_views:RevisionView",

@@ -133,6 +133,7 @@ class Rendered:
     ids: np.ndarray  # int32
     spans: tuple[tuple[int, int, int, int], ...]
     view: str = "same"
+    crossed: bool = False  # read with another tokenizer: a span pairs what covers the same bytes, and is one event
 
     @property
     def length(self) -> int:
@@ -155,6 +156,7 @@ class Signal:
     values: Any
     mask: np.ndarray  # (T,) bool
     key: str = ""  # of what was read, where it is kept: `opd.teachers.cache.text_key`
+    crossed: np.ndarray | None = None  # ids of the teacher's tokens in the spans, where its tokenizer is another
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,6 +108,7 @@ def test_a_run_learns_from_adapters_over_its_own_base(
         return load(name, **settings)
 
     monkeypatch.setattr("opd.runner.stage_models.load_model", counted)
+    monkeypatch.setattr("opd.teachers.quantised.load_model", counted)
     evaluated = {"eval": {"prompts": 1, "max_new_tokens": 2}}
     _, found = run(tmp_path, "shared", recipe(base, adapters, **evaluated))
     assert loaded == [base]  # once: the student's own base is the teachers'

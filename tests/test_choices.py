@@ -65,6 +65,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "teacher.mixture": {"parts": {"a": {"model": "x"}, "b": {"kind": "live"}}, "combine": "geometric", "role": "other",
                         "weights": {"a": 1.5, "b": {"value": 0.8, "to": 0.0, "over": 9, "curve": "cosine", "domains": {"maths": 0.2}}}},
     "teacher.extrapolation": {"toward": {"model": "x"}, "away": {"kind": "self"}, "by": {"value": 0.1, "distance": 15, "most": 5}, "divide": True},
+    "view.bytes": {"skip": 3}, "form.uld": {"k": 9}, "form.gold": {"beta": 0.3, "matched_weight": 0.5, "unmatched_weight": 0.1},
     "teacher.vllm": {"address": "http://box:8000", "model": "m", "weights": "w", "dtype": "bfloat16", "transfer": "bfloat16", "tolerance": 0.1},
     "teacher.openai": {"address": "https://box", "model": "m", "tokenizer": "t", "max_logprobs": 64, "token_env": "KEY", "patience": 9.0},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},

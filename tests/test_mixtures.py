@@ -384,6 +384,7 @@ LIVE = {"kind": "live"}
         ),
         (mixed(parts={**TINY, "c": {"kind": "base"}}), {}, "part c: kind base .* Set student.lora"),
         (mixed(parts={"a": LIVE, "b": LIVE}), {}, "never differ"),
+        (mixed(parts={**TINY, "c": {"kind": "cached", "run": "/tmp/x"}}), {}, "Use the teacher itself"),
         (mixed(weights={"a": {"value": 1, "to": 2}, "b": 1}), {}, "belong together"),
         (mixed(weights={"a": {"value": 1, "curve": "cosine"}, "b": 1}), {}, "set `to` and `over`"),
         (mixed(weights={"a": {"most": 1}, "b": 1}), {}, "depends on `distance`"),

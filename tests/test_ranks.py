@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 import opd
+from opd.config import load_recipe
+from opd.errors import RecipeError
+from opd.settings import by_hand
+from opd.teachers.kinds import AnyTeacher, Surroundings
+from opd.teachers.pool import open_teachers
 from opd.trainer.messages import read_message, write_message
+from opd.trainer.ranks import Ranks
 from opd.trainer.shared_sampler import dealt
 from opd.trainer.world import World
 from opd.types import Rollout, SampleRequest, Sampling
@@ -63,6 +69,28 @@ def test_one_process_takes_everything() -> None:
     assert world.gather(3) == [3]
     assert world.share(lambda: 4) == 4
     assert world.leads
+
+
+def test_groups_are_dealt_whole_and_by_tokens() -> None:
+    rollouts = [rollout(name, size) for name, size in (("a", 8), ("b", 5), ("c", 4), ("a", 8), ("d", 3))]
+    shares = [[item.group for item in Ranks(None, rank, 2, rank).deal(rollouts)] for rank in range(2)]
+    assert shares == [["a", "a"], ["b", "c", "d"]]
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"), [("store.hidden=true", "store.hidden"), ("train.learn=false", "only scores")]
+)
+def test_what_ranks_cannot_do_is_refused(setting: str, why: str) -> None:
+    (stage,) = load_recipe("quickstart", [setting]).stages
+    with pytest.raises(RecipeError, match=why):
+        Ranks(None, 0, 2, 0).require(stage)
+
+
+def test_a_live_teacher_is_refused_where_weights_are_spread(tmp_path: Path) -> None:
+    student = opd.load_model("tiny/generalist")
+    kind = by_hand("coach", AnyTeacher, {"kind": "live", "view": {"kind": "template", "template": "{answer}{prompt}"}})
+    with pytest.raises(RecipeError, match="refresh with every: 1"):
+        open_teachers({"coach": kind}, student, lambda ref: student, Surroundings(sharded=True))
 
 
 def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:

@@ -217,6 +217,33 @@ def test_rescues_that_mean_nothing_are_refused(rescue: dict[str, Any], words: st
         )
 
 
+def test_experience_is_written_from_the_answers_and_shown_to_the_teacher(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    experience = {"by": "student", "template": "{trajectories}!", "trajectories": 2, "max_new_tokens": 6}
+    spec = recipe(
+        models, rollout={"prompts": 3, "max_new_tokens": 4, "experience": experience}, objective={"form": "policy_gradient"},
+        teachers={"a": {"kind": "self", "view": {"kind": "template", "template": "{experience}/{prompt}"}}},
+    )  # fmt: skip
+    run = opd.run(spec, out=tmp_path / "run")
+    store, tokenizer = run.rollouts, load_tokenizer(models["student"])
+    entries = list(store.entries.values())
+    written = [entry for entry in entries if entry.source == "experience:student"]
+    assert len(written) == 2  # one a step
+    for number, entry in enumerate(written):
+        (item,) = store.load([entry.id])
+        assert tokenizer.decode(item.prompt_ids.tolist()).count("(reward 0)") == 2
+        said = tokenizer.decode(item.response_ids.tolist(), skip_special_tokens=True).strip()
+        answers = [other for other in entries[4 * number : 4 * number + 4] if other.source == "student"]
+        for name, signal in store.signals([other.id for other in answers], "teacher", "logprobs_at").items():
+            assert signal.spans[0][2] == store.entries[name].prompt_length + len(said) + 1
+        assert run.metrics[number]["experience/tokens"] == entry.length
+    with pytest.raises(RecipeError, match="no teacher's view shows it"):
+        load_recipe({**spec, "teachers": {"a": models["teacher"]}})
+    with pytest.raises(RecipeError, match=r"names \{trajectories\}"):
+        load_recipe({**spec, "rollout": {"experience": {"template": "{answer}"}}})
+
+
 class Interrupted(Exception):
     pass
 

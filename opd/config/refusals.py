@@ -63,6 +63,11 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
         if rollout.rescue.hint is not None and rollout.rescue.hint.by == "teacher" and not stage.teachers:
             yield "rollout.rescue.hint: there is no teacher to write it. Give one, or set by: student."
+    if rollout.experience is not None:
+        if not any("experience" in kind.view.shows() for kind in stage.teachers.values()):
+            yield "rollout.experience is written, and no teacher's view shows it: name {experience} in a template, or drop it."
+        if rollout.experience.by == "teacher" and not stage.teachers:
+            yield "rollout.experience: there is no teacher to write it. Give one, or set by: student."
     if stage.train.minibatches > rollout.prompts:
         yield (
             f"train.minibatches ({stage.train.minibatches}) must not be more than rollout.prompts ({rollout.prompts}): "
@@ -126,6 +131,9 @@ def _teachers(stage: Stage) -> Iterator[str]:
     asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
     if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
         yield f"eval.weight_average averages teachers, but the number of teachers is {len(asking)}. Set it to false."
+    for name in asking if stage.eval.prompts and stage.eval.weight_average else ():
+        if stage.teachers[name].has_model and not stage.teachers[name].has_plain_weights:
+            yield f"eval.weight_average averages weights, and those of teachers.{name} are quantised. Set it to false."
     yield from _offers(stage)
 
 
@@ -148,6 +156,8 @@ def _offers(stage: Stage) -> Iterator[str]:
     drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
     if stage.rollout.rescue is not None and stage.rollout.rescue.hint is not None:
         drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
+    if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
+        drawn.append("rollout.experience")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     yield from stage.pool.refuse(stage.teachers, drawn)
@@ -157,6 +167,35 @@ def _offers(stage: Stage) -> Iterator[str]:
                 yield (
                     f"{key} needs a model in this process, but teachers.{name}, of kind {kind.name}, has none. Drop it."
                 )
+
+
+def _crossing(stage: Stage) -> Iterator[str]:
+    """What cannot be done with a teacher that has another tokenizer."""
+    for name, kind in stage.teachers.items():
+        if not kind.view.crosses:
+            continue
+        if len(kind.reads()) != 1 or not kind.has_model:
+            yield f"teachers.{name}: the view bytes is for one model with a tokenizer of its own, and not for kind {kind.name}."
+        for number, term in enumerate(stage.objective):
+            place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
+            needs, own = term.needs(stage.train.updates), term.form_needs(stage.train.updates)
+            asked = {signal for role, signal in needs.signals if role == kind.role}
+            asked |= {"topk" for role, _ in needs.topk if role == kind.role}
+            formed = {signal for role, signal in own.signals if role == kind.role}
+            plain = term.minimises in ("", "reverse_kl") and not any(role != kind.role for role, _ in needs.signals)
+            gated = [
+                need for gate in term.gate for need in (gate.needs(term.role).signals, gate.needs(term.role).student)
+            ]
+            by_gate = any(kind.role in entry for entries in gated for entry in entries)
+            if not asked <= term.crosses or asked != formed or (asked and not plain) or by_gate:
+                yield (
+                    f"{place}: teachers.{name} has another tokenizer (view bytes), and {term.name} with these settings compares "
+                    "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, or gold."
+                )
+        drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+        for key in [*drawn, *(["eval.weight_average"] if stage.eval.prompts and stage.eval.weight_average else [])]:
+            if kind.role == "teacher":
+                yield f"{key} needs a teacher with the student's tokenizer, and teachers.{name} has another (view bytes). Drop it."
 
 
 def _evaluation(stage: Stage) -> Iterator[str]:
@@ -193,4 +232,4 @@ def _files(stage: Stage) -> Iterator[str]:
         yield from tracker.refuse(StageView.of(stage))
 
 
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _evaluation, _files)
+CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _crossing, _evaluation, _files)

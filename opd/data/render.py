@@ -82,18 +82,26 @@ def render_completion(
             f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set "
             "data_share: 0."
         )
+    ids = ids_behind(prompt, completion, tokenizer, template_kwargs)
+    stop = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
+    return np.asarray([*ids, stop][:max_tokens], dtype=np.int32), len(ids) >= max_tokens
+
+
+def ids_behind(
+    prompt: Prompt, answer: str, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """An answer's ids behind its prompt, without a stop id."""
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=prompt.messages is None)["input_ids"]
         return _open(prompt, ids, tokenizer)
 
-    ids = _behind(_text(prompt, tokenizer, template_kwargs or {}), completion, encode)
+    ids = _behind(_text(prompt, tokenizer, template_kwargs or {}), answer, encode)
     if ids is None:  # prompt and answer share a token: the prompt keeps its ids, and the answer begins a line
-        ids = _behind("\n", completion, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = _behind("\n", answer, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
     if ids is None:
-        ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    stop = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
-    return np.asarray([*ids, stop][:max_tokens], dtype=np.int32), len(ids) >= max_tokens
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def _behind(before: str, after: str, encode: Callable[[str], list[int]]) -> list[int] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opd.divergences import Projection
 from opd.errors import ModelError
@@ -42,6 +43,7 @@ class LanguageModel:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
         self._plain: Any = None  # the module as it was before LoRA layers were put in
+        self.unquantised: dict[str, Tensor] = {}  # weights of quantised layers as they were, until someone has compared
         self.head = plain_head(module, name)
         self.scale, self.softcap = logit_scale(module.config), logit_softcap(module.config)
         rows = self.head.weight.shape[0]
@@ -190,6 +192,13 @@ class LanguageModel:
             module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that it is made of: itself, or the several of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
 
 
 def share_module(module: Any) -> Any:

@@ -47,7 +47,7 @@ def require_same(student: Any, teacher: Any, student_name: str, teacher_name: st
     raise TokenizerMismatch(
         f"student {student_name} and teacher {teacher_name} do not share a tokenizer: {len(differing)} of "
         f"{len(ours.keys() | theirs.keys())} ids differ ({shown}{', …' if len(differing) > 5 else ''}). "
-        "Use a teacher with the student's own tokenizer."
+        "Use a teacher with the student's own tokenizer, or let it read the text in its own tokens: view: bytes."
     )
 
 

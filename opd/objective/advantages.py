@@ -24,7 +24,7 @@ from opd.objective.advantage_formulas import (
     returns,
     whitened_by,
 )
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import TrainingBatch, beside
 from opd.settings import Choice, Family, Fraction, Needs, Positive, StageView, changed
 from opd.types import Rollout
 
@@ -259,14 +259,15 @@ class TeacherAdvantage(AdvantagePart):
     def _shaped(self, tokens: SampledTokens) -> list[np.ndarray]:
         """Each rollout's log-ratios, extrapolated, clipped and summed up as asked for."""
         rollouts, batch = tokens.rollouts, tokens.batch
-        teachers = batch.logprobs(tokens.term.role, rollouts)
+        teachers, signals = batch.logprobs(tokens.term.role, rollouts), batch.signals[tokens.term.role, "logprobs_at"]
+        students = [
+            beside(student, signals[rollout.id]) for student, rollout in zip(tokens.student, rollouts, strict=True)
+        ]
         none = [np.zeros(0)] * len(rollouts)
         references = batch.logprobs("reference", rollouts) if self.extrapolation != 1 else none
         return [
             self._of_rollout(tokens, teacher, student, reference, counted)
-            for teacher, student, reference, counted in zip(
-                teachers, tokens.student, references, tokens.counted, strict=True
-            )
+            for teacher, student, reference, counted in zip(teachers, students, references, tokens.counted, strict=True)
         ]
 
     def _of_rollout(

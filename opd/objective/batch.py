@@ -51,6 +51,16 @@ class TrainingBatch:
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
 
 
+def beside(student: np.ndarray, signal: Signal) -> np.ndarray:
+    """The student's log-probs as the teacher's are: where it reads other tokens, those of a span divided over its tokens."""
+    if signal.crossed is None:
+        return student
+    found = student.copy()
+    for s0, s1, _, _ in signal.spans:
+        found[s0:s1] = student[s0:s1].mean()
+    return found
+
+
 def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:
     return np.concatenate([getattr(rollout, name) for rollout in rollouts])
 

@@ -82,6 +82,11 @@ class MicroBatch:
     def device(self) -> torch.device:
         return self.projection.hidden.device
 
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums are kept in."""
+        return torch.float64 if self.projection.hidden.dtype == torch.float64 else torch.float32
+
     def tensor(self, values: np.ndarray) -> Tensor:
         return upload(values, self.device)
 

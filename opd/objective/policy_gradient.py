@@ -29,6 +29,7 @@ class PolicyGradient(CorrectedTerm):
     flat = ("divergence",)
     usual_authors = ("student",)
     by_ratio = True
+    crosses = frozenset({"logprobs_at"})
 
     divergence: AnyDivergence = Field(ReverseKL(), description="of a direct term; of policy_gradient: whose advantage")
     advantage: Advantage = Field(Advantage(), description="of policy_gradient")

@@ -5,6 +5,7 @@ policy_gradient   sampled token: an advantage (teacher log-ratio, outcome, both)
 k2                sampled token: half the squared log-ratio to the teacher, differentiated directly
 cross_entropy     negative log-likelihood of data, teacher, or chosen student tokens
 pairwise          a preference between two answers to the same prompt, the better-rewarded and the other
+uld, gold         distributions over different vocabularies, at spans that both tokenizers cut out
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from opd.objective.schedule import Schedule
 from opd.objective.weights import token_weights
 from opd.settings import Choice, Family, Needs, StageView, changed
 from opd.shorthand import OneOrMany, Short
+from opd.types import SignalKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
     from opd.sampling.rollouts import Rollouts
-    from opd.types import Rollout, SignalKind
+    from opd.types import Rollout
 
 SOME = 1e-6  # a share of the prompts that nobody knows beforehand
 AuthorName = Literal["student", "teacher", "data"]
@@ -46,6 +48,10 @@ class Term(Choice):
     by_ratio: ClassVar[bool] = (
         False  # needs the log-prob a token was sampled with, so it trains on the student's tokens alone
     )
+
+    crosses: ClassVar[frozenset[SignalKind]] = (
+        frozenset()
+    )  # signals that it can use of a teacher with another tokenizer
 
     role: str = Field("teacher", description="whose signal")
     on: list[AuthorName] | None = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from opd.config import Stage
+from opd.config.stage import WEIGHTS
 from opd.data.parse import BadRow
 from opd.data.prompts import DOMAIN
 from opd.data.source import Source, Told, silent
@@ -28,6 +29,7 @@ from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef, Outlook
+from opd.teachers.quantised import require_quantiser
 from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
@@ -69,16 +71,14 @@ def check_stage(
     require_access(spec, make=False)
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
-        if ref.device is not None:
-            pick_device(ref.device, f"teachers.{name}: ")
+    _require_places(spec, device)
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
     tokenizer = tokenizers[names[own]]
-    for ref in refs:
+    for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
@@ -95,14 +95,13 @@ def check_stage(
     if spec.eval.prompts and spec.eval.weight_average:
         averaged = dict.fromkeys(table.get("teacher", {}).values())
         _require_same_shapes([names[ref] for name in averaged for ref in spec.teachers[name].reads()])
-    templates: dict[str, Any] = {}
-    for name, kind in spec.teachers.items():
-        own_models = [names[ref] for ref in kind.reads()] or [names[own]]
-        templates[name] = tokenizers[own_models[0]] if kind.view.chat_template == "teacher" else tokenizer
-        scored = partial(_scores, name, chooser(table[kind.role], spec.route))
-        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
-        reads = min(context_of(configs[model]) for model in own_models) if known else MANY
-        require_shown(name, kind.view, scored, sources, templates[name], reads)
+    read = {name: [names[ref] for ref in kind.reads()] or [names[own]] for name, kind in spec.teachers.items()}
+    templates = {
+        name: tokenizers[read[name][0]] if kind.view.chat_template == "teacher" else tokenizer
+        for name, kind in spec.teachers.items()
+    }
+    contexts = {name: min(context_of(configs[model]) for model in models) for name, models in read.items()}
+    _require_views(spec, table, sources, templates, contexts)
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
@@ -152,6 +151,21 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     )
 
 
+def _require_views(
+    spec: Stage,
+    table: Mapping[str, Mapping[str, str]],
+    sources: Sequence[Source],
+    templates: Mapping[str, Any],
+    contexts: Mapping[str, int],
+) -> None:
+    """Every teacher's view has something to show that the teacher can read."""
+    for name, kind in spec.teachers.items():
+        scored = partial(_scores, name, chooser(table[kind.role], spec.route))
+        known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
+        context, written = contexts[name] if known else MANY, spec.rollout.experience is not None
+        require_shown(name, kind.view, scored, sources, templates[name], context, written)
+
+
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:
     with suppress(BadRow):  # it is skipped, and has no teacher
         return chosen(prompt) == name
@@ -164,6 +178,16 @@ def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:
         raise RecipeError(
             "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
         )
+
+
+def _require_places(spec: Stage, device: torch.device) -> None:
+    """Every teacher's device is there, and can do what is asked of it."""
+    usual = WEIGHTS[spec.train.precision_on(str(device))]
+    for name, ref in ((name, ref) for name, kind in spec.teachers.items() for ref in kind.reads()):
+        if ref.device is not None:
+            pick_device(ref.device, f"teachers.{name}: ")
+        if ref.quantise is not None:
+            require_quantiser(f"teachers.{name}", ref.quantise, ref.dtype or usual, ref.device or str(device))
 
 
 def pick_device(name: str, whose: str = "") -> torch.device:

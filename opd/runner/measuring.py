@@ -38,7 +38,9 @@ def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
     return {
         name: _measure_model(run, run.teachers[name].model)
         for name in dict.fromkeys(run.routes.get("teacher", {}).values())
-        if run.spec.teachers[name].has_model and not run.spec.teachers[name].of_student
+        if run.spec.teachers[name].has_model
+        and not run.spec.teachers[name].of_student
+        and not run.spec.teachers[name].view.crosses  # it would have to be asked in its own tokens
     }
 
 

@@ -22,6 +22,7 @@ from opd.text import bytes_in_words, plain
 
 SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
+QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes per weight, scales included
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,13 @@ def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], stu
     held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
     for ref in sorted(models - paged.keys() - own, key=str):
         name, each = resolve(ref.model), BYTES[ref.dtype or usual]
-        held[ref.device or ""] = held.get(ref.device or "", 0) + parameter_count(name, ref.revision) * each
+        config = load_config(name, ref.revision)
+        head, count = int(config.vocab_size) * int(config.hidden_size), parameter_count(name, ref.revision)
+        whole = count if ref.quantise is None else head * (1 if config.tie_word_embeddings else 2)
+        layers = 0.0 if ref.quantise is None else (count - whole) * QUANTISED[ref.quantise]
+        held[ref.device or ""] = held.get(ref.device or "", 0) + whole * each + int(layers)
         if ref.device is not None:
-            config = load_config(name, ref.revision)
-            held[""] += int(config.vocab_size) * int(config.hidden_size) * each
+            held[""] += head * each
     return held
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -11,7 +13,8 @@ from opd.config import Stage
 from opd.data.render import render_prompt
 from opd.data.source import Source
 from opd.errors import DataError, RecipeError
-from opd.teachers.views import View
+from opd.sampling.experience import EXPERIENCE, TRAJECTORIES, Experience
+from opd.teachers.views import View, question
 from opd.types import Prompt
 
 FIRST = 64  # prompts of a source without end that are looked at
@@ -19,15 +22,26 @@ LOOKED = 1000  # prompts that are rendered before all are taken to be too long
 
 
 def require_shown(
-    name: str, view: View, scored: Callable[[Prompt], bool], sources: Sequence[Source], tokenizer: Any, context: int
+    name: str,
+    view: View,
+    scored: Callable[[Prompt], bool],
+    sources: Sequence[Source],
+    tokenizer: Any,
+    context: int,
+    written: bool = False,
 ) -> None:
-    """A view that has nothing to show for any prompt, or more than the teacher can read, would mask them all."""
+    """A view that has nothing to show for any prompt, or more than the teacher can read, would mask them all.
+
+    `written`: whether an experience will be.
+    """
     if view.as_sampled:
         return
+    later = {EXPERIENCE: " "} if written else {}
     prompts = [prompt for source in sources for prompt in source.examples() if scored(prompt)]
     every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if scored(prompt)))
     sizes: list[int] = []
-    for rewritten in filter(None, map(view.rewrite, every)):
+    knowing = (replace(prompt, fields={**prompt.fields, **later}) for prompt in every)
+    for rewritten in filter(None, map(view.rewrite, knowing)):
         sizes.append(render_prompt(rewritten, tokenizer).size)
         if sizes[-1] + view.skip < context:
             return
@@ -58,6 +72,10 @@ def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: 
         reads.append((lambda prompt: rescue.view.rewrite(rescue.shortest(prompt)), hint + rollout.max_new_tokens))
         if rescue.hint is not None:
             reads.append((rescue.hint.question.rewrite, hint))
+    if rollout.experience is not None:
+        reads.append(
+            (partial(_experience, rollout.experience, rollout.max_new_tokens), rollout.experience.max_new_tokens)
+        )
     for source in sources if reads else ():
         for prompt in islice(chain(source.examples(), _rows(source)), LOOKED):
             for read, new_tokens in reads:
@@ -65,6 +83,13 @@ def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: 
                 if shown is not None:
                     longest = max(longest, render_prompt(shown, tokenizer).size + new_tokens)
     return min(longest + longest // 4, context)
+
+
+def _experience(spec: Experience, new_tokens: int, prompt: Prompt) -> Prompt | None:
+    """What is asked about answers as long as they may be; a token is taken to have four characters."""
+    told = "\n\n".join([question(prompt) + "x " * 2 * new_tokens] * spec.trajectories)
+    found: Prompt | None = spec.question.rewrite(replace(prompt, fields={**prompt.fields, TRAJECTORIES: told}))
+    return found
 
 
 def _rows(source: Source) -> Iterator[Prompt]:

@@ -97,7 +97,9 @@ class StageRun:
         spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
         weights = {
             name: {
-                ref.model: weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                ref.identified(ref.model): ref.identified(
+                    weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+                )
                 for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
             }
             for name, kind in spec.teachers.items()
@@ -253,7 +255,7 @@ class StageRun:
         tokenizer = self._templates[teacher]
         if self.spec.teachers[teacher].view.chat_template == "student":
             return groups
-        return {name: replace(group, tokenizer=tokenizer) for name, group in groups.items()}
+        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
 
     def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
         """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""

@@ -15,6 +15,9 @@ from opd.models.load import weights_directory
 from opd.runner.checks import RevisionOf
 from opd.teachers.kinds import ModelRef
 from opd.teachers.paging import Pager
+from opd.teachers.quantised import load_teacher
+
+Key = tuple[str, str | None, str, str, str | None]  # model, revision, dtype, device, quantisation
 
 
 class StageModels:
@@ -25,7 +28,7 @@ class StageModels:
     ) -> None:
         self._device, self._usual = str(device), WEIGHTS[spec.train.precision_on(str(device))]
         self._resolve, self._revision_of = resolve, revision_of
-        self._known: dict[tuple[str, str | None, str, str], LanguageModel] = {}
+        self._known: dict[Key, LanguageModel] = {}
         self._paged = set(spec.pool.paged(spec.teachers))
         self.pager: Pager | None = None
         if self._paged and spec.pool.resident is not None:
@@ -35,7 +38,7 @@ class StageModels:
 
     def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
         """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
-        key = name, revision, dtype, device = self._key(ModelRef(spec.student.model, spec.student.revision))
+        key = name, revision, dtype, device, _ = self._key(ModelRef(spec.student.model, spec.student.revision))
         model = load_model(
             name,
             dtype=dtype,
@@ -49,14 +52,14 @@ class StageModels:
         return model
 
     def teacher(self, ref: ModelRef) -> LanguageModel:
-        key = name, revision, dtype, device = self._key(ref)
+        key = name, revision, dtype, device, _ = self._key(ref)
         if key not in self._known:
-            model = load_model(name, dtype=dtype, revision=revision, device=device)
+            model = load_teacher(ref, name, revision, dtype, device)
             if self.pager is not None and ref in self._paged:
                 model = self.pager.take_in(model, weights_directory(name, revision))
             self._known[key] = model
         return self._known[key]
 
-    def _key(self, ref: ModelRef) -> tuple[str, str | None, str, str]:
+    def _key(self, ref: ModelRef) -> Key:
         revision = self._revision_of(ref.model, ref.revision)
-        return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device
+        return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device, ref.quantise

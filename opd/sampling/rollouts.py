@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from opd import families
+from opd.sampling.experience import Experience
 from opd.sampling.rescue import Rescue
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.shorthand import OneOrMany
@@ -37,6 +38,9 @@ class Rollouts(BaseModel):
     )
     rescue: Rescue | None = Field(
         None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
+    )
+    experience: Experience | None = Field(
+        None, description="a text that a model makes of a step's answers, for teachers' views to show (OEL)"
     )
     contrast: Count = Field(
         0,

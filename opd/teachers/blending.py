@@ -106,6 +106,9 @@ class BlendedTeacher(ScoringTeacher):
         assert found is not None
         return 2 * found
 
+    def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
+        return {key: value for part in self._parts.values() for key, value in part.measure(texts).items()}
+
     # How it moves
 
     def observe(self, step: int, weights: WeightsRef) -> None:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from opd.teachers.scoring import ScoringTeacher
 
 
+Quantisation = Literal["int8", "fp8", "int4"]
+
+
 class ModelRef(NamedTuple):
     """A model that a kind reads."""
 
@@ -34,6 +37,11 @@ class ModelRef(NamedTuple):
     revision: str | None = None
     dtype: Dtype | None = None  # None: that of the student's weights
     device: str | None = None  # None: the student's
+    quantise: Quantisation | None = None
+
+    def identified(self, name: str) -> str:
+        """The name of a model, or a hash of its weights, which quantised ones are not."""
+        return name if self.quantise is None else f"{self.quantise} of {name}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ class TeacherKind(Choice):
         return None
 
     @property
+    def has_plain_weights(self) -> bool:
+        """Whether weights of its model can be averaged with others."""
+        return self.has_model
+
+    @property
     def title(self) -> str:
         """What it is called in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
@@ -166,6 +179,10 @@ class FrozenTeacher(ModelTeacher):
     dtype: Dtype | None = Field(None, description="default: that of the student's weights (train.precision)")
     device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
 
+    quantise: Quantisation | None = Field(
+        None, description="int8, fp8 or int4: weights of its linear layers, with torchao; the head stays as it is"
+    )
+
     @field_validator("device")
     @classmethod
     def _is_a_device(cls, value: str | None) -> str | None:
@@ -174,9 +191,18 @@ class FrozenTeacher(ModelTeacher):
         return value
 
     def reads(self) -> Sequence[ModelRef]:
-        return (ModelRef(self.model, self.revision, self.dtype, self.device),)
+        return (ModelRef(self.model, self.revision, self.dtype, self.device, self.quantise),)
+
+    @property
+    def has_plain_weights(self) -> bool:
+        return self.quantise is None
 
     def refuse(self, view: StageView) -> Iterable[str]:
+        if self.quantise is not None and view.rollout.teacher_mix and self.role == "teacher":
+            yield (
+                f"quantise: {self.quantise} with rollout.teacher_mix, which draws every token from student and teacher together: a "
+                "quantised teacher only scores. Drop one of the two."
+            )
         if self.device is not None and view.rollout.teacher_mix and self.role == "teacher":
             yield (
                 f"device {self.device} with rollout.teacher_mix, which draws every token from student and teacher together: both "
@@ -189,5 +215,9 @@ class FrozenTeacher(ModelTeacher):
 
         (ref,) = self.reads()
         model = supplies.load(ref)
+        if self.quantise is not None:
+            from opd.teachers.quantised import QuantisedTeacher
+
+            return QuantisedTeacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
         teacher = PagedTeacher if isinstance(model, PagedModel) else LocalTeacher
         return teacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
@@ -20,13 +21,14 @@ from pydantic_core import CoreSchema
 
 from opd.settings import SETTINGS, Choice, Family, Positive, StageView, Word, changed
 from opd.shorthand import Short
-from opd.teachers.kinds import ModelRef, Supplies, TeacherKind
-from opd.types import TeacherLike
+from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
+from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.divergences import Mixture, Projection
+    from opd.models.tokenizers import Elsewhere
 
 FARTHEST = 2.0  # of two distributions, sum |p - q|
 MOST_DOMAINS = 200  # their numbers travel beside hidden states, exactly in any of their types
@@ -143,6 +145,20 @@ class BlendKind(TeacherKind):
     def reads(self) -> Sequence[ModelRef]:
         return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.reads()))
 
+    def files(self) -> list[Path]:
+        return [path for kind in self.members.values() for path in kind.files()]
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        asked: tuple[SignalKind, ...] = ("hidden",)  # whatever is made of it
+        for key, kind in self.members.items():
+            kind.require(f"{name}.{key}", tokenizer, asked)
+
+    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
+        found = [known for kind in self.members.values() if (known := kind.vocabulary(around)) is not None]
+        stop_ids = tuple(dict.fromkeys(index for known in found for index in known.stop_ids))
+        name, size = ", ".join(known.name for known in found), min((known.size for known in found), default=0)
+        return found[0]._replace(name=name, stop_ids=stop_ids, size=size) if found else None
+
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return sum(kind.bytes_per_weight(each, lora) for kind in self.members.values())
 
@@ -151,6 +167,8 @@ class BlendKind(TeacherKind):
             extra = sorted(changed(kind) & self.of_whole)
             if extra:
                 yield f"part {name}: `{extra[0]}` is that of the whole: set it beside `kind: {self.name}`, not in a part."
+            elif kind.earlier():
+                yield f"part {name}: kind {kind.name} has what a whole teacher said in an earlier run. Use the teacher itself."
             elif "hidden" not in kind.offers:
                 yield f"part {name}: kind {kind.name} gives no hidden states, so it cannot be mixed. Use another kind."
             else:

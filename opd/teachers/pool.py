@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
+from opd.models.token_bytes import matching_ids
 from opd.models.tokenizers import require_same, share_vocabulary
 from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
+from opd.teachers.scoring import ScoringTeacher
 from opd.types import TeacherLike
 
 
@@ -26,13 +29,16 @@ def open_teachers(
     """
     around = around or Surroundings()
     models: dict[ModelRef, LanguageModel] = {}
-    for ref in (settled(ref, student.device) for kind in kinds.values() for ref in kind.reads()):
+    here = student.device
+    same = {settled(ref, here) for kind in kinds.values() if not kind.view.crosses for ref in kind.reads()}
+    for ref in (settled(ref, here) for kind in kinds.values() for ref in kind.reads()):
         if ref not in models:
             models[ref] = load(ref)
             models[ref].module.requires_grad_(False)
-            require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
+            if ref in same:
+                require_same(student.tokenizer, models[ref].tokenizer, student.name, ref.model)
     elsewhere = [found for kind in kinds.values() if (found := kind.vocabulary(around)) is not None]
-    stop_ids = share_vocabulary(student, {str(ref): model for ref, model in models.items()}, elsewhere)
+    stop_ids = share_vocabulary(student, {str(ref): models[ref] for ref in models if ref in same}, elsewhere)
 
     def loaded(named: ModelRef) -> LanguageModel:
         ref = settled(named, student.device)
@@ -42,7 +48,25 @@ def open_teachers(
         return models[ref]
 
     supplies = Supplies(student, stop_ids, loaded, around)
-    return {name: kind.open(name, supplies) for name, kind in kinds.items()}, stop_ids
+    opened: dict[str, TeacherLike] = {}
+    for name, kind in kinds.items():
+        opened[name] = _crossing(name, kind, supplies) if kind.view.crosses else kind.open(name, supplies)
+    return opened, stop_ids
+
+
+def _crossing(name: str, kind: TeacherKind, supplies: Supplies) -> TeacherLike:
+    """A teacher with another tokenizer: it has stop ids of its own, and some ids mean the same as the student's."""
+    (ref,) = kind.reads()
+    model, student = supplies.load(ref), supplies.student
+    teacher = kind.open(name, replace(supplies, stop_ids=model.stop_ids))
+    if not model.stop_ids or not isinstance(teacher, ScoringTeacher):
+        raise RecipeError(
+            f"teachers.{name}: the view bytes needs a model that names a stop id, and {ref.model!r} has none."
+        )
+    left, right = matching_ids(student.tokenizer, model.tokenizer, (set(supplies.stop_ids), set(model.stop_ids)))
+    known = (left < student.size) & (right < model.size)
+    teacher.matched = left[known], right[known]
+    return teacher
 
 
 def settled(ref: ModelRef, home: torch.device) -> ModelRef:

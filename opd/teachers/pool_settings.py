@@ -25,10 +25,12 @@ class TeacherPool(BaseModel):
         return self.keep or ("memory" if device.startswith("cuda") else "disk")
 
     def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
-        """Models that come and go; none where all have room. What another kind reads as well, or has a `device`, stays."""
+        """Models that come and go; none where all have room. What another kind reads, is quantised or has a `device` stays."""
         staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
-        waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads() if ref.device is None)
-        coming = dict.fromkeys(ref for ref in waiting if ref not in staying)
+        waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads())
+        coming = dict.fromkeys(
+            ref for ref in waiting if ref not in staying and ref.device is None and ref.quantise is None
+        )
         return list(coming) if self.resident is not None and self.resident < len(coming) else []
 
     def describe(self, sizes: Sequence[int], device: str) -> str:

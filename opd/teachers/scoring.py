@@ -67,6 +67,9 @@ class ScoringTeacher:
     version = 0
     context = sys.maxsize
     temperature = 1.0  # of its own distribution, whatever the student's
+    matched: tuple[np.ndarray, np.ndarray] | None = (
+        None  # ids of student and teacher that mean the same, if they differ
+    )
 
     def __init__(
         self,
@@ -108,6 +111,10 @@ class ScoringTeacher:
     def tempered(self, projection: Projection) -> Projection:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
         return tempered(projection, self.temperature)
+
+    def measure(self, texts: Sequence[Rendered]) -> dict[str, float]:
+        """What is to be known of it on the texts of a first batch, for the metrics of that step."""
+        return {}
 
     def require_offered(self, need: SignalNeed) -> None:
         if need.kind not in self.offers:
@@ -164,6 +171,10 @@ class ScoringTeacher:
         """Values at their response positions; NaN and masked where no span reaches."""
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
         mask[_positions(text, 0)] = True
+        if text.crossed:
+            ids = text.ids[_positions(text, 2)]
+            values = values if isinstance(values, Tensor) else span_sums(values, text.spans, mask.size)
+            return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask, crossed=ids)
         if not mask.all():
             values = spread(values, mask)
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
@@ -196,7 +207,18 @@ class _Numbered(NamedTuple):
 def reached(signal: Signal) -> Tensor:
     """Hidden states of the tokens that a span reaches."""
     values: Tensor = signal.values
+    if signal.crossed is not None:  # the teacher's own tokens, every one in a span
+        return values
     return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
+
+
+def span_sums(values: np.ndarray, spans: Sequence[tuple[int, int, int, int]], size: int) -> np.ndarray:
+    """(T,) log-probs of spans, each divided over the student's tokens in it; `values` are the teacher's tokens'."""
+    found, at = np.full(size, np.nan, dtype=values.dtype), 0
+    for s0, s1, t0, t1 in spans:
+        found[s0:s1] = values[at : at + t1 - t0].sum() / (s1 - s0)
+        at += t1 - t0
+    return found
 
 
 def spread(values: Any, mask: np.ndarray) -> Any:

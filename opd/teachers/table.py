@@ -17,10 +17,12 @@ from torch import Tensor
 from opd.data.render import render_prompts
 from opd.divergences import statistics
 from opd.errors import DataError
-from opd.models.language_model import LanguageModel
+from opd.models.language_model import LanguageModel, stored_parts
 from opd.models.packing import Pack
 from opd.models.tokenizers import differing_ids
-from opd.teachers.views import Group, View, behind, texts_for
+from opd.objective.batch import beside
+from opd.teachers.crossing import aligned_bytes
+from opd.teachers.views import Group, SameView, View, behind, texts_for
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 
 K = 16  # of the overlap
@@ -97,8 +99,10 @@ def compare(
     shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
     if shown:
         found |= _divergence(student, teacher, shown, stop_ids)
+    if view.crosses:
+        found["aligned"] = _aligned(student, rollouts, seen, stop_ids)
     if "logprobs_at" in teacher.offers:
-        found["stop_mass"] = _stop_mass(teacher, probe, stop_ids)
+        found["stop_mass"] = _stop_mass(teacher, view, probe, stop_ids)
         if model is not None and found["ids_differ"] == 0 and view.chat_template == "student":
             found["template"] = _template(student, model, teacher, view, probe)
     return Pair(name, **found)
@@ -124,7 +128,7 @@ def _divergence(
 ) -> dict[str, Any]:
     """Exact from hidden states, or estimated from log-probs of the student's own tokens."""
     rollouts, texts = [rollout for rollout, _ in shown], [text for _, text in shown]
-    if "hidden" in teacher.offers:
+    if "hidden" in teacher.offers and not any(text.crossed for text in texts):
         signals = teacher.score(rollouts, SignalNeed("hidden"), texts)
         mask = np.concatenate([signal.mask for signal in signals])
         hidden = torch.cat([signal.values.to(student.device) for signal in signals])
@@ -137,7 +141,7 @@ def _divergence(
     if "logprobs_at" not in teacher.offers:
         return {}
     gaps = [
-        rollout.logprob - np.asarray(signal.values)
+        beside(rollout.logprob, signal) - np.asarray(signal.values)
         for rollout, signal in zip(rollouts, teacher.score(rollouts, SignalNeed("logprobs_at"), texts), strict=True)
     ]
     known = np.concatenate(gaps)
@@ -145,12 +149,25 @@ def _divergence(
     return {"kl": float(known.mean()) if known.size else None, "sampled": True, "tokens": known.size}
 
 
-def _stop_mass(teacher: TeacherLike, probe: Samples, stop_ids: tuple[int, ...]) -> float | None:
+def _aligned(
+    student: LanguageModel, rollouts: Sequence[Rollout], texts: Sequence[Rendered | None], stop_ids: tuple[int, ...]
+) -> float | None:
+    """The share of the answers' bytes that spans pair."""
+    nothing = Rendered(np.zeros(0, dtype=np.int32), ())
+    found = [
+        aligned_bytes(rollout, text or nothing, student.tokenizer, stop_ids)
+        for rollout, text in zip(rollouts, texts, strict=True)
+    ]
+    size = sum(every for _, every in found)
+    return sum(inside for inside, _ in found) / size if size else None
+
+
+def _stop_mass(teacher: TeacherLike, view: View, probe: Samples, stop_ids: tuple[int, ...]) -> float | None:
     """Where answers stop, of the dataset's if there are any: a student stops in wrong places too."""
     ended = [rollout for rollout in probe.reference or probe.rollouts if _stopped(rollout, stop_ids)]
     if not ended:
         return None
-    values = [float(np.asarray(signal.values)[-1]) for signal in _plainly(teacher, ended)]
+    values = [float(np.asarray(signal.values)[-1]) for signal in _plainly(teacher, view, probe, ended)]
     known = [value for value in values if not np.isnan(value)]
     return float(np.exp(known).mean()) if known else None
 
@@ -159,13 +176,12 @@ def _stopped(rollout: Rollout, stop_ids: tuple[int, ...]) -> bool:
     return bool(rollout.response_ids.size) and int(rollout.response_ids[-1]) in stop_ids
 
 
-def _plainly(teacher: TeacherLike, rollouts: Sequence[Rollout]) -> list[Signal]:
-    """Log-probs behind what the student reads."""
-    texts = [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
-    fitting = [number for number, text in enumerate(texts) if text.length <= teacher.context]
-    return teacher.score(
-        [rollouts[number] for number in fitting], SignalNeed("logprobs_at"), [texts[number] for number in fitting]
-    )
+def _plainly(teacher: TeacherLike, view: View, probe: Samples, rollouts: Sequence[Rollout]) -> list[Signal]:
+    """Log-probs behind what the student reads; in the teacher's own tokens, where they are others."""
+    plain = view if view.crosses else SameView()
+    texts = texts_for(plain, rollouts, probe.prompts, probe.groups, teacher.context)
+    shown = [(rollout, text) for rollout, text in zip(rollouts, texts, strict=True) if text is not None]
+    return teacher.score([rollout for rollout, _ in shown], SignalNeed("logprobs_at"), [text for _, text in shown])
 
 
 def _template(
@@ -201,7 +217,9 @@ def _template(
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two; None where no tensors have the same shapes."""
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
-    theirs = dict(model.module.named_parameters())
+    before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
+    plain = {key: value for key, value in model.module.named_parameters() if len(stored_parts(value)) == 1}
+    theirs = plain | before
     shared = [
         key for key, value in ours.items() if value.dim() > 1 and key in theirs and theirs[key].shape == value.shape
     ]
@@ -221,7 +239,7 @@ def _part(weights: Tensor) -> Tensor:
 def held(model: LanguageModel, student: LanguageModel) -> int:
     """Bytes of weights that are not the student's as well."""
     shared = {parameter.data_ptr() for parameter in student.module.parameters()}
-    own = {parameter.data_ptr(): parameter for parameter in model.module.parameters()}
+    own = {part.data_ptr(): part for parameter in model.module.parameters() for part in stored_parts(parameter)}
     return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
 
 

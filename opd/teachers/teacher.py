@@ -15,7 +15,6 @@ from torch import Tensor
 
 from opd.divergences.mixture import Source
 from opd.errors import RecipeError, UserError
-from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
 from opd.models.tokenizers import share_vocabulary
@@ -23,6 +22,7 @@ from opd.sampling.rollouts import Rollouts
 from opd.settings import StageView, by_hand
 from opd.teachers.kinds import AnyTeacher, ModelRef, TeacherKind
 from opd.teachers.pool import open_teachers
+from opd.teachers.quantised import load_teacher, require_quantiser
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import behind
 from opd.types import Rendered, Rollout, Signal, SignalNeed, WeightsRef
@@ -62,9 +62,11 @@ class Teacher:
 
         def load(ref: ModelRef) -> LanguageModel:
             if ref not in loaded:
-                loaded[ref] = load_model(
-                    ref.model, dtype=ref.dtype or usual, revision=ref.revision, device=ref.device or place
-                )
+                dtype, where = ref.dtype or usual, ref.device or place
+                if ref.quantise is not None:
+                    require_quantiser(name, ref.quantise, dtype, where)
+                loaded[ref] = load_teacher(ref, ref.model, ref.revision, dtype, where)
+                loaded[ref].unquantised = {}  # there is no first batch to compare them on
             return loaded[ref]
 
         beside = student if student is not None else load(kind.reads()[0])

@@ -34,6 +34,7 @@ class Group:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop_ids: tuple[int, ...] = ()
     feedback: Mapping[str, str] = field(default_factory=dict)  # what came with the rewards, where anything did
+    student: Any = None  # the tokenizer of the responses, where `tokenizer` is the teacher's
 
     def behind(self, prompt: Prompt, rollout: Rollout, skip: int = 0) -> Rendered:
         """The response behind another prompt; its first `skip` tokens are read, not scored."""
@@ -68,6 +69,7 @@ class View(Choice):
     family = "view"
     instructs: ClassVar[bool] = False  # it asks for another manner of answering, which a close follower overdoes
     reads_feedback: ClassVar[bool] = False  # so that what came with a reward is kept
+    crosses: ClassVar[bool] = False  # the teacher has another tokenizer, and reads the response in its own tokens
     of_prompt: ClassVar[bool] = True  # the prompt alone says what it shows
     reprompts: ClassVar[bool] = True  # what it shows is a prompt, so that answers can be sampled under it
 
@@ -220,11 +222,14 @@ def texts_for(
 
 
 def require_aligned(view: View, text: Rendered, rollout: Rollout) -> None:
-    """Every span pairs response tokens with the same ids in what is read, behind at least one token."""
+    """Every span pairs response tokens with the same ids in what is read, behind at least one token; with those of another
+    tokenizer, which cover the same bytes, where the teacher has one.
+    """
     end = 0
     for s0, s1, t0, t1 in text.spans:
-        same = np.array_equal(text.ids[t0:t1], rollout.response_ids[s0:s1])
-        if not (end <= s0 <= s1 <= rollout.response_ids.size and t0 >= 1 and t1 - t0 == s1 - s0 and same):
+        same = t1 > t0 and s1 > s0 if text.crossed else np.array_equal(text.ids[t0:t1], rollout.response_ids[s0:s1])
+        inside = end <= s0 <= s1 <= rollout.response_ids.size and 1 <= t0 <= t1 <= text.ids.size
+        if not (inside and same and (text.crossed or t1 - t0 == s1 - s0)):
             raise RecipeError(
                 f"view {view.name}: its span {(s0, s1, t0, t1)} of rollout {rollout.id!r} does not pair the response with itself. "
                 "Keep the response's ids as they were sampled."

@@ -11,7 +11,9 @@ from opd.data.prompts import route_value
 from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
+from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, texts_for
+from opd.trainer.experience import write_experience
 from opd.trainer.metrics import Clock
 from opd.trainer.rescue import rescue
 from opd.trainer.signal_store import ask
@@ -75,11 +77,17 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
     kept = kept or groups
+    trained = [rollout for members in kept.values() for rollout in members]
+    prompts = {name: visit.prompt for name, visit in asked.items()}
+    if spec.experience is not None:
+        with clock("experience"):
+            prompts, written = write_experience(run, asked[trained[0].prompt_id], trained, rewards, prompts)
+            metrics |= written
     return Gathered(
-        [rollout for members in kept.values() for rollout in members],
+        trained,
         rewards,
         metrics,
-        {name: visit.prompt for name, visit in asked.items()},
+        prompts,
         {name: run.group(asked[members[0].prompt_id], members, rewards) for name, members in kept.items()},
     )
 
@@ -107,6 +115,11 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
+            if step == 1 and isinstance(teacher, ScoringTeacher):
+                measured = teacher.measure([text for text in seen if text is not None])
+                metrics |= measured
+                for key, value in measured.items():
+                    run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
             for role, kind in (need for need in needs if need[0] == teacher.role):
                 answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind), mine)
                 signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}

@@ -68,8 +68,14 @@ def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
 def _stored(run: StageRun, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
     """What the same teacher, in the same version, said of the same texts."""
     found = run.store.signals(list(shown), teacher.role, kind)
+
+    def again(key: str, signal: Signal) -> Signal:
+        text, values = shown[key], signal.values
+        ids = np.concatenate([text.ids[t0:t1] for _, _, t0, t1 in text.spans]) if text.crossed and text.spans else None
+        return replace(signal, values=torch.from_numpy(np.asarray(values)) if kind == "hidden" else values, crossed=ids)
+
     return {
-        key: replace(signal, values=torch.from_numpy(np.asarray(signal.values))) if kind == "hidden" else signal
+        key: again(key, signal)
         for key, signal in found.items()
         if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
         and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)

@@ -1,0 +1,209 @@
+"""Terms for teachers with another tokenizer, which compare whole distributions at spans that both cut out of the text.
+
+uld    the sorted probabilities of what may come next, whatever the tokens are called
+gold   the events of a whole span: those with a token in both vocabularies one by one, the others sorted
+
+With one tokenizer every token is a span: `gold` is the JSD, and `uld` is 0 where the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from opd.objective.term import Term
+from opd.settings import Fraction, Needs, Positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.divergences import Projection
+    from opd.objective.micro import MicroBatch
+    from opd.objective.prepare import PreparedTerm
+    from opd.types import Signal
+
+
+class CrossingHead(Protocol):
+    """A teacher with another tokenizer: its own stop ids, and which ids mean the same on both sides."""
+
+    stop_ids: tuple[int, ...]
+    matched: tuple[np.ndarray, np.ndarray] | None
+
+
+class Event(NamedTuple):
+    """Tokens s0..s1 of a micro-batch, and rows t0..t1 of what a teacher said."""
+
+    s0: int
+    s1: int
+    t0: int
+    t1: int
+
+
+@dataclass(frozen=True, eq=False)
+class SpanEvents:
+    """All that one teacher scores in a micro-batch."""
+
+    spans: np.ndarray  # (M, 4)
+    weight: np.ndarray  # (M,), the mean over a span's tokens: each span counts once
+    teacher: Any  # its head
+    hidden: Tensor  # (rows, D)
+    ids: np.ndarray  # (rows,) tokens that the rows predict
+    crossed: bool
+
+
+def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[SpanEvents]:
+    import torch
+
+    signals = [micro.batch.signals[role, "hidden"][rollout.id] for rollout in micro.pack.rollouts]
+    starts = np.cumsum([0, *micro.pack.response_lengths[:-1]])
+    for name in dict.fromkeys(signal.teacher for signal in signals if signal.mask.any()):
+        spans: list[Event] = []
+        hidden: list[Tensor] = []
+        ids: list[np.ndarray] = []
+        at = 0
+        for rollout, signal, start in zip(micro.pack.rollouts, signals, starts, strict=True):
+            if signal.teacher != name or not signal.mask.any():
+                continue
+            spans += _spans(signal, int(start), at)
+            ids.append(rollout.response_ids if signal.crossed is None else signal.crossed)
+            hidden.append(signal.values.to(micro.device))
+            at += ids[-1].size
+        weights = np.array([weight_N[span.s0 : span.s1].mean() for span in spans])
+        kept = np.flatnonzero(weights)
+        if kept.size:
+            crossed = any(signal.crossed is not None for signal in signals if signal.teacher == name)
+            chosen = np.array(spans)[kept]
+            yield SpanEvents(
+                chosen, weights[kept], micro.teachers[name], torch.cat(hidden), np.concatenate(ids), crossed
+            )
+
+
+def _spans(signal: Signal, start: int, at: int) -> list[Event]:
+    """Token by token with one tokenizer; else as they were cut."""
+    if signal.crossed is None:
+        return [
+            Event(start + place, start + place + 1, at + place, at + place + 1)
+            for place in np.flatnonzero(signal.mask).tolist()
+        ]
+    found = []
+    for s0, s1, t0, t1 in signal.spans:
+        found.append(Event(start + s0, start + s1, at, at + t1 - t0))
+        at += t1 - t0
+    return found
+
+
+class CrossedTerm(Term):
+    """What both have in common."""
+
+    crosses = frozenset({"hidden"})
+
+    def form_needs(self, updates: int) -> Needs:
+        return Needs(signals=((self.role, "hidden"),))
+
+    def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
+        import torch
+
+        total = micro.projection.hidden.new_zeros((), dtype=torch.float32)
+        for events in events_of(micro, self.role, weight_N):
+            loss, _ = self.distance(micro, events)
+            total = total + loss
+        return total
+
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _merges(self, micro: MicroBatch, events: SpanEvents) -> tuple[Any, Any]:
+        return micro.merge, ((tuple(events.teacher.stop_ids),) if events.crossed else micro.merge)
+
+    def _sides(self, micro: MicroBatch, events: SpanEvents, column: int) -> tuple[Projection, Projection]:
+        """Both distributions at one token of every span: its first (0), or its last (1)."""
+        from opd.objective.micro import in_half
+
+        first, last = (events.spans[:, 0], events.spans[:, 2]), (events.spans[:, 1] - 1, events.spans[:, 3] - 1)
+        ours, theirs = last if column else first
+        student = micro.projection.rows(micro.tensor(ours))
+        teacher = events.teacher.project(events.hidden[micro.tensor(theirs)])
+        return student, in_half(teacher, student.hidden.dtype)
+
+
+class ULD(CrossedTerm):
+    """The distance of the sorted probabilities at the beginning of every span, where both have read the same text."""
+
+    name = "uld"
+    k: Positive | None = Field(None, description="of uld: the likeliest ids that are compared one by one; default: all")
+
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
+        from opd.divergences.crossed import crossed_loss, sorted_distance
+
+        student, teacher = self._sides(micro, events, 0)
+        weight = micro.tensor(events.weight)
+
+        def sorted_by_rank(log_s: Tensor, log_t: Tensor) -> Tensor:
+            return sorted_distance(log_s.exp(), log_t.exp(), self.k)
+
+        return crossed_loss(student, teacher, weight, sorted_by_rank, self._merges(micro, events))
+
+
+class GOLD(CrossedTerm):
+    """Of every span, the distribution at its last token times the probability of those before: the chain rule."""
+
+    name = "gold"
+    beta: Fraction = Field(0.5, description="of jsd: 0 is forward KL, 1 reverse KL")
+    matched_weight: float | None = Field(
+        None, ge=0, description="of gold: of the ids that both vocabularies have; default: their share of the teacher's"
+    )
+    unmatched_weight: float | None = Field(None, ge=0, description="of gold: of the others; default: the rest of 1")
+
+    def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
+        from opd.divergences.crossed import crossed_loss, matched_distance
+
+        student, teacher = self._sides(micro, events, 1)
+        merges, ids = self._merges(micro, events), self._matched(micro, events)
+        before = self._before(micro, events, merges) if events.crossed else None
+        weights = None
+        if ids is not None and (self.matched_weight is not None or self.unmatched_weight is not None):
+            share = ids[1].numel() / teacher.vocabulary
+            weights = (
+                share if self.matched_weight is None else self.matched_weight,
+                1 - share if self.unmatched_weight is None else self.unmatched_weight,
+            )
+
+        def one_by_one(log_s: Tensor, log_t: Tensor) -> Tensor:
+            return matched_distance(log_s, log_t, ids, self.beta, weights)
+
+        return crossed_loss(student, teacher, micro.tensor(events.weight), one_by_one, merges, before)
+
+    def _matched(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor] | None:
+        """Ids of common events; the stop is one."""
+        if not events.crossed:
+            return None
+        head: CrossingHead = events.teacher
+        assert head.matched is not None
+        stops = (micro.merge[0][:1], head.stop_ids[:1])
+        pairs = [np.append(side, stop) for side, stop in zip(head.matched, stops, strict=True)]
+        return micro.tensor(pairs[0].astype(np.int64)), micro.tensor(pairs[1].astype(np.int64))
+
+    def _before(self, micro: MicroBatch, events: SpanEvents, merges: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+        """(M,) log-probs of what each span holds before its last token, on both sides."""
+        from opd.divergences import token_logprobs
+
+        spans, count = events.spans, len(events.spans)
+        found = []
+        for side, (first, last) in enumerate(((0, 1), (2, 3))):
+            rows = np.concatenate([np.arange(span[first], span[last] - 1) for span in spans]).astype(np.int64)
+            owner = np.repeat(np.arange(count), spans[:, last] - spans[:, first] - 1)
+            sums = micro.projection.hidden.new_zeros(count, dtype=micro.wide)
+            if rows.size and side == 0:
+                values = token_logprobs(micro.projection.rows(micro.tensor(rows)), micro.tokens(rows), merge=merges[0])
+                sums = sums.index_add(0, micro.tensor(owner), values.to(sums))
+            elif rows.size:
+                teacher = events.teacher.project(events.hidden[micro.tensor(rows)])
+                ids = micro.tensor(events.ids[rows].astype(np.int64))
+                values = token_logprobs(teacher, ids, merge=merges[1]).detach()
+                sums = sums.index_add(0, micro.tensor(owner), values.to(sums))
+            found.append(sums)
+        return found[0], found[1]
