@@ -7,8 +7,8 @@ privileged   the teacher reads the answer; the student is measured without it (O
 concise      the teacher, copied every 50 steps, is told to be brief (CRISP): length and score, before and after
 collapse     the same, copied at every step: refused by default, taken with `force: true`
 
-With --tiny the privilege is a question without the words that stand before it in the student's prompt (OPSDL's short context), since tiny
-models do not read answers or instructions; the other two are only exercised. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
+With --tiny everything is exercised and nothing is shown: the privilege is a question without the words that stand before it in the student's
+prompt (OPSDL's short context), and 30 steps leave the held-out score at 0. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def wire_bytes(remote: Remote, rollouts: list[Rollout], vocabulary: int) -> dict
         "hidden states": len(answer(want="hidden")),
         "log-probs": len(answer(want="logprobs")),
     }
-    for k in TOPS:
+    for k in (k for k in TOPS if k <= vocabulary):
         frame = answer(want="topk", k=k, size=vocabulary)
         tensors = read_answer(frame)
         rows = zip(tensors["ids"].tolist(), tensors["logprobs"].tolist(), strict=True)

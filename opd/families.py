@@ -81,6 +81,7 @@ CHOICES: dict[str, str] = {
     "reward.maths": "opd.rewards.maths:Maths",
     "reward.code": "opd.rewards.code:Code",
     "reward.json": "opd.rewards.texts:Json",
+    "reward.chat": "opd.rewards.chat:ChatReward",
     "reward.custom": "opd.rewards.custom:Custom",
     "reward.python callable": "opd.rewards.callables:PythonCallable",
     "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",

@@ -86,6 +86,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "reward.numeric": {"tolerance": 0.1, "absolute": 0.5, "time_limit": 3.0}, "reward.format": {"pattern": "a+", "whole": True},
     "reward.maths": {"field": "solution"}, "reward.code": {"partial": True, "memory": 64, "processes": 2, "disk": 1},
     "reward.json": {"json_schema": {"type": "object"}}, "reward.custom": {"function": "module:function", "fresh": False},
+    "reward.chat": {"endpoint": {"address": "http://127.0.0.1:1/v1", "model": "m"}, "template": "{response}", "weight": 2.0},
     "reward.python callable": {"function": "brevity"},
     "tracker.tensorboard": {}, "tracker.wandb": {}, "tracker.trackio": {},
     "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},

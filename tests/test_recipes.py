@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import opd
 from opd.config import load_recipe, shipped_recipes
+from tests.chat_endpoint import Served, serving
 
 METHODS = [name for name in shipped_recipes() if name.startswith("methods/")]
 
@@ -18,8 +20,14 @@ def test_parses_and_opens_with_a_comment(name: str) -> None:
     assert shipped_recipes()[name].read_text(encoding="utf-8").startswith("# ")
 
 
+@pytest.fixture
+def adding() -> Iterator[Served]:
+    with serving() as found:
+        yield found
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path) -> None:
+def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert len(shipped_recipes()[name].read_text(encoding="utf-8").splitlines()) <= 30
     small = ["train.steps=2", "rollout.prompts=8", "eval.prompts=8", "sampler.slots=8", "device=cpu"]
     if name == "methods/hard-switch":  # both halves
@@ -33,6 +41,10 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path) -> None:
             "sampler.slots=4",
         ]
         small += ["sampler.prefill_rows=1", "sampler.prefill_chunk=8"]
+    if name == "methods/ovd":  # the endpoint adds
+        address = request.getfixturevalue("adding").address
+        places = ("demonstrations", "demonstrations.by")
+        small += ["rollout.samples=2", *(f"rollout.{place}.endpoint.address={address}" for place in places)]
     if name == "methods/lightning":  # scores in one stage, trains in the other
         small = (
             small[1:2] + small[3:] + [f"stages.{stage}.train.steps=1" for stage in (0, 1)] + ["stages.1.eval.prompts=8"]

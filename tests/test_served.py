@@ -45,7 +45,7 @@ def test_the_same_bits_as_in_process(server: ServeProcess, student: LanguageMode
     near = opd.Teacher({"model": "tiny/arithmetic", "batch_tokens": 64, "temperature": temperature}, student)
     far = opd.Teacher(served(server, batch_tokens=64, temperature=temperature), student)
     assert far.stop_ids == near.stop_ids
-    for need in (SignalNeed("hidden"), SignalNeed("logprobs_at"), SignalNeed("topk", k=7)):
+    for need in (SignalNeed("hidden"), SignalNeed("logprobs_at"), SignalNeed("topk", k=7), SignalNeed("topk", k=1000)):
         for one, other in zip(near.score(asked, need), far.score(asked, need), strict=True):
             assert one.spans == other.spans
             parts = [(one.values, other.values)]

@@ -19,7 +19,20 @@ from opd.teachers.mixture import PartWeight
 ROOT = Path(config.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {"errors", "types", "settings", "shorthand", "families", "plugins", "overrides", "files", "text", "hub", "remote"},
+    {
+        "errors",
+        "types",
+        "settings",
+        "shorthand",
+        "families",
+        "plugins",
+        "overrides",
+        "files",
+        "text",
+        "hub",
+        "remote",
+        "chat",
+    },
     {"divergences"},
     {"objective"},
     {"data"},

@@ -86,7 +86,7 @@ def _is_source(place: Place) -> bool:
     return place in ((), ("source",), ("eval_source",))
 
 
-_REWARD_TEXTS = {"kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}
+_REWARD_TEXTS = {"endpoint", "template", "kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}
 
 
 def _prompts(value: str, base: Path) -> str:

@@ -86,6 +86,23 @@ def _authors(stage: Stage) -> Iterator[str]:
             )
 
 
+def _demonstrations(stage: Stage) -> Iterator[str]:
+    spec = stage.rollout.demonstrations
+    if spec is None:
+        return
+    if not any("teacher" in term.authors for term in stage.objective):
+        yield (
+            "rollout.demonstrations, but no term of the objective trains on teacher tokens. Add one, such as {form: cross_entropy, "
+            "on: [teacher]}: terms that go by ratios cannot, since nobody knows the log-probs that the text was written with."
+        )
+    if spec.by is not None:
+        yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.refuse(StageView.of(stage)))
+    if stage.rollout.rescue is not None:
+        yield "rollout.demonstrations and rollout.rescue both replace answers that failed. Drop one."
+    if stage.rollout.contrast:
+        yield "rollout.demonstrations with rollout.contrast: groups that were all wrong would be dropped first. Set contrast: 0."
+
+
 def _coefficients(stage: Stage) -> Iterator[str]:
     steps = range(1, min(stage.train.steps, 10_000) + 1)
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
@@ -232,4 +249,15 @@ def _files(stage: Stage) -> Iterator[str]:
         yield from tracker.refuse(StageView.of(stage))
 
 
-CHECKS = (_rollouts, _authors, _coefficients, _objective, _choices, _teachers, _crossing, _evaluation, _files)
+CHECKS = (
+    _rollouts,
+    _authors,
+    _demonstrations,
+    _coefficients,
+    _objective,
+    _choices,
+    _teachers,
+    _crossing,
+    _evaluation,
+    _files,
+)

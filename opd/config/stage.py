@@ -243,7 +243,9 @@ class Stage(BaseModel):
     def uses_rewards(self) -> bool:
         """Whether a term, what a teacher is shown or who answers depends on them."""
         choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
-        return self.rollout.rescue is not None or any(choice.needs().rewards for choice in choices)
+        wanted = self.rollout.demonstrations
+        replaced = self.rollout.rescue is not None or (wanted is not None and wanted.by is None)
+        return replaced or any(choice.needs().rewards for choice in choices)
 
     @field_validator("name")
     @classmethod

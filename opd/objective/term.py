@@ -219,6 +219,8 @@ def present_authors(rollout: Rollouts) -> dict[str, float]:
         shares[writer.author] += writer.share
     if rollout.rescue is not None:
         shares[rollout.rescue.trained_as] = shares[rollout.rescue.trained_as] or SOME
+    if rollout.demonstrations is not None:
+        shares["teacher"] = shares["teacher"] or SOME
     return shares
 
 

@@ -10,20 +10,32 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
 from opd import sandbox
+from opd.chat import CallLog
 from opd.errors import RecipeError
 from opd.settings import Choice, Family
 from opd.types import Prompt, RewardResult, Sample
 
 MISSING = RewardResult(None, error="the prompt has no reference answer")
+
+
+class OpenReward(Protocol):
+    """A reward that is asked for over the network."""
+
+    def reward(self, samples: Sequence[Sample]) -> list[RewardResult]: ...
+
+    def drain(self) -> dict[str, float]:
+        """Calls, tokens, cost and failures since it was last called."""
+
+    def close(self) -> None: ...
 
 
 class RewardKind(Choice):
@@ -35,6 +47,7 @@ class RewardKind(Choice):
     evaluates: ClassVar[bool] = False  # a library that may run what it parses: only behind the sandbox's walls
     sees_prompt: ClassVar[bool] = False  # beyond its fields
     asks_prompt: ClassVar[bool] = False  # which reward to be
+    asks_elsewhere: ClassVar[bool] = False  # over the network, many at once: from this process, through `open`
     from_python: ClassVar[bool] = False  # a callable of the program: a recipe holds its name alone
     package: ClassVar[str] = ""  # that has to be there
     install: ClassVar[str] = ""  # how it gets there
@@ -64,6 +77,10 @@ class RewardKind(Choice):
 
     def reward(self, sample: Sample) -> RewardResult | float | None:
         """A number within `bounds`, or None: there is no reward for this answer."""
+        raise NotImplementedError
+
+    def open(self, calls: CallLog | None, check: Callable[[], None]) -> OpenReward:
+        """What rewards many samples at once, where they are asked for elsewhere. `calls`: those that were made before."""
         raise NotImplementedError
 
     def covers(self, prompt: Prompt) -> bool:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from opd.chat import CallLog
 from opd.errors import RecipeError
+from opd.remote import nothing
 from opd.rewards.pool import Errand, Pool, pool
 from opd.rewards.protocol import Request, content, write_request
-from opd.rewards.reward import RewardKind, give
+from opd.rewards.reward import OpenReward, RewardKind, give
 from opd.rewards.settings import DEFAULT, Rewards
 from opd.rewards.verifier import Verifier
 from opd.text import plain
@@ -52,6 +54,9 @@ class Rewarder:
         self._forks = Pool("fork", functions=functions)
         self._kept: dict[tuple[str, str], Pool] = {}  # of rewards that keep their process, by walls and label
         self._end = weakref.finalize(self, _close, self._forks, self._kept)
+        self._calls: CallLog | None = None  # of rewards that are asked for elsewhere
+        self._check: Callable[[], None] = nothing
+        self._opened: dict[bytes, OpenReward] = {}  # by settings
         self._cache: OrderedDict[bytes, RewardResult] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._said: Counter[str] = Counter()
@@ -80,13 +85,27 @@ class Rewarder:
         self._counts["given"] += sum(result.reward is not None for result in results)
         return results
 
+    def remember(self, calls: CallLog, check: Callable[[], None]) -> None:
+        """Calls that rewards make elsewhere are looked up and logged here; `check` is called while one waits for them."""
+        self._calls, self._check = calls, check
+        self._close_opened()
+
     def close(self) -> None:
         """End the workers that are nobody else's."""
         self._end()
+        self._close_opened()
 
-    def drain(self) -> dict[str, int]:
-        counts = {name: self._counts[name] for name in ("given", "failed", "timed_out", "cached")}
+    def _close_opened(self) -> None:
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()
+
+    def drain(self) -> dict[str, float]:
+        counts: dict[str, float] = {name: self._counts[name] for name in ("given", "failed", "timed_out", "cached")}
         self._counts.clear()
+        for opened in self._opened.values():
+            for name, count in opened.drain().items():
+                counts[name] = counts.get(name, 0) + count
         return counts
 
     def each(self, parts: Sequence[tuple[RewardKind, Sample]]) -> list[RewardResult]:
@@ -95,8 +114,9 @@ class Rewarder:
         asked: dict[bytes, Errand] = {}
         places: dict[int, bytes] = {}
         queues: dict[Pool, list[Errand]] = {}
-        for kind, sample in parts:
-            ready = self._at_hand(kind, sample)
+        elsewhere = self._asked_elsewhere(parts)
+        for number, (kind, sample) in enumerate(parts):
+            ready = elsewhere[number] if number in elsewhere else self._at_hand(kind, sample)
             if isinstance(ready, RewardResult):
                 found.append(ready)
                 continue
@@ -120,6 +140,31 @@ class Rewarder:
         )
         self._report(parts, whole)
         return whole
+
+    def _asked_elsewhere(self, parts: Sequence[tuple[RewardKind, Sample]]) -> dict[int, RewardResult]:
+        """Results of rewards that are asked for over the network, by number: each kind's all at once, what is known not again."""
+        found: dict[int, RewardResult] = {}
+        waiting: dict[bytes, dict[bytes, list[int]]] = {}  # settings -> content -> numbers
+        for number, (kind, sample) in enumerate(parts):
+            if not kind.asks_elsewhere:
+                continue
+            key = content(kind, sample)
+            if key in self._cache:
+                found[number] = self._cache[key]
+                self._counts["cached"] += 1
+            else:
+                waiting.setdefault(kind.model_dump_json().encode(), {}).setdefault(key, []).append(number)
+        for settings, by_content in waiting.items():
+            kind = parts[next(iter(by_content.values()))[0]][0]
+            if settings not in self._opened:
+                self._opened[settings] = kind.open(self._calls, self._check)
+            results = self._opened[settings].reward([parts[numbers[0]][1] for numbers in by_content.values()])
+            for (key, numbers), result in zip(by_content.items(), results, strict=True):
+                found |= dict.fromkeys(numbers, result)
+                self._counts["cached"] += len(numbers) - 1
+                if result.reward is not None:
+                    self._cache[key] = result
+        return found
 
     def _at_hand(self, kind: RewardKind, sample: Sample) -> RewardResult | tuple[RewardKind, bytes, Errand]:
         """The result, where it takes no process of its own; else the reward chosen, its key in the cache, and what to send."""

@@ -26,12 +26,14 @@ from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
+from opd.store.calls import StoredCalls
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
+from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.trainer.world import World
@@ -177,6 +179,10 @@ class StageRun:
             tuple(rollout.stop),
         )
         self.trajectories = self._trajectories(inputs.room, max_length, on_token)
+        calls, wanted = StoredCalls(self.store, spec.name), spec.rollout.demonstrations
+        self.rewarder.remember(calls, self.check_stop)
+        special = self.student.tokenizer.all_special_tokens
+        self.demonstrator = None if wanted is None else Demonstrator(wanted, calls, special, self.check_stop, self.say)
         self.publish(version=0)
 
     def _trajectories(self, room: int, max_length: int, on_token: Callable[[], None]) -> Trajectories:
@@ -289,6 +295,29 @@ class StageRun:
             self.store.note(rollout.id, reward=result.reward, **said)
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
+    def demonstrate(
+        self, rollouts: list[Rollout], rewards: dict[str, float | None], visits: Sequence[Visit]
+    ) -> list[Rollout]:
+        """The same, with demonstrations in place of answers that failed; `rewards` gets what those are worth."""
+        if self.demonstrator is None:
+            return rollouts
+        asked = {visit.prompt.id: visit for visit in visits}
+        prompts = {name: visit.prompt for name, visit in asked.items()}
+        texts = self.demonstrator.texts(rollouts, prompts, rewards, self.text)
+        names = {
+            rollout.id: self.trajectories.demonstrate(
+                rollout, asked[rollout.prompt_id], self.demonstrator.source, texts[rollout.id], self.version
+            )
+            for rollout in rollouts
+            if rollout.id in texts
+        }
+        for name in names:
+            self.store.note(name, replaced=True)
+        self.store.commit(sync=True)
+        made = dict(zip(names, self.store.load(names.values()), strict=True))
+        rewards |= self.reward(list(made.values()), visits)
+        return [made.get(rollout.id, rollout) for rollout in rollouts]
+
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
         """Where terms or views live on rewards, nothing is learnt without any: stop, and say why."""
         none = self.spec.uses_rewards and all(reward is None for reward in rewards.values())
@@ -305,6 +334,12 @@ class StageRun:
             return {}
         notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in rollouts}
         return {key: found["reward"] for key, found in notes.items() if "reward" in found}
+
+    def close(self) -> None:
+        """What runs beside this process, or is connected to another."""
+        self.rewarder.close()
+        if self.demonstrator is not None:
+            self.demonstrator.close()
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from opd import families
+from opd.sampling.demonstrations import Demonstrations
 from opd.sampling.experience import Experience
 from opd.sampling.rescue import Rescue
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
@@ -41,6 +42,9 @@ class Rollouts(BaseModel):
     )
     experience: Experience | None = Field(
         None, description="a text that a model makes of a step's answers, for teachers' views to show (OEL)"
+    )
+    demonstrations: Demonstrations | None = Field(
+        None, description="answers of a model behind a chat endpoint that replace those of the student that failed"
     )
     contrast: Count = Field(
         0,

@@ -89,12 +89,10 @@ class RolloutStore:
         pair: str = "",
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extras`: further facts of the rollout, plain JSON."""
         self._writable()
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
-        if extras:
-            names["extras"] = dict(extras)
+        names |= {"extras": dict(extras)} if extras else {}  # further facts of the rollout, plain JSON
         with self._lock:
             if id in self._state.numbers:
                 raise StoreError(f"rollout {id!r} was begun twice")
@@ -105,8 +103,7 @@ class RolloutStore:
         """Take one sampled token; it reaches the disk with the next group commit."""
         id, value, logprob, sampled, stop, version = token
         live = self._open.get(id) or self._taking(id)
-        row = (live.number, value, logprob, sampled, stop, version, int(author))
-        live.rows.append(row)
+        live.rows.append(row := (live.number, value, logprob, sampled, stop, version, int(author)))
         self._commit.add(row)
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
@@ -172,16 +169,18 @@ class RolloutStore:
         return True
 
     def record_environment(self, id: str, order: int, call: Any, result: Any) -> None:
-        """Log a call to an environment and its result, both plain JSON. `order` counts the rollout's calls from 0."""
-        live = self._taking(id)
-        if order != live.calls:
+        """Log a call to an environment, or about a finished rollout, and its result, both plain JSON. `order` counts from 0."""
+        self._writable()
+        live, number = self._open.get(id), self.entries.number(id)
+        if live is not None and order != live.calls:
             raise StoreError(f"rollout {id!r}: environment call {order} cannot be logged: call {live.calls} is next")
         try:
-            data = records.environment(live.number, order, call, result)
+            data = records.environment(number, order, call, result)
         except (TypeError, ValueError) as error:
             raise StoreError(f"rollout {id!r}: environment call {order} is not plain JSON ({error})") from None
-        live.calls += 1
-        self._commit.add(Waiting(records.ENVIRONMENT, live.number, data))
+        if live is not None:
+            live.calls += 1
+        self._commit.add(Waiting(records.ENVIRONMENT, number, data))
 
     def commit(self, sync: bool = False) -> None:
         """Ask for a group commit; with `sync`, wait until everything so far is durable."""
@@ -298,9 +297,8 @@ class RolloutStore:
         self._settle()
         wanted = {self.entries.number(id): id for id in ids}
         kept: dict[str, Signal] = {}
-        for row, place, size in self._state.index.find_attached(
-            np.array(list(wanted), dtype=np.int64), f"{role}/{kind}"
-        ):
+        rows = np.array(list(wanted), dtype=np.int64)
+        for row, place, size in self._state.index.find_attached(rows, f"{role}/{kind}"):
             record = self._read(place, size)
             values, mask = records.signal_values(record)
             facts = record.facts
@@ -311,10 +309,13 @@ class RolloutStore:
 
     def environment(self, id: str) -> list[EnvironmentRecord]:
         """The calls a rollout made to its environment, in order."""
+        return [record for _, record in self.calls([self.entries.number(id)])]
+
+    def calls(self, rows: Iterable[int]) -> Iterator[tuple[int, EnvironmentRecord]]:
+        """The calls of these rows of the index, in the order they were logged."""
         self._settle()
-        rows = np.array([self.entries.number(id)], dtype=np.int64)
-        places = self._state.index.find_attached(rows, ENVIRONMENT)
-        return [EnvironmentRecord(**self._read(place, size).facts) for _, place, size in places]
+        for row, place, size in self._state.index.find_attached(np.array(list(rows), dtype=np.int64), ENVIRONMENT):
+            yield row, EnvironmentRecord(**self._read(place, size).facts)
 
     @property
     def position(self) -> Position:

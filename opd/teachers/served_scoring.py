@@ -93,7 +93,7 @@ class ServedScorer(ScoringTeacher):
         question = ScoreQuestion.model_validate(
             {
                 "want": want,
-                "k": need.k if want == "topk" else None,
+                "k": min(need.k or 1, self._student.size) if want == "topk" else None,
                 "stop_ids": () if want == "hidden" else self.stop_ids,
                 "size": None if want == "hidden" else self._student.size,
                 "temperature": 1.0 if want == "hidden" else self.temperature,

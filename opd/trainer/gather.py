@@ -60,6 +60,7 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
             rollouts = [*map(as_trained, run.world.share(partial(run.store.load, written)))]
         with clock("reward"):
             rewards |= run.world.share(partial(run.reward, rollouts, visits))
+            rollouts = run.demonstrate(rollouts, rewards, visits)
         if spec.rescue is not None:
             with clock("rescue"):
                 rollouts, metrics = rescue(run, visits, rollouts, rewards)
@@ -76,6 +77,8 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         metrics["rollout/unshown"] = run.trajectories.unshown / len(visits)
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
+    if run.demonstrator is not None:
+        metrics |= run.demonstrator.drain()
     kept = kept or groups
     trained = [rollout for members in kept.values() for rollout in members]
     prompts = {name: visit.prompt for name, visit in asked.items()}

@@ -67,6 +67,11 @@ class Ranks(World):
             raise RecipeError(
                 f"stage {spec.name!r} only scores (train.learn: false), which one process does. Run it without torchrun."
             )
+        if spec.rollout.demonstrations is not None:
+            raise RecipeError(
+                "rollout.demonstrations with several ranks: one process asks for them and writes them down. Drop them, or run in "
+                "one process."
+            )
         if spec.keeps_hidden:
             raise RecipeError(
                 "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "

@@ -26,6 +26,7 @@ from opd.trainer.world import World
 from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
+DEMONSTRATION = "/demonstration"  # behind the id of the answer that it replaces
 SAMPLED_UNDER = "sampled_under"  # in a rollout's extras: ids of the prompt that it was sampled under
 REPLAY = "replay"  # the source of rollouts that an earlier run drew
 TRAJECTORY_DRAW = -1  # the sample number that keys "who writes?"
@@ -125,7 +126,7 @@ class Trajectories:
                 self._begin(rollout_id, plan, source, prompt_ids, shown.get(rollout_id))
             completion = writer.completion(visit, self.desk)
             if completion is not None:
-                self._write(rollout_id, completion, writer, version, durable.get(rollout_id))
+                self._write(rollout_id, completion, AUTHORS[writer.author], version, durable.get(rollout_id))
             else:
                 key = request_key(self.seed, visit.prompt.id, visit.visit, plan.sample)
                 read = shown.get(rollout_id, prompt_ids)
@@ -133,6 +134,21 @@ class Trajectories:
                 request = self._go_on(request, durable.get(rollout_id), writer, version)
                 requests.setdefault(source, []).append(request)
         return requests, self.used, self.continued
+
+    def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:
+        """Write a text that somebody else gave beside an answer that failed; the id of its rollout."""
+        rollout_id = failed.id + DEMONSTRATION
+        self.consumed = None if self.consumed is None else self.consumed + 1
+        self.newest.append(rollout_id)
+        known = self.store.entries.get(rollout_id)
+        if known is not None and known.stop is not None:
+            return rollout_id  # an earlier process had it
+        durable = None if known is None else self.store.partial([rollout_id])[0]
+        if durable is None:
+            plan = Planned(visit, failed.sample, self.spec.everyone[-1])
+            self._begin(rollout_id, plan, source, failed.prompt_ids, None)
+        self._write(rollout_id, self.desk.completion(visit, text), Author.TEACHER, version, durable)
+        return rollout_id
 
     @property
     def taken_up(self) -> bool:
@@ -237,13 +253,13 @@ class Trajectories:
         self,
         rollout_id: str,
         completion: tuple[np.ndarray, bool],
-        writer: Writer,
+        author: Author,
         version: int,
         durable: Rollout | None,
     ) -> None:
         ids, cut = completion
         done = durable.response_ids.size if durable is not None else 0
-        self.store.extend(rollout_id, ids[done:], AUTHORS[writer.author], version)
+        self.store.extend(rollout_id, ids[done:], author, version)
         self.store.finish(rollout_id, "length" if cut else "stop")
 
     def _replay_stored(self, rollout_id: str, plan: Planned, prompt_ids: np.ndarray, durable: Rollout | None) -> None:
