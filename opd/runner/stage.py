@@ -243,11 +243,6 @@ class StageRun:
         self.pager.release()
         return self.pager.metrics()
 
-    def close(self) -> None:
-        self.rewarder.close()
-        if self.pager is not None:
-            self.pager.close()
-
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
@@ -340,6 +335,8 @@ class StageRun:
         self.rewarder.close()
         if self.demonstrator is not None:
             self.demonstrator.close()
+        if self.pager is not None:
+            self.pager.close()
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
