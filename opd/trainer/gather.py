@@ -84,8 +84,8 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     prompts = {name: visit.prompt for name, visit in asked.items()}
     if spec.experience is not None:
         with clock("experience"):
-            prompts, written = write_experience(run, asked[trained[0].prompt_id], trained, rewards, prompts)
-            metrics |= written
+            prompts, told = write_experience(run, asked[trained[0].prompt_id], trained, rewards, prompts)
+            metrics |= told
     return Gathered(
         trained,
         rewards,
