@@ -6,7 +6,8 @@
 Every arm is a run of the same recipe in a process of its own: `one` sends all domains to one teacher, the others have a teacher per
 domain. The rate is so small that all arms draw the same tokens. Models have random weights, made at run
 time: time and memory do not depend on what they have learned. `peak` is the process's own (VmHWM), and on CUDA the allocator's as
-well; `seconds` is the median step behind the first, and `losses` are compared bit for bit.
+well; `seconds` is the median step behind the first, `cpu_seconds` the processor time of all threads between two steps, which does
+not feel other work on the machine; `losses` are compared bit for bit.
 
 On CUDA the rate of page-ins (bytes that a step brought in, over the time of its reads) stands beside that of plain pinned copies.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,9 @@ def run_arm(path: Path, out: Path, result: Path) -> None:
 
     import opd
 
-    opd.run(path, out=out)
+    moments: list[float] = []
+    opd.run(path, out=out, on_step=lambda *_: moments.append(time.process_time()))
+    spent = [later - earlier for earlier, later in pairwise(moments)]
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -99,6 +103,7 @@ def run_arm(path: Path, out: Path, result: Path) -> None:
     found = {
         "peak_bytes": peak,
         "seconds": round(statistics.median(sum(line.get(f"time/{name}", 0) for name in phases) for line in later), 4),
+        "cpu_seconds": round(statistics.median(spent), 4) if spent else None,
         "phases": {
             name: round(statistics.median(line.get(f"time/{name}", 0) for line in later), 4)
             for name in (*phases, "page")
@@ -177,6 +182,10 @@ def page_rate(directory: Path) -> dict[str, float]:
     return found
 
 
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return round(one / other, 3) if one and other else None
+
+
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Against one teacher, and losses against those of teachers that are all resident."""
     record: dict[str, Any] = {}
@@ -186,6 +195,7 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             record[arm] = {
                 "memory": round(values[peak] / found["one"][peak], 3),
                 "time": round(values["seconds"] / found["one"]["seconds"], 3),
+                "cpu_time": _ratio(values["cpu_seconds"], found["one"]["cpu_seconds"]),
                 "tokens_equal": values["tokens"] == found["one"]["tokens"],
             }
         reference = found.get("all") or found.get("one-resident")
