@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import platform
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# transformers imports torchao where it is installed, and torch has a word to say about its enums
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -254,9 +257,9 @@ def quiet_bars() -> None:
     """No bar per weight that is loaded. Downloads, which can take minutes, keep theirs."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import enable_progress_bars
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # the hub's too
+    disable_progress_bar()  # the hub's too
     if not HF_HUB_DISABLE_PROGRESS_BARS:
         enable_progress_bars()
 
