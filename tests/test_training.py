@@ -359,8 +359,8 @@ def test_out_of_memory_names_the_knob(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(target, explode)
+    table = {"start_table": phase == "compare teachers"}
     with pytest.raises(TrainingError, match=rf"out of memory in phase '{phase}'.*{knob}"):
-        table = {"start_table": phase == "compare teachers"}
         opd.run(recipe(models, eval={"prompts": 0}, log=table), out=tmp_path / "run")
     if phase == "compare teachers":  # before the first step: nothing is left behind
         assert not (tmp_path / "run").exists()
