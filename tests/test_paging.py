@@ -70,6 +70,9 @@ def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> N
         json.loads((tmp_path / name / "summary.json").read_text())["stages"][0]["evals"] for name in ("two", "all")
     ]
     assert evals[0] == evals[1]
+    starts = [json.loads((tmp_path / name / "start.json").read_text())["main"] for name in ("two", "all")]
+    assert starts[0] == starts[1]
+    assert all(pair["origin"] is not None for pair in starts[0])
     assert not [path for path in (tmp_path / "two").iterdir() if path.name.startswith("tmp")]
 
 

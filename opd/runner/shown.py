@@ -82,6 +82,8 @@ def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: 
                 shown = read(prompt)
                 if shown is not None:
                     longest = max(longest, render_prompt(shown, tokenizer).size + new_tokens)
+                if longest >= context:
+                    return context
     return min(longest + longest // 4, context)
 
 

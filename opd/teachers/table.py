@@ -7,6 +7,7 @@ Thresholds are published where `docs/teachers.md` says so; remedies are the publ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +94,18 @@ def compare(
 ) -> Pair:
     """`stop_ids`: of all models together, one event."""
     model: LanguageModel | None = teacher.model
+    with nullcontext() if model is None else model.resident():  # its weights are looked at as well
+        return Pair(name, **_measured(student, model, teacher, view, probe, stop_ids))
+
+
+def _measured(
+    student: LanguageModel,
+    model: LanguageModel | None,
+    teacher: TeacherLike,
+    view: View,
+    probe: Samples,
+    stop_ids: tuple[int, ...],
+) -> dict[str, Any]:
     found: dict[str, Any] = {} if model is None else _of_models(student, model)
     rollouts = [rollout for rollout in probe.rollouts if rollout.response_ids.size]
     seen = texts_for(view, rollouts, probe.prompts, probe.groups, teacher.context)
@@ -105,7 +118,7 @@ def compare(
         found["stop_mass"] = _stop_mass(teacher, view, probe, stop_ids)
         if model is not None and found["ids_differ"] == 0 and view.chat_template == "student":
             found["template"] = _template(student, model, teacher, view, probe)
-    return Pair(name, **found)
+    return found
 
 
 def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
