@@ -242,6 +242,7 @@ def teacher_projections(
     Rows about which nothing was said are left out.
     """
     device = student.hidden.device
+    waits = device.type == "cpu"  # a copy from a GPU has to be whole; one to a GPU is, when anything there reads it
     known = [signals[rollout.id] for rollout in pack.rollouts]
     owner = np.repeat([signal.teacher if signal.mask.any() else "" for signal in known], pack.response_lengths)
     open_N = open_N & np.concatenate([signal.mask for signal in known])
@@ -249,7 +250,7 @@ def teacher_projections(
         rows = np.flatnonzero((owner == name) & open_N)
         hidden = torch.cat(
             [
-                signal.values.to(device, non_blocking=True)
+                signal.values.to(device, non_blocking=not waits)
                 for signal in known
                 if signal.teacher == name and signal.mask.any()
             ]

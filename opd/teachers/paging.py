@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -251,6 +251,13 @@ class PagedTeacher(LocalTeacher):
             return hidden
         host = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
         return host.copy_(hidden, non_blocking=True)
+
+    def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
+        """Where a view leaves tokens out, what it said is spread over the response: read here, so the copy has to be whole."""
+        reached = sum(s1 - s0 for s0, s1, _, _ in text.spans)
+        if isinstance(values, Tensor) and values.device != self._model.device and reached < rollout.response_ids.size:
+            _settle(self._model.device)
+        return super()._signal(rollout, text, values)
 
     def score(
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
