@@ -35,6 +35,7 @@ AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, en
 FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
 SLICE = 0.5  # seconds after which a wait looks whether it should end
 QUOTED = 600  # characters of an answer that an error quotes
+UNSAFE = re.compile(r"//[^\s'\"]*@")  # name and password in an address
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
 
 
@@ -48,8 +49,14 @@ def nothing() -> None:
 
 def address_of(text: str) -> str:
     """An address as it is asked: http or https, a host, no name and password in it."""
-    parts = urlsplit(text)
+    shown = plain(UNSAFE.sub("//…@", text))
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise RecipeError(f"address {shown!r}: it has no port that can be. Such as http://127.0.0.1:8200.") from None
     wrong = [
+        port == 0 and "port 0 is nobody's",
         parts.scheme not in ("http", "https") and "it has to begin with http:// or https://",
         not parts.hostname and "it names no host",
         (parts.username or parts.password) is not None and "a password does not belong there: name it by `token_env`",
@@ -57,8 +64,7 @@ def address_of(text: str) -> str:
         bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
     ]
     for reason in filter(None, wrong):
-        shown = re.sub(r"//[^/@]*@", "//…@", text)
-        raise RecipeError(f"address {plain(shown)!r}: {reason}. Such as http://127.0.0.1:8200.")
+        raise RecipeError(f"address {shown!r}: {reason}. Such as http://127.0.0.1:8200.")
     return text.rstrip("/")
 
 
@@ -171,6 +177,8 @@ class Remote:
             later = 0.0
             try:
                 response = self._client().request(method, self.address + path, content=content, headers=headers)
+            except httpx.InvalidURL as error:
+                raise RemoteError(f"{self.address} is no address: {first_line(error)}. Correct it.") from None
             except httpx.TransportError as error:
                 reason = first_line(error) or type(error).__name__
             else:
