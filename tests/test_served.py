@@ -80,6 +80,7 @@ def recipe(teacher: Any, steps: int = 3) -> dict[str, Any]:
     }
 
 
+@pytest.mark.crash
 def test_kill_9_in_mid_step_loses_nothing(
     server: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
