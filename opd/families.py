@@ -53,6 +53,7 @@ CHOICES: dict[str, str] = {
     "writer.data": "opd.sampling.writers:DataWriter",
     "teacher.cached": "opd.teachers.cached:CachedTeacher",
     "teacher.frozen": "opd.teachers.kinds:FrozenTeacher",
+    "teacher.adapter": "opd.teachers.adapter:AdapterTeacher",
     "teacher.self": "opd.teachers.of_student:SelfTeacher",
     "teacher.base": "opd.teachers.of_student:BaseTeacher",
     "teacher.ema": "opd.teachers.of_student:EmaTeacher",

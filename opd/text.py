@@ -72,3 +72,7 @@ def first_line(error: BaseException) -> str:
     """What is wrong, in short: a line that ends with a colon goes on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
+
+
+def bytes_in_words(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

@@ -26,6 +26,7 @@ SMALLEST = {
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
+    "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
     "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",

@@ -58,6 +58,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "writer.shown": {"share": 0.5, "view": {"kind": "template", "template": "{answer}"}, "trained_as": "teacher"},
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
+    "teacher.adapter": {"model": "x", "role": "other", "dtype": "bfloat16", "batch_tokens": 9},
+    "teacher.served": {"address": "http://127.0.0.1:1", "model": "maths", "role": "other"},
     "teacher.cached": {"run": "runs/x", "stage": "score", "teacher": "maths", "model": "x", "role": "other"},
     "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05, "temperature": 0.9},
     "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},

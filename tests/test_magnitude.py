@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opd.objective.advantage_formulas import weighed_by_teacher
+from opd.objective.advantages import SampledTokens
+from opd.objective.batch import TrainingBatch
 from opd.objective.magnitude import MagnitudeAdvantage
+from opd.objective.prepare import prepare_term
 from opd.teachers.local import LocalTeacher
-from opd.types import SignalNeed
+from opd.types import Signal, SignalNeed
 from tests.helpers import term, tiny_model
 from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
 
@@ -70,3 +73,22 @@ def test_a_term_weighs_the_outcome_of_whole_answers() -> None:
     assert weighed.needs().rewards
     assert weighed.needs().signals == (("teacher", "logprobs_at"),)
     assert weighed.minimises == ""
+
+
+def test_tokens_of_a_span_are_compared_as_one_event() -> None:
+    """With another tokenizer the teacher's log-prob of a span is divided over its tokens, so the student's is as well."""
+    (one, *_) = sampled_by(tiny_model("llama"), some_rollouts(count=1))
+    size = one.response_ids.size
+    said = np.full(size, float(one.logprob.mean()) + 0.1)
+    signal = Signal(
+        "t", 0, "teacher", "bytes", ((0, size, 1, 2),), said, np.ones(size, dtype=bool), crossed=np.zeros(1)
+    )
+    weighed = term(
+        form="policy_gradient", advantage={"teacher_weight": 0, "also": {"kind": "magnitude", "baseline": "none"}}
+    )
+    batch = TrainingBatch([one], {("teacher", "logprobs_at"): {one.id: signal}}, {one.id: 1.0})
+    prepared = prepare_term(weighed, "0", 1.0, batch, 99, 0)
+    tokens = SampledTokens(weighed, prepared, [one], [one.logprob.astype(np.float64)])
+    (values,) = weighed.advantage.values(tokens, prepared.state)
+    assert size > 1
+    assert values == pytest.approx(np.full(size, 0.5 + 0.5 * exp(0.1)), rel=1e-6)

@@ -24,6 +24,7 @@ from tests.helpers import save_tiny, tiny_model
 from tests.test_teachers import rollout
 
 pytest.importorskip("torchao")
+pytestmark = pytest.mark.slow  # `make test-long` installs it
 ROLLOUTS = [rollout("1", [5, 6, 7], [8, 9, 1]), rollout("2", [10], [11, 12])]
 
 

@@ -86,6 +86,12 @@ def test_what_ranks_cannot_do_is_refused(setting: str, why: str) -> None:
         Ranks(None, 0, 2, 0).require(stage)
 
 
+def test_a_teacher_on_one_gpu_is_refused() -> None:
+    (stage,) = load_recipe("quickstart", ["teachers.arithmetic={model: tiny/arithmetic, device: 'cuda:1'}"]).stages
+    with pytest.raises(RecipeError, match=r"teachers.arithmetic: device 'cuda:1' with several ranks"):
+        Ranks(None, 0, 2, 0).require(stage)
+
+
 def test_a_live_teacher_is_refused_where_weights_are_spread(tmp_path: Path) -> None:
     student = opd.load_model("tiny/generalist")
     kind = by_hand("coach", AnyTeacher, {"kind": "live", "view": {"kind": "template", "template": "{answer}{prompt}"}})

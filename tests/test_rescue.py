@@ -16,6 +16,7 @@ from opd.data.render import render_prompt
 from opd.data.tasks import get_task
 from opd.errors import RecipeError
 from opd.models.load import load_tokenizer
+from opd.sampling.writers import AUTHORS
 from opd.store import RolloutStore
 from opd.trainer.trajectories import as_trained, sampled_under
 from tests.helpers import save_tiny
@@ -83,6 +84,26 @@ def test_a_share_is_sampled_under_a_view_and_trained_on_under_the_prompt(
     assert min(sources.values()) >= 3
     assert run.metrics[0]["rollout/unshown"] == 0
     assert run.metrics[0]["mismatch"] < 1e-4  # of the others alone
+
+
+def test_views_of_one_kind_keep_their_authors_apart(models: dict[str, str], tmp_path: Path) -> None:
+    other = {"kind": "template", "template": "{answer} {prompt}"}
+    writers = [
+        {"kind": "shown", "share": 0.5, "view": TOLD},
+        {"kind": "shown", "share": 0.5, "view": other, "trained_as": "teacher"},
+    ]
+    spec = recipe(
+        models, rollout={"prompts": 8, "max_new_tokens": 3, "writers": writers}, train={"steps": 1},
+        teachers={"a": models["teacher"]}, objective={"form": "direct", "on": ["student", "teacher"]},
+    )  # fmt: skip
+    run = opd.run(spec, out=tmp_path / "run")
+    tokenizer, seen = load_tokenizer(models["student"]), set()
+    for item in run.rollouts.load(list(run.rollouts.entries)):
+        index = int(item.prompt_id.rsplit("/", 1)[1])
+        author = "student" if sampled_under(item).tolist() == told(index, tokenizer) else "teacher"
+        assert set(item.author.tolist()) == {AUTHORS[author]}
+        seen.add(author)
+    assert seen == {"student", "teacher"}
 
 
 def test_nothing_to_show_is_answered_plainly_and_counted(models: dict[str, str], tmp_path: Path) -> None:
@@ -201,6 +222,8 @@ def test_comparisons_with_the_sampler_are_refused(changes: dict[str, Any], words
     ("rescue", "words"),
     [
         ({"view": "revision"}, "no prompt that could be answered"), ({"view": "same"}, "what the samples that failed have read"),
+        ({"view": {**TOLD, "skip": 2}}, "skip is for tokens that a teacher scores"),
+        ({"view": {**TOLD, "chat_template": "teacher"}}, "through its own chat template"),
         ({"view": TOLD, "replace": 9}, "replace 9 of rollout.samples 2"),
         ({"view": TOLD, "hint": {"template": "{prompt}"}}, "the view does not show it"),
         ({"view": {"kind": "template", "template": "{hint}"}, "hint": {"template": "{hint}"}}, "cannot name"),
@@ -215,6 +238,8 @@ def test_rescues_that_mean_nothing_are_refused(rescue: dict[str, Any], words: st
         load_recipe(
             {**base, "rollout": {"samples": 2, "writers": [{"kind": "shown", "share": 0.5, "view": "sibling"}]}}
         )
+    with pytest.raises(RecipeError, match="no prompt that could be answered"):
+        load_recipe({**base, "rollout": {"writers": [{"kind": "shown", "share": 0.5, "view": "bytes"}]}})
 
 
 def test_experience_is_written_from_the_answers_and_shown_to_the_teacher(

@@ -35,6 +35,12 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "glm5": ("methods/glm5-objective", CUT),
     "ema": ("methods/ema", CUT),
     "siblings": ("methods/sdpo", [*CUT, "rollout.samples=4"]),
+    "feedback": (
+        "methods/sdpo",
+        [*CUT, "rollout.samples=4", "teachers.arithmetic.view={kind: feedback, sibling: ' {sibling}'}"],
+    ),
+    "hints": ("methods/kepo", [*CUT, "rollout.samples=4", "rollout.rescue.attempts=2"]),
+    "experience": ("methods/oel", CUT),
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", CUT),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import opd
+from opd.runner.run import INPUTS, WRITTEN
 from opd.teachers.table import Pair, warnings
 from tests.helpers import TEMPLATE, save_tiny, tiny_model
 
@@ -56,6 +58,7 @@ def test_each_planted_mismatch_is_named_and_no_other(planted: str, tmp_path: Pat
         save_tiny(tmp_path / "teacher", **settings) if "seed" in settings else save(tmp_path / "teacher", **settings)
     )
     run, found = started(tmp_path, teacher)
+    assert set(os.listdir(run.directory)) <= {*WRITTEN, INPUTS}  # a start that fails takes all of it away
     named = [line for line in found["warnings"] if not line.startswith("stops with probability")]  # random models
     assert named[0].startswith(words), named
     others = {what for name, (_, what) in PLANTED.items() if name != planted}

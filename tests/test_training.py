@@ -349,6 +349,7 @@ def test_a_learning_rate_that_explodes_is_reported(models: dict[str, str], tmp_p
     [
         ("update", "opd.objective.objective.Objective.__call__", "micro_tokens"),
         ("score", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
+        ("compare teachers", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
     ],
 )
 def test_out_of_memory_names_the_knob(
@@ -358,8 +359,12 @@ def test_out_of_memory_names_the_knob(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(target, explode)
+    table = {"start_table": phase == "compare teachers"}
     with pytest.raises(TrainingError, match=rf"out of memory in phase '{phase}'.*{knob}"):
-        opd.run(recipe(models, eval={"prompts": 0}), out=tmp_path / "run")
+        opd.run(recipe(models, eval={"prompts": 0}, log=table), out=tmp_path / "run")
+    if phase == "compare teachers":  # before the first step: nothing is left behind
+        assert not (tmp_path / "run").exists()
+        return
     run = opd.Run(tmp_path / "run")
     assert (run.summary["status"], run.checkpoints) == ("failed", [])  # in step 1 the student is what it was
 

@@ -177,6 +177,7 @@ def _offers(stage: Stage) -> Iterator[str]:
         drawn.append("rollout.experience")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
+    yield from stage.pool.refuse(stage.teachers, drawn)
     for key in drawn:
         for name, kind in stage.teachers.items():
             if kind.role == "teacher" and not kind.has_model:

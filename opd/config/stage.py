@@ -22,6 +22,7 @@ from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, Positive, Word
 from opd.shorthand import OneOrMany
 from opd.teachers.kinds import AnyTeacher
+from opd.teachers.pool_settings import TeacherPool
 
 
 def usual_objective() -> list[Term]:
@@ -170,6 +171,7 @@ class Stage(BaseModel):
     name: Word = "main"
     student: Student
     teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
+    pool: TeacherPool = TeacherPool()
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()

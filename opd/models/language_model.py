@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,6 +81,11 @@ class LanguageModel:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
 
+    @contextmanager
+    def resident(self) -> Iterator[LanguageModel]:
+        """The model with its weights in memory; one whose weights wait elsewhere has them for as long."""
+        yield self
+
     def inside(self, compute: Callable[[], T]) -> T:
         """Whatever reads weights for a loss runs in here: where they are sharded, they are whole inside."""
         return compute()
@@ -98,7 +104,7 @@ class LanguageModel:
     # LoRA
 
     def add_lora(self, settings: Lora) -> None:
-        self._plain = _share(self.module)
+        self._plain = share_module(self.module)
         self.adapter = lora.attach(self.module, self.head, settings)
 
     def checkpoint_layers(self) -> None:
@@ -116,7 +122,7 @@ class LanguageModel:
     def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
         clone = copy.copy(self)
-        clone.module = _share(self.module if self.adapter is None else self._plain)
+        clone.module = share_module(self.module if self.adapter is None else self._plain)
         clone.adapter, clone._plain = None, None
         adapted = set() if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
         for name, parameter in clone.module.named_parameters():
@@ -131,7 +137,7 @@ class LanguageModel:
     def base(self) -> LanguageModel:
         """The model below the adapters; every tensor is shared."""
         clone = copy.copy(self)
-        clone.module, clone.adapter, clone._plain = _share(self._plain), None, None
+        clone.module, clone.adapter, clone._plain = share_module(self._plain), None, None
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
         return clone
@@ -176,7 +182,7 @@ class LanguageModel:
         directory.mkdir(parents=True, exist_ok=True)
         module = self.module
         if self.adapter is not None:
-            module = _share(self._plain)
+            module = share_module(self._plain)
             tensors = self.weights(0).tensors
             for name, parameter in module.named_parameters():
                 parameter.data = tensors[name]
@@ -195,7 +201,7 @@ def stored_parts(tensor: Tensor) -> list[Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
 
 
-def _share(module: Any) -> Any:
+def share_module(module: Any) -> Any:
     """A copy of the module tree whose frozen parameters share their storage with the original's."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()

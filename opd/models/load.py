@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import platform
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# transformers imports torchao where it is installed, and torch has a word to say about its enums
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,17 @@ def load_model(
     return model
 
 
+def weights_directory(name: str, revision: str | None = None) -> Path | None:
+    """Where the files lie that the model's weights were read from; None: they were merged, or are not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    location = locate(name, revision)
+    if location.adapter is not None or location.directory is not None:
+        return None if location.adapter is not None else location.directory
+    found = try_to_load_from_cache(location.path, "config.json", revision=location.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _caps_scores(config: Any) -> bool:
     """Gemma 2 caps its attention scores, which only its eager path does exactly."""
     return getattr(config, "attn_logit_softcapping", None) is not None
@@ -243,9 +257,9 @@ def quiet_bars() -> None:
     """No bar per weight that is loaded. Downloads, which can take minutes, keep theirs."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import enable_progress_bars
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # the hub's too
+    disable_progress_bar()  # the hub's too
     if not HF_HUB_DISABLE_PROGRESS_BARS:
         enable_progress_bars()
 

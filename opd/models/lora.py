@@ -32,12 +32,10 @@ MAMBA = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 OLD_EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-def require_peft() -> None:
+def require_peft(what: str = "student.lora") -> None:
     if importlib.util.find_spec("peft") is None:
-        raise ModelError(
-            "student.lora needs the peft package, which is not installed: pip install 'opd[lora]'. "
-            "Or remove `lora` to train all weights."
-        )
+        instead = " Or remove `lora` to train all weights." if what == "student.lora" else ""
+        raise ModelError(f"{what} needs the peft package, which is not installed: pip install 'opd[lora]'.{instead}")
 
 
 class GradientDropout(nn.Module):

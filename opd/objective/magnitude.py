@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from opd.objective.advantage_formulas import weighed_by_teacher
 from opd.objective.advantages import OutcomeAdvantage, SampledTokens
+from opd.objective.batch import beside
 from opd.settings import Count, Fraction, Needs
 
 
@@ -50,9 +51,12 @@ class MagnitudeAdvantage(OutcomeAdvantage):
     def values(self, tokens: SampledTokens, prepared: Any) -> list[np.ndarray]:
         share = self.share_at(tokens.prepared.step)
         teachers = tokens.batch.logprobs(tokens.term.role, tokens.rollouts)
+        signals = tokens.batch.signals[tokens.term.role, "logprobs_at"]
+        students = [
+            beside(student, signals[rollout.id])
+            for student, rollout in zip(tokens.student, tokens.rollouts, strict=True)
+        ]
         return [
             weighed_by_teacher(outcome, teacher - student, share, self.band)
-            for outcome, teacher, student in zip(
-                super().values(tokens, prepared), teachers, tokens.student, strict=True
-            )
+            for outcome, teacher, student in zip(super().values(tokens, prepared), teachers, students, strict=True)
         ]

@@ -248,7 +248,11 @@ def teacher_projections(
     for name in dict.fromkeys(signal.teacher for signal in known if signal.mask.any()):
         rows = np.flatnonzero((owner == name) & open_N)
         hidden = torch.cat(
-            [signal.values.to(device) for signal in known if signal.teacher == name and signal.mask.any()]
+            [
+                signal.values.to(device, non_blocking=True)
+                for signal in known
+                if signal.teacher == name and signal.mask.any()
+            ]
         )
         chosen = open_N[owner == name]
         if not chosen.all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opd.evaluation import Measures, evaluate
 from opd.models.average import weight_average
+from opd.models.language_model import LanguageModel
 from opd.runner.stage import StageRun
 from opd.types import Sampling, TokenSampler
 
@@ -35,12 +36,17 @@ def measure_student(run: StageRun) -> dict[str, Measures]:
 def measure_teachers(run: StageRun) -> dict[str, dict[str, Measures]]:
     """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
     return {
-        name: measure_answers(run, run.samplers.of(run.teachers[name].model))
+        name: _measure_model(run, run.teachers[name].model)
         for name in dict.fromkeys(run.routes.get("teacher", {}).values())
         if run.spec.teachers[name].has_model
         and not run.spec.teachers[name].of_student
         and not run.spec.teachers[name].view.crosses  # it would have to be asked in its own tokens
     }
+
+
+def _measure_model(run: StageRun, model: LanguageModel) -> dict[str, Measures]:
+    with model.resident() as here:
+        return measure_answers(run, run.samplers.of(here))
 
 
 def measure_weight_average(run: StageRun) -> dict[str, Measures]:

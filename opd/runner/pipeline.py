@@ -61,6 +61,8 @@ class Pipeline:
         world: World | None = None,
     ) -> None:
         self.world = world or World()
+        for stage in recipe.stages:
+            self.world.require(stage)
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
         self.began = False  # a first step, in this process
@@ -260,8 +262,7 @@ class Pipeline:
         """The start-up table, once: a run that is taken up has it already."""
         if result.steps or not run.spec.log.start_table or not run.teachers:
             return
-        place = self._directory / START
-        known = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        known = self.world.share(self._start_tables)
         if run.spec.name in known:
             result.start = known[run.spec.name]
             return
@@ -274,6 +275,12 @@ class Pipeline:
             self._progress.show(table_of(run.spec.name, pairs))
         for line in warnings(pairs):
             self._progress.say(f"{run.spec.name}: WARNING: {line}")
+
+    def _start_tables(self) -> dict[str, Any]:
+        """Of stages that have theirs, by name."""
+        place = self._directory / START
+        found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        return found
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:

@@ -16,8 +16,9 @@ from opd.data.source import PromptSource
 from opd.models import load_config, lora_parameter_count, parameter_count
 from opd.plugins import plugin_errors
 from opd.runner.checks import check_stage
+from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
-from opd.text import plain
+from opd.text import bytes_in_words, plain
 
 SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -41,20 +42,25 @@ class Plan:
     tokens_per_step: int
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
+    pool: str = ""  # which teachers come and go
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
-        parts = ", ".join(f"{name} {_size(value)}" for name, value in self.memory.items())
+        parts = ", ".join(f"{name} {bytes_in_words(value)}" for name, value in self.memory.items())
         return [
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
+            *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
-            f"  memory     about {_size(size)}: {parts}",
-            *(f"  memory     on {device} about {_size(held)}: teachers" for device, held in self.elsewhere.items()),
+            f"  memory     about {bytes_in_words(size)}: {parts}",
+            *(
+                f"  memory     on {device} about {bytes_in_words(held)}: teachers"
+                for device, held in self.elsewhere.items()
+            ),
             *(f"  note       {plain(note)}" for note in self.notes),
         ]
 
@@ -105,19 +111,23 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
+        pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
     )  # fmt: skip
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
     """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
 
-    Of a teacher on another device, the student's holds a copy of the head.
+    Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
     """
     models = {settled(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
     usual = WEIGHTS[stage.train.precision_on(str(device))]
     lora = stage.student.lora is not None
+    paged = _sizes(stage, device, resolve)
+    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)} if lora else set()
     held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
-    for ref in sorted(models, key=str):
+    held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
+    for ref in sorted(models - paged.keys() - own, key=str):
         name, each = resolve(ref.model), BYTES[ref.dtype or usual]
         config = load_config(name, ref.revision)
         head, count = int(config.vocab_size) * int(config.hidden_size), parameter_count(name, ref.revision)
@@ -127,6 +137,15 @@ def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], stu
         if ref.device is not None:
             held[""] += head * each
     return held
+
+
+def _sizes(stage: Stage, device: torch.device, resolve: Callable[[str], str]) -> dict[ModelRef, int]:
+    """Bytes of each model that comes and goes."""
+    usual = WEIGHTS[stage.train.precision_on(str(device))]
+    return {
+        ref: parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual]
+        for ref in stage.pool.paged(stage.teachers)
+    }
 
 
 def _memory(
@@ -163,7 +182,3 @@ def _memory(
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"
-
-
-def _size(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

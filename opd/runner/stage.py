@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from opd.config import Stage
-from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
-from opd.models import load_model
 from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
@@ -22,6 +22,7 @@ from opd.objective.objective import Objective
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.shown import shown_room
+from opd.runner.stage_models import StageModels
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
@@ -30,7 +31,6 @@ from opd.store.calls import StoredCalls
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
-from opd.teachers.quantised import load_teacher
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
@@ -66,7 +66,6 @@ class StageRun:
         self.on_rollouts = on_rollouts
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
-        self.world.require(spec)
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
@@ -81,26 +80,16 @@ class StageRun:
         self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
         self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        device, student = str(self.device), spec.student
-        own = WEIGHTS[spec.train.precision_on(device)]
-        self.student = load_model(
-            resolve_model(student.model),
-            dtype=own,
-            revision=revision_of(student.model, student.revision),
-            lora=student.lora,
-            gradient_checkpointing=student.gradient_checkpointing,
-            device=device,
-        )
-
-        def load(ref: ModelRef) -> LanguageModel:
-            revision = revision_of(ref.model, ref.revision)
-            return load_teacher(ref, resolve_model(ref.model), revision, ref.dtype or own, ref.device or device)
-
+        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
+        self.pager = models.pager
+        self.student = models.student(spec, sharded=self.world.sharded)
         around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load, around)
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher, around)
+        if self.pager is not None:
+            say(f"{spec.name}: {spec.pool.describe(self.pager.sizes, str(self.device))}")
         if not self.stop_ids:
             raise RecipeError(
-                f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+                f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
         self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
@@ -241,13 +230,28 @@ class StageRun:
             for teacher in self.teachers.values():
                 teacher.observe(step, weights)
 
+    def scoring(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """While teachers score, in this order: those that wait outside are brought in time."""
+        if self.pager is None:
+            return nullcontext()
+        return self.pager.scoring([self.teachers[name].model for name in names])
+
+    def page_metrics(self) -> dict[str, float]:
+        """What teachers that come and go cost this step, which is over: their heads are not needed any more."""
+        if self.pager is None:
+            return {}
+        self.pager.release()
+        return self.pager.metrics()
+
     def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
         """The rollouts of one visit, as a teacher's view sees them."""
         kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        feedback = {}
-        if self._keeps_feedback:
-            feedback = {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+        feedback = self.world.share(partial(self._feedback, rollouts)) if self._keeps_feedback else {}
         return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids, feedback)
+
+    def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
+        """What came with their rewards, from the store."""
+        return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
 
     def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
         """With the tokenizer whose chat template the teacher's view uses."""
@@ -333,6 +337,8 @@ class StageRun:
         self.rewarder.close()
         if self.demonstrator is not None:
             self.demonstrator.close()
+        if self.pager is not None:
+            self.pager.close()
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 STAGE = "stage:"
 EXAMPLES = 8  # prompts that stand for others of their domain
+WRITING = ("data_share", "teacher_share", "teacher_mix", "writers", "rescue", "experience")  # what has answers written
+BESIDE = ("hint:", "experience:")  # sources of texts that were written for others to read
 DRAWN = ("samples", "temperature", "top_p", "top_k")  # what a recipe says of answers that are drawn already
 
 
@@ -39,7 +41,7 @@ class ReplayedPrompts(PromptSource):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         rollout = view.rollout
-        others = [key for key in ("data_share", "teacher_share", "teacher_mix", "writers") if getattr(rollout, key)]
+        others = [key for key in WRITING if getattr(rollout, key)]
         if others:
             yield f"source {self.source!r} brings its answers, so rollout.{others[0]} has nothing to write. Drop it."
 
@@ -125,6 +127,8 @@ class RunSource:
         self._sources = open_sources(self.run.prompts(), bad_rows="skip", rewarded=opening.rewarded, told=opening.told)
         groups: dict[str, list[int]] = {}
         for row in self.run.rows:
+            if self.run.store.index.text("source", int(row)).startswith(BESIDE):
+                continue
             id, _, group, _ = _names(self.run.store, int(row))
             groups.setdefault(group or id, []).append(int(row))
         samples = self.run.store.index["sample"]
@@ -166,6 +170,12 @@ class RunSource:
     def require_drawn(self, rollout: Rollouts) -> None:
         """What the recipe says of its rollouts is what they are."""
         recorded = self.run.settings["rollout"]
+        for key in ("rescue", "demonstrations"):
+            if recorded.get(key):
+                raise RecipeError(
+                    f"the run of {self.name!r} had rollout.{key}, and which answers of a group it trained on is not in its store. "
+                    "Name a run without it."
+                )
         for key in DRAWN:
             if recorded[key] != getattr(rollout, key):
                 raise RecipeError(

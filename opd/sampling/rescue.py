@@ -60,6 +60,7 @@ class Rescue(BaseModel):
             yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction, context or feedback."
         if self.view.as_sampled:
             yield "the view same shows what the samples that failed have read. Choose one that shows more."
+        yield from self.view.idle_for_student
         if self.replace > samples:
             yield f"replace {self.replace} of rollout.samples {samples}. Lower it."
 

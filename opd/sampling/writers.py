@@ -128,8 +128,11 @@ class ShownWriter(Writer):
                 f"the view {self.view.name} shows what became of other answers, and there are none yet. Use template, instruction or "
                 "context; or rollout.rescue, for prompts that all samples failed."
             )
+        elif not self.view.reprompts:
+            yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction or context."
         if self.view.as_sampled:
             yield "the view same is what the student reads anyway. Choose one that shows more."
+        yield from self.view.idle_for_student
 
     def asks(self, prompt: Prompt) -> Prompt | None:
         found: Prompt | None = self.view.rewrite(prompt)

@@ -77,6 +77,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    can_wait: ClassVar[bool] = False  # outside the memory, while others score: `pool.resident`
     scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
     is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
@@ -171,6 +172,7 @@ class FrozenTeacher(ModelTeacher):
     name = "frozen"
     by_default = True
     has_model = True
+    can_wait = True
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
@@ -209,10 +211,13 @@ class FrozenTeacher(ModelTeacher):
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.local import LocalTeacher
+        from opd.teachers.paging import PagedModel, PagedTeacher
 
         (ref,) = self.reads()
+        model = supplies.load(ref)
         if self.quantise is not None:
             from opd.teachers.quantised import QuantisedTeacher
 
-            return QuantisedTeacher(name, self.role, supplies.load(ref), self.batch_tokens, supplies.stop_ids)
-        return LocalTeacher(name, self.role, supplies.load(ref), self.batch_tokens, supplies.stop_ids)
+            return QuantisedTeacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
+        teacher = PagedTeacher if isinstance(model, PagedModel) else LocalTeacher
+        return teacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)

@@ -23,7 +23,10 @@ def open_teachers(
     load: Callable[[ModelRef], LanguageModel],
     around: Surroundings | None = None,
 ) -> tuple[dict[str, TeacherLike], tuple[int, ...]]:
-    """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once."""
+    """The teachers by name, and the stop ids of all models together. A model that several teachers name is loaded once.
+
+    What `load` gives may be a `paging.PagedModel`, whose weights wait elsewhere.
+    """
     around = around or Surroundings()
     models: dict[ModelRef, LanguageModel] = {}
     here = student.device

@@ -104,6 +104,10 @@ class ScoringTeacher:
         """D, of the hidden states that `project` takes; a mixture tells its parts apart by it."""
         raise NotImplementedError
 
+    def kept(self, hidden: Tensor) -> Tensor:
+        """Hidden states as they wait for the loss: where they are, unless a teacher knows a better place."""
+        return hidden
+
     def tempered(self, projection: Projection) -> Projection:
         """Logits divided by its temperature: behind the cap, so the cap shrinks with them."""
         return tempered(projection, self.temperature)
@@ -149,7 +153,7 @@ class ScoringTeacher:
         else:
             hidden_ND = self.hidden(page)
         if need.kind == "hidden":
-            return list(hidden_ND.split(page.counts))
+            return list(self.kept(hidden_ND).split(page.counts))
         if need.kind == "topk":
             if need.k is None:
                 raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")

@@ -87,6 +87,14 @@ class View(Choice):
         if self.skip >= view.rollout.max_new_tokens:
             yield f"view {self.name}: skip {self.skip} leaves nothing of {view.rollout.max_new_tokens} tokens to score. Lower it."
 
+    @property
+    def idle_for_student(self) -> Iterable[str]:
+        """Settings that mean nothing where it is the student that reads and answers."""
+        if self.chat_template == "teacher" and self.reprompts:
+            yield f"the student reads the view {self.name} through its own chat template. Drop chat_template."
+        if self.skip:
+            yield f"skip is for tokens that a teacher scores, and under the view {self.name} the student answers. Drop it."
+
     def rewrite(self, prompt: Prompt) -> Prompt | None:
         """What stands in place of the prompt; None: it has nothing to show for this one."""
         return prompt

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +56,8 @@ def write_experience(
         beside="/experience",
         sampling=replace(run.sampling, max_new_tokens=spec.max_new_tokens),
     )
-    (written,) = run.store.load(run.trajectories.carry_out({name: plan}, run.version))
+    ids = run.trajectories.carry_out({name: plan}, run.version)
+    (written,) = run.world.share(partial(run.store.load, ids))
     text = run.text(written).strip()
     found = {key: replace(prompt, fields={**prompt.fields, EXPERIENCE: text}) for key, prompt in prompts.items()}
     return found, {"experience/tokens": written.response_ids.size}

@@ -102,24 +102,19 @@ def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -
 
 
 def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str, float]]:
-    """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time.
+    """Ask the teacher of each rollout for what the objective needs of its role. One teacher works at a time, and once.
 
     With the signals, the share of rollouts for which a teacher's view had nothing to show, or more than it can read.
     """
-    signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
+    needs = run.objective.needs(step, run.spec.train.updates)
+    signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {need: {} for need in needs}
     metrics: dict[str, float] = {}
     mine = {rollout.id for rollout in run.world.deal(batch.rollouts)}
-
-    def value_of(rollout: Rollout) -> str:
-        return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
-
-    for role, kind in run.objective.needs(step, run.spec.train.updates):
-        answers: dict[str, Signal] = {}
-        signals[role, kind] = answers
-        need = run.objective.need_beside(signals, role, kind)
-        for name, asked in by_teacher(batch.rollouts, run.routes[role], value_of).items():
+    asked = _by_model(run, batch, [role for role, _ in needs])
+    with run.scoring(asked):
+        for name, rollouts in asked.items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
-            seen = texts_for(view, asked, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
+            seen = texts_for(view, rollouts, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
@@ -128,8 +123,23 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
                 metrics |= measured
                 for key, value in measured.items():
                     run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need, mine), strict=True):
-                answers[rollout.id] = signal
-            run.check_stop()
+            for role, kind in (need for need in needs if need[0] == teacher.role):
+                answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind), mine)
+                signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}
+                run.check_stop()
     run.tell_unshown(step, metrics)
     return signals, metrics
+
+
+def _by_model(run: StageRun, batch: Gathered, roles: Sequence[str]) -> dict[str, list[Rollout]]:
+    """The rollouts that each teacher is asked about; teachers that read one model stand together."""
+
+    def value_of(rollout: Rollout) -> str:
+        return route_value(batch.prompts[rollout.prompt_id], run.spec.route)
+
+    asked: dict[str, list[Rollout]] = {}
+    for role in dict.fromkeys(roles):
+        asked |= by_teacher(batch.rollouts, run.routes[role], value_of)
+    models = {name: tuple(run.spec.teachers[name].reads()) or name for name in asked}
+    first = list(dict.fromkeys(models.values()))
+    return {name: asked[name] for name in sorted(asked, key=lambda name: first.index(models[name]))}

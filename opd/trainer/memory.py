@@ -11,6 +11,7 @@ from opd.errors import OpdError, TrainingError
 
 KNOBS = {
     "sample": "sampler.slots or rollout.max_new_tokens",
+    "compare teachers": "teachers.NAME.batch_tokens",
     "score": "teachers.NAME.batch_tokens",
     "update": "train.micro_tokens, or set student.gradient_checkpointing: true",
     "evaluate": "sampler.slots or eval.max_new_tokens",

@@ -20,9 +20,9 @@ SIZE = 8  # bytes that say how long the JSON is
 
 
 def write_message(value: Any) -> bytes:
-    arrays: list[bytes] = []
+    arrays = bytearray()
     text = json.dumps(_plain(value, arrays)).encode()
-    return b"".join((len(text).to_bytes(SIZE, "little"), text, *arrays))
+    return b"".join((len(text).to_bytes(SIZE, "little"), text, arrays))
 
 
 def read_message(message: bytes) -> Any:
@@ -30,7 +30,7 @@ def read_message(message: bytes) -> Any:
     return _back(json.loads(message[SIZE:end]), memoryview(message)[end:])
 
 
-def _plain(value: Any, arrays: list[bytes]) -> Any:
+def _plain(value: Any, arrays: bytearray) -> Any:
     """JSON has numbers, texts and lists; everything else is an object with one key, which says what it is."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -42,15 +42,15 @@ def _plain(value: Any, arrays: list[bytes]) -> Any:
     return {name: [_plain(item, arrays) for item in inside]}
 
 
-def _taken_apart(value: Any, arrays: list[bytes]) -> tuple[str, Iterable[Any]]:
+def _taken_apart(value: Any, arrays: bytearray) -> tuple[str, Iterable[Any]]:
     if isinstance(value, tuple):
         return "tuple", value
     if isinstance(value, Mapping):
         return "mapping", map(list, value.items())
     if isinstance(value, np.ndarray):
-        start = sum(map(len, arrays))
-        arrays.append(np.ascontiguousarray(value).tobytes())
-        return "array", [value.dtype.str, list(value.shape), start, start + len(arrays[-1])]
+        start = len(arrays)
+        arrays += value.tobytes()
+        return "array", [value.dtype.str, list(value.shape), start, len(arrays)]
     name = type(value).__name__
     if RECORDS.get(name) is not type(value):
         raise TypeError(f"ranks cannot tell each other a {name}")

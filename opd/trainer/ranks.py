@@ -78,6 +78,10 @@ class Ranks(World):
                 "one process."
             )
 
+        for name, kind in spec.teachers.items():
+            for ref in kind.reads():
+                refuse_numbered(ref.device or "", f"teachers.{name}: ")
+
     def device(self, asked: torch.device, name: str) -> torch.device:
         if asked.type == "cpu":
             return asked

@@ -94,18 +94,20 @@ class Trajectories:
     ) -> list[str]:
         """Have rollouts written, by id, and return when they are durable. `prompts`: ids by prompt, where they are known."""
         sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
-        writers = {plan.writer.source(plan.visit, self.desk): plan.writer for plan in sampled}
+        writers: dict[tuple[str, str], Writer] = {
+            (plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled
+        }
         requests, self.used, self.continued = self.world.share(lambda: self._requests(planned, version, prompts))
-        for source, wanted in requests.items():
-            self._sample(writers[source].sampler(source, self.desk), wanted, AUTHORS[writers[source].author])
+        for (source, author), wanted in requests.items():
+            self._sample(writers[source, author].sampler(source, self.desk), wanted, AUTHORS[author])
         self.store.commit(sync=True)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         return list(planned)
 
     def _requests(
         self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None
-    ) -> tuple[dict[str, list[SampleRequest]], int, int]:
-        """What is to be sampled, by source; and how many rollouts an earlier process had finished, and begun.
+    ) -> tuple[dict[tuple[str, str], list[SampleRequest]], int, int]:
+        """What is to be sampled, by source and author; and how many rollouts an earlier process had finished, and begun.
 
         Everything else that is planned is in the store already, or is put there.
         """
@@ -113,7 +115,7 @@ class Trajectories:
             prompts = {plan.visit.prompt.id: self._rendered(plan.visit.prompt, plan) for plan in planned.values()}
         shown = {name: self._rendered(plan.shown, plan) for name, plan in planned.items() if plan.shown is not None}
         durable = self._take_up(planned, prompts, shown)
-        requests: dict[str, list[SampleRequest]] = {}
+        requests: dict[tuple[str, str], list[SampleRequest]] = {}
         for rollout_id, plan in planned.items():
             if rollout_id in self.store.entries and rollout_id not in durable:
                 continue  # finished by an earlier process
@@ -132,7 +134,7 @@ class Trajectories:
                 read = shown.get(rollout_id, prompt_ids)
                 request = SampleRequest(rollout_id, read, key, plan.sampling or self.sampling)
                 request = self._go_on(request, durable.get(rollout_id), writer, version)
-                requests.setdefault(source, []).append(request)
+                requests.setdefault((source, writer.author), []).append(request)
         return requests, self.used, self.continued
 
     def demonstrate(self, failed: Rollout, visit: Visit, source: str, text: str, version: int) -> str:

@@ -110,8 +110,8 @@ class World:
         return interrupts.check
 
 
-def refuse_numbered(name: str) -> None:
+def refuse_numbered(name: str, whose: str = "") -> None:
     if ":" in name:
         raise RecipeError(
-            f"device {name!r} with several ranks: each takes the GPU of its own number. Set device: auto, cuda or cpu."
+            f"{whose}device {name!r} with several ranks: each takes the GPU of its own number. Set device: auto, cuda or cpu."
         )

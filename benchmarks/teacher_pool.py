@@ -1,0 +1,245 @@
+"""Twelve teachers, two of them in memory: peak memory, time per step and losses against all resident and against one teacher.
+
+    python benchmarks/teacher_pool.py                       # writes benchmarks/results/teacher-pool-cpu.json
+    python benchmarks/teacher_pool.py --device cuda         # 0.6B student, 4B teachers: results/teacher-pool-cuda.json
+
+Every arm is a run of the same recipe in a process of its own: `one` sends all domains to one teacher, the others have a teacher per
+domain. The rate is so small that all arms draw the same tokens. Models have random weights, made at run
+time: time and memory do not depend on what they have learned. `peak` is the process's own (VmHWM), and on CUDA the allocator's as
+well; `seconds` is the median step behind the first, `cpu_seconds` the processor time of all threads between two steps, which does
+not feel other work on the machine; `losses` are compared bit for bit.
+
+On CUDA the rate of page-ins (bytes that a step brought in, over the time of its reads) stands beside that of plain pinned copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from runs import save
+
+SHAPES: dict[str, dict[str, int]] = {
+    "cpu": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 64},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+}  # fmt: skip
+MEMORY, TIME = 1.3, 1.15  # times one teacher's, at most
+
+
+def make_model(directory: Path, shape: str, seed: int, dtype: str) -> None:
+    """A model of this shape with the tiny models' tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from opd.models.load import tiny_models
+
+    if (directory / "model.safetensors").is_file() or (directory / "model.safetensors.index.json").is_file():
+        return
+    source = tiny_models()["tiny/generalist"]
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    model_type = raw.pop("model_type")
+    config = AutoConfig.for_model(model_type, **raw | SHAPES[shape] | {"initializer_range": 0.02})
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    module.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(source / name, directory / name)
+    del module
+
+
+def recipe(args: argparse.Namespace, models: Path, arm: str) -> dict[str, Any]:
+    domains = [f"d{number:02}" for number in range(args.teachers)]
+    chosen = {"all": {}, "two": {"resident": 2}, "one-resident": {"resident": 1}, "one": {}}[arm]
+    teachers = {name: {"model": str(models / name)} for name in domains}
+    if arm == "one":
+        teachers = {"teacher": {"model": str(models / domains[0])}}
+    pool = chosen | ({"keep": args.keep} if chosen and args.keep else {})
+    return {
+        "student": str(models / "student"),
+        "teachers": teachers,
+        **({"pool": pool} if pool else {}),
+        "prompts": [{"source": "task:addition", "domain": name} for name in domains],
+        "rollout": {"prompts": args.prompts, "samples": 1, "max_new_tokens": args.new_tokens},
+        "train": {"steps": args.steps, "micro_tokens": args.micro_tokens, "lr": 1e-9},  # all arms draw the same tokens
+        "eval": {"prompts": 0},
+        "log": {"samples": 0},
+        "device": args.device,
+        **({"threads": args.threads} if args.device == "cpu" else {}),
+    }
+
+
+def run_arm(path: Path, out: Path, result: Path) -> None:
+    """In the arm's own process: the run, then what it took."""
+    import torch
+
+    import opd
+
+    moments: list[float] = []
+    opd.run(path, out=out, on_step=lambda *_: moments.append(time.process_time()))
+    spent = [later - earlier for earlier, later in pairwise(moments)]
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    phases = ("sample", "reward", "score", "update")
+    later = lines[1:] or lines
+    found = {
+        "peak_bytes": peak,
+        "seconds": round(statistics.median(sum(line.get(f"time/{name}", 0) for name in phases) for line in later), 4),
+        "cpu_seconds": round(statistics.median(spent), 4) if spent else None,
+        "phases": {
+            name: round(statistics.median(line.get(f"time/{name}", 0) for line in later), 4)
+            for name in (*phases, "page")
+        },
+        "pages": later[-1].get("pages", 0),
+        "tokens": [line["tokens"] for line in lines],
+        "losses": [line["loss"].hex() for line in lines],
+    }
+    if torch.cuda.is_available():
+        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    result.write_text(json.dumps(found), encoding="utf-8")
+
+
+def measure(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, Any]]:
+    models = directory / "models"
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    make_model(models / "student", args.student, 0, dtype)
+    for number in range(args.teachers):
+        make_model(models / f"d{number:02}", args.teacher, number + 1, dtype)
+    found = {}
+    for arm in args.arms:
+        out, path, result = directory / arm, directory / f"{arm}.yaml", directory / f"{arm}.json"
+        shutil.rmtree(out, ignore_errors=True)
+        path.write_text(yaml.safe_dump(recipe(args, models, arm)), encoding="utf-8")
+        command = [sys.executable, __file__, "--arm", str(path), str(out), str(result)]
+        environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.device == "cpu" else {})
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(json.dumps({arm: "failed", "why": done.stderr[-600:]}), flush=True)
+            if "OutOfMemory" not in done.stderr and "memory" not in done.stderr:
+                raise RuntimeError(f"{arm}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+            continue  # all resident may not fit: that is the point
+        found[arm] = json.loads(result.read_text(encoding="utf-8"))
+        print(json.dumps({arm: {key: found[arm][key] for key in ("peak_bytes", "seconds", "phases")}}), flush=True)
+    return found
+
+
+def link(size: int = 1 << 30) -> dict[str, float]:
+    """What the link carries: plain pinned copies to the device, in bytes per second."""
+    import torch
+
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+    rates = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        rates.append(size / (time.perf_counter() - start))
+    return {"pinned_bytes_per_second": max(rates)}
+
+
+def page_rate(directory: Path) -> dict[str, float]:
+    """A teacher brought in from pinned memory and from disk, as a step does it, probe apart."""
+    import torch
+
+    from opd.models import load_model
+    from opd.teachers.paging import Pager
+
+    found = {}
+    for keep in ("memory", "disk"):
+        where = directory / "models" / "d00"
+        pager = Pager(1, keep, directory)
+        model = pager.take_in(load_model(str(where), dtype="bfloat16", device="cuda"), where)
+        rates = []
+        for _ in range(4):
+            flat, stream = pager._room_for(model.stay)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            pager._read(model.stay, flat, stream)
+            rates.append(model.stay.layout.size / (time.perf_counter() - start))
+            del flat
+        found[f"{keep}_bytes_per_second"] = max(rates)
+        pager.close()
+    return found
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return round(one / other, 3) if one and other else None
+
+
+def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Against one teacher, and losses against those of teachers that are all resident."""
+    record: dict[str, Any] = {}
+    for arm, values in found.items():
+        if "one" in found and arm != "one":
+            peak = "device_peak_bytes" if "device_peak_bytes" in values else "peak_bytes"
+            record[arm] = {
+                "memory": round(values[peak] / found["one"][peak], 3),
+                "time": round(values["seconds"] / found["one"]["seconds"], 3),
+                "cpu_time": _ratio(values["cpu_seconds"], found["one"]["cpu_seconds"]),
+                "tokens_equal": values["tokens"] == found["one"]["tokens"],
+            }
+        reference = found.get("all") or found.get("one-resident")
+        if reference is not None and arm != "one":
+            record.setdefault(arm, {})["losses_identical"] = values["losses"] == reference["losses"]
+    if "two" in record:
+        two = record["two"]
+        record["goals"] = {"memory": MEMORY, "time": TIME, "met": bool(
+            two.get("memory", 9) <= MEMORY and two.get("time", 9) <= TIME and two.get("losses_identical"))}  # fmt: skip
+    return record
+
+
+def main() -> None:
+    if len(sys.argv) == 5 and sys.argv[1] == "--arm":
+        run_arm(*map(Path, sys.argv[2:]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--teachers", type=int, default=12)
+    parser.add_argument("--student", choices=list(SHAPES))
+    parser.add_argument("--teacher", choices=list(SHAPES))
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", choices=["memory", "disk"])
+    parser.add_argument("--arms", nargs="+", default=["one", "two", "one-resident", "all"])
+    parser.add_argument("--directory", type=Path, help="where models and runs go; default: a temporary one")
+    args = parser.parse_args()
+    usual = {"cpu": ("cpu", "cpu", 24, 24, 1024), "cuda": ("0.6B", "4B", 96, 256, 16_384)}[args.device]
+    for key, value in zip(("student", "teacher", "prompts", "new_tokens", "micro_tokens"), usual, strict=True):
+        setattr(args, key, getattr(args, key) or value)
+    with tempfile.TemporaryDirectory() as name:
+        directory = args.directory or Path(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        found = measure(args, directory)
+        rates = link() | page_rate(directory) if args.device == "cuda" else {}
+    settings = {key: value for key, value in vars(args).items() if key not in ("directory", "arms")}
+    values = {"settings": settings, "compared": compared(found), "arms": found} | ({"rates": rates} if rates else {})
+    suffix = f"-{args.keep}" if args.keep else ""
+    save(f"teacher-pool-{args.device}{suffix}.json", values)
+    print(json.dumps(values["compared"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

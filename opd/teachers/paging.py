@@ -1,0 +1,266 @@
+"""Any number of frozen teachers, a few of them in memory: the others wait on shelves, and are read back before they score.
+
+With two resident, one scores while a thread reads the next. None is resident while the student is updated, but for one head: what
+a teacher said is kept as hidden states. After every page-in a fixed probe is scored again, and has to be the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from opd.divergences import Projection
+from opd.models.attention import Packed
+from opd.models.language_model import LanguageModel
+from opd.teachers.local import LocalTeacher
+from opd.teachers.probe import Probe
+from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Shelf, Staging
+from opd.types import Rendered, Rollout, Signal, SignalNeed
+
+SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not fit goes to pinned host memory
+
+
+class Stay:
+    """A model's place in the pool: the shelf where its weights wait, and the bytes they are while they are here."""
+
+    def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
+        self.name, self.shelf, self.layout, self.device = model.name, shelf, layout, model.device
+        self.flat: Tensor | None = None
+        self._parameters = dict(model.module.named_parameters())
+        self._head = [
+            next((name for name, found in self._parameters.items() if found is part), None)
+            for part in (model.head.weight, model.head.bias)
+        ]
+        own = copy.copy(model)  # whatever vocabulary it comes to share with others, it is compared with itself
+        self._scorer = LocalTeacher(model.name, "teacher", own, 8192, own.stop_ids)
+        self._probe = Probe(self._scorer, own.size, avoid=own.stop_ids)
+        self.take_away()
+
+    def put(self, flat: Tensor) -> None:
+        self.flat = flat
+        for name, view in self.layout.views(flat).items():
+            self._parameters[name].data = view
+
+    def take_away(self) -> None:
+        """Shapes, dtypes and device stay as they are; whoever computed with what is left would get NaN."""
+        self.flat = None
+        for parameter in self._parameters.values():
+            parameter.data = parameter.new_full((1,), float("nan")).expand(parameter.shape)
+
+    def check(self) -> None:
+        self._probe.check(self._scorer)
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """While its weights are here."""
+        weight, bias = (None if name is None else self._parameters[name].data for name in self._head)
+        assert weight is not None
+        return weight, bias
+
+    def read_head(self) -> tuple[Tensor, Tensor | None]:
+        """Its output head alone, from the shelf."""
+        found: list[Tensor | None] = []
+        for name in self._head:
+            if name is None:
+                found.append(None)
+                continue
+            place = self.layout.places[name]
+            flat = torch.empty(place.size, dtype=torch.uint8, device=self.device)
+            self.shelf.fill(flat, place.start)
+            found.append(place.of(flat, 0))
+        weight, bias = found
+        assert weight is not None
+        return weight, bias
+
+
+class Pager:
+    """Brings weights in and takes them away: at most `resident` models at once. `heads`: how many roles teachers have."""
+
+    def __init__(self, resident: int, keep: Literal["memory", "disk"], scratch: Path, heads: int = 1) -> None:
+        self._resident, self._keep, self._scratch, self._room = resident, keep, scratch, heads
+        self._order: list[Stay] = []  # in which they will score
+        self._here: list[Stay] = []
+        self._coming: dict[Stay, Future[Tensor]] = {}
+        self._heads: dict[Stay, tuple[Tensor, Tensor | None]] = {}
+        self._staging, self._reading = Staging(), threading.Lock()
+        self._reader = ThreadPoolExecutor(1, "opd-pages") if resident > 1 else None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._shelves: list[Shelf] = []
+        self.sizes: list[int] = []  # bytes of each model
+        self.seconds, self.count = 0.0, 0  # waited for weights, and page-ins, of this step
+
+    # Opening and closing
+
+    def take_in(self, model: LanguageModel, source: Path | None) -> PagedModel:
+        """A model that has just been loaded, with its weights put on a shelf. `source`: its checkpoint's directory."""
+        tensors = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
+        layout = FlatLayout(tensors)
+        if self._keep == "memory":
+            shelf: Shelf = MemoryShelf(layout, tensors, model.device)
+        else:
+            shelf = DiskShelf.of(layout, tensors, source, self._scratch, self._staging)
+        self._shelves.append(shelf)
+        self.sizes.append(layout.size)
+        return PagedModel(model, Stay(model, shelf, layout), self)
+
+    def close(self) -> None:
+        self.release()
+        if self._reader is not None:
+            self._reader.shutdown()
+        for shelf in self._shelves:
+            shelf.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: seconds waited for weights, and how often some were brought in."""
+        return {"time/page": round(self.seconds, 4), "pages": self.count}
+
+    # Weights that are needed
+
+    @contextmanager
+    def scoring(self, order: Sequence[LanguageModel]) -> Iterator[None]:
+        """Models that will score, in this order; afterwards none is resident."""
+        self.seconds, self.count = 0.0, 0
+        self._order = list(dict.fromkeys(model.stay for model in order if isinstance(model, PagedModel)))
+        try:
+            yield
+        finally:
+            self.release()
+
+    def bring(self, stay: Stay) -> None:
+        """Have its weights here, and those of the next on their way."""
+        if stay.flat is not None:
+            return
+        _settle(stay.device)
+        start = time.perf_counter()
+        wanted = [stay, *self._behind(stay)]
+        self._heads.clear()
+        for other in [other for other in (*self._here, *self._coming) if other not in wanted]:
+            self._drop(other)
+        coming = self._coming.pop(stay, None)
+        stay.put(coming.result() if coming is not None else self._read(stay, *self._room_for(stay)))
+        self._here.append(stay)
+        for other in wanted[1:]:
+            if other.flat is None and other not in self._coming:
+                self._begin(other)
+        stay.check()
+        self.seconds, self.count = self.seconds + time.perf_counter() - start, self.count + 1
+
+    def head(self, stay: Stay) -> tuple[Tensor, Tensor | None]:
+        """Its output head; of models whose weights are not here, the last few that were asked for stay."""
+        if stay.flat is not None:
+            return stay.head()
+        if stay not in self._heads:
+            start = time.perf_counter()
+            while len(self._heads) >= self._room:
+                del self._heads[next(iter(self._heads))]
+            with self._reading:
+                self._heads[stay] = stay.read_head()
+            self.seconds += time.perf_counter() - start
+        return self._heads[stay]
+
+    def release(self) -> None:
+        """Nothing is resident any more, nor on its way."""
+        for stay in (*self._here, *self._coming):
+            self._drop(stay)
+        self._order = []
+        self._heads.clear()
+
+    def _behind(self, stay: Stay) -> list[Stay]:
+        """Those that score next, as many as have room beside it."""
+        if stay not in self._order:
+            return []
+        at = self._order.index(stay)
+        return self._order[at + 1 : at + self._resident]
+
+    def _begin(self, stay: Stay) -> None:
+        """Allocated here, where the memory is used and freed; read by the thread."""
+        assert self._reader is not None
+        self._coming[stay] = self._reader.submit(self._read, stay, *self._room_for(stay))
+
+    def _room_for(self, stay: Stay) -> tuple[Tensor, torch.cuda.Stream | None]:
+        """Bytes to read into, and the stream that copies them there, behind what was computed in that memory before."""
+        flat = torch.empty(stay.layout.size, dtype=torch.uint8, device=stay.device)
+        if stay.device.type != "cuda":
+            return flat, None
+        if stay.device not in self._streams:
+            self._streams[stay.device] = torch.cuda.Stream(stay.device)
+        stream = self._streams[stay.device]
+        stream.wait_stream(torch.cuda.current_stream(stay.device))
+        return flat, stream
+
+    def _read(self, stay: Stay, flat: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+        with self._reading, nullcontext() if stream is None else torch.cuda.stream(stream):
+            stay.shelf.fill(flat, 0)
+            if stream is not None:
+                stream.synchronize()
+        return flat
+
+    def _drop(self, stay: Stay) -> None:
+        if stay in self._coming:
+            wait([self._coming.pop(stay)])  # its memory is written to until then
+        if stay in self._here:
+            self._here.remove(stay)
+            stay.take_away()
+
+
+def _settle(device: torch.device) -> None:
+    """What was computed so far is not counted as waiting for weights."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class PagedModel(LanguageModel):
+    """A model whose weights are here while they are used: all of them for hidden states, the head alone for a loss."""
+
+    def __init__(self, model: LanguageModel, stay: Stay, pager: Pager) -> None:
+        vars(self).update(vars(model))
+        self.stay, self._pager = stay, pager
+
+    def hidden(self, ids_T: Tensor, layout: Packed) -> Tensor:
+        self._pager.bring(self.stay)
+        return super().hidden(ids_T, layout)
+
+    def project(self, hidden: Tensor) -> Projection:
+        weight, bias = self._pager.head(self.stay)
+        return Projection(hidden, weight, bias, self.scale, self.softcap, self.size)
+
+    @contextmanager
+    def resident(self) -> Iterator[LanguageModel]:
+        self._pager.bring(self.stay)
+        plain = LanguageModel.__new__(LanguageModel)
+        vars(plain).update({key: value for key, value in vars(self).items() if key not in ("stay", "_pager")})
+        try:
+            yield plain
+        finally:
+            self._pager.release()
+
+
+class PagedTeacher(LocalTeacher):
+    """A frozen checkpoint that comes and goes. What it said waits on the device, or where that is full in pinned host memory."""
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        if hidden.device.type != "cuda" or _has_room(hidden):
+            return hidden
+        host = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        return host.copy_(hidden, non_blocking=True)
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        found = super().score(rollouts, need, seen)
+        _settle(self._model.device)  # copies to the host are whole
+        return found
+
+
+def _has_room(hidden: Tensor) -> bool:
+    free, total = torch.cuda.mem_get_info(hidden.device)
+    unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+    return free + unused > SPARE * total

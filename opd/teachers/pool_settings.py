@@ -1,0 +1,62 @@
+"""How many teachers are in memory at once, and where the others wait. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from opd.settings import SETTINGS, Positive
+from opd.teachers.kinds import ModelRef, TeacherKind
+from opd.text import bytes_in_words
+
+
+class TeacherPool(BaseModel):
+    model_config = SETTINGS
+    resident: Positive | None = Field(
+        None, description="frozen teachers in memory at once; 2: one scores while the next is read; default: all"
+    )
+    keep: Literal["memory", "disk"] | None = Field(
+        None, description="where the others wait: pinned host memory, or disk; default: memory on CUDA, disk on a CPU"
+    )
+
+    def keep_on(self, device: str) -> Literal["memory", "disk"]:
+        return self.keep or ("memory" if device.startswith("cuda") else "disk")
+
+    def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
+        """Models that come and go; none where all have room. What another kind reads, is quantised or has a `device` stays."""
+        staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
+        waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads())
+        coming = dict.fromkeys(
+            ref for ref in waiting if ref not in staying and ref.device is None and ref.quantise is None
+        )
+        return list(coming) if self.resident is not None and self.resident < len(coming) else []
+
+    def describe(self, sizes: Sequence[int], device: str) -> str:
+        """In words, of models that come and go, in bytes; empty where all are resident."""
+        if not sizes:
+            return ""
+        least, most = bytes_in_words(min(sizes)), bytes_in_words(max(sizes))
+        keep = self.keep_on(device)
+        where = "on disk" if keep == "disk" else "in pinned memory" if device.startswith("cuda") else "in memory"
+        idle = " WARNING: on a CPU, waiting there is being resident; use keep: disk." if where == "in memory" else ""
+        return (
+            f"at most {self.resident} of {len(sizes)} teachers' models resident while they score, none during updates; the others "
+            f"wait {where}. A page-in is {least if least == most else f'{least} to {most}'}; {len(sizes)} of them a step, at most.{idle}"
+        )
+
+    def refuse(self, kinds: Mapping[str, TeacherKind], drawn: Iterable[str]) -> Iterable[str]:
+        """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
+        if self.keep is not None and self.resident is None:
+            yield f"pool.keep {self.keep} says where teachers wait, but all of them are resident. Set pool.resident."
+        if self.resident is not None and not any(kind.can_wait for kind in kinds.values()):
+            yield f"pool.resident {self.resident}: only frozen teachers can wait outside, and there is none. Drop it."
+        paged = set(self.paged(kinds))
+        names = [name for name, kind in kinds.items() if kind.role == "teacher" and paged & set(kind.reads())]
+        for key in drawn:
+            if names:
+                yield (
+                    f"{key} needs the weights of teachers.{names[0]} at any moment, and with pool.resident {self.resident} they are "
+                    f"here only while it scores. Drop {key}, or pool.resident."
+                )

@@ -1,0 +1,187 @@
+"""Paging: many teachers, few of them in memory, and the same losses bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import opd
+from opd.config import load_recipe
+from opd.errors import DiskError, RecipeError, TrainingError
+from opd.models import load_model
+from opd.teachers.paging import PagedModel, Pager
+from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
+from tests.helpers import save_tiny, tiny_model
+
+TASKS = {"arithmetic": "task:addition", "spelling": "task:reverse", "sorting": "task:sort", "ciphers": "task:caesar"}
+
+
+def recipe(**keys: Any) -> dict[str, Any]:
+    return {
+        "log": {"samples": 0},
+        "student": "tiny/generalist",
+        "teachers": {name: f"tiny/{name}" for name in TASKS},
+        "prompts": [{"source": source, "domain": name} for name, source in TASKS.items()],
+        "rollout": {"prompts": 8, "samples": 1, "max_new_tokens": 8},
+        "train": {"steps": 2, "micro_tokens": 64},
+        "eval": {"prompts": 0},
+        "device": "cpu",
+        "threads": 1,
+        **keys,
+    }
+
+
+def losses(tmp_path: Path, name: str, spec: dict[str, Any]) -> list[tuple[float, ...]]:
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    run = opd.run(path, out=tmp_path / name)
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    keys = ["loss", "reverse_kl", "grad_norm", *sorted(key for key in lines[0] if key.startswith("kl/"))]
+    assert ("pages" in lines[0]) == ("pool" in spec)
+    if "pool" in spec:
+        assert all(line["pages"] == 4 for line in lines)  # each once per step, whatever is asked of it
+        assert all(line["time/page"] > 0 for line in lines)
+    return [tuple(line[key] for key in keys) for line in lines]
+
+
+def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> None:
+    """Hidden states and log-probs of each, a gate that looks at its head, and a second name in another role."""
+    spec = recipe(
+        teachers={
+            **{name: f"tiny/{name}" for name in TASKS},
+            **{f"r{name}": {"model": f"tiny/{name}", "role": "reference", "domains": [name]} for name in TASKS},
+        },
+        objective=[
+            {"divergence": "jsd", "gate": {"kind": "teacher_entropy", "above": 0.01}},
+            {"form": "policy_gradient"},
+            {"divergence": "forward_kl", "role": "reference"},
+        ],
+        eval={"prompts": 1, "max_new_tokens": 2},
+    )
+    expected = losses(tmp_path, "all", spec)
+    assert losses(tmp_path, "two", {**spec, "pool": {"resident": 2}}) == expected
+    assert losses(tmp_path, "one", {**spec, "pool": {"resident": 1}, "eval": {"prompts": 0}}) == expected
+    evals = [
+        json.loads((tmp_path / name / "summary.json").read_text())["stages"][0]["evals"] for name in ("two", "all")
+    ]
+    assert evals[0] == evals[1]
+    assert not [path for path in (tmp_path / "two").iterdir() if path.name.startswith("tmp")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"pool": {"keep": "disk"}}, "pool.keep disk .* Set pool.resident"),
+        ({"pool": {"resident": 1}, "teachers": {"t": {"kind": "self"}}}, "only frozen teachers can wait"),
+        ({"pool": {"resident": 2}, "rollout": {"teacher_mix": 0.5}}, "rollout.teacher_mix needs the weights of teachers"),
+        ({"pool": {"resident": 2}, "rollout": {"teacher_share": 0.5}}, "rollout.teacher_share needs the weights"),
+        ({"pool": {"resident": 2}, "eval": {"weight_average": True}}, "eval.weight_average needs the weights"),
+        ({"pool": {"resident": 0}}, "pool.resident"),
+        ({"pool": {"resident": 1, "keep": "tape"}}, "pool.keep"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_when_the_recipe_is_read(tmp_path: Path, keys: dict, words: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**recipe(), "objective": {"on": ["student", "teacher"]}, **keys}), encoding="utf-8")
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(path)
+
+
+def paged(pager: Pager, kind: str = "llama_tied", seed: int = 0) -> tuple[PagedModel, torch.Tensor]:
+    model = tiny_model(kind, seed)
+    ids, layout = torch.tensor([3, 5, 7, 9, 4]), opd.models.attention.Packed.of([5])
+    expected = model.hidden(ids, layout).detach()
+    return pager.take_in(model, None), expected
+
+
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+@pytest.mark.parametrize("resident", [1, 2, 3])
+def test_at_most_so_many_are_resident_and_each_says_what_it_said(tmp_path: Path, keep: Any, resident: int) -> None:
+    pager = Pager(resident, keep, tmp_path)
+    kinds = ["llama_tied", "qwen3", "gpt2", "gemma2", "qwen3_moe"]
+    models = [paged(pager, kind, seed) for seed, kind in enumerate(kinds)]
+    ids, layout = torch.tensor([3, 5, 7, 9, 4]), opd.models.attention.Packed.of([5])
+    for order in (range(5), [4, 2, 0], [1]):  # the last two: not all are asked
+        with pager.scoring([models[number][0] for number in order]):
+            for number in order:
+                model, expected = models[number]
+                assert torch.equal(model.hidden(ids, layout), expected)
+                held = [found.stay for found, _ in models if found.stay.flat is not None or found.stay in pager._coming]
+                assert len(held) <= resident
+                assert model.stay in held
+        assert all(model.stay.flat is None for model, _ in models)
+        for model, expected in models:  # the head alone
+            logits = model.project(expected).logits()
+            assert torch.isfinite(logits).all()
+            assert model.stay.flat is None
+            assert len(pager._heads) == 1
+        pager.release()
+        assert model.project(expected).hidden is expected
+    assert torch.isnan(next(models[0][0].module.parameters())).all()
+    pager.close()
+
+
+def test_weights_that_came_back_different_stop_the_run(tmp_path: Path) -> None:
+    pager = Pager(1, "memory", tmp_path)
+    model, _ = paged(pager)
+    model.stay.shelf._pieces[0][100:2000] = 0  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match="is no longer the one that was opened"):
+        model.hidden(torch.tensor([3, 5]), opd.models.attention.Packed.of([2]))
+
+
+def test_files_of_a_checkpoint_are_read_where_they_hold_the_very_bytes(tmp_path: Path) -> None:
+    for shards in ("10GB", "20KB"):
+        directory = tmp_path / shards
+        save_tiny(directory)
+        load_model(str(directory)).module.save_pretrained(directory, max_shard_size=shards)
+        model = load_model(str(directory))
+        tensors = dict(model.module.named_parameters())
+        layout = FlatLayout(tensors)
+        shelf = DiskShelf.of(layout, tensors, directory, tmp_path / "scratch", Staging())
+        assert {Path(extent.path).parent for extent in shelf._extents} == {directory}
+        flat = torch.empty(layout.size, dtype=torch.uint8)
+        shelf.fill(flat, 0)
+        views = layout.views(flat)
+        assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+        assert all(view.data_ptr() % 64 == 0 for view in views.values())
+        place = layout.places["lm_head.weight"]
+        part = torch.empty(place.size, dtype=torch.uint8)
+        shelf.fill(part, place.start)
+        assert torch.equal(place.of(part, 0), tensors["lm_head.weight"])
+        shelf.close()
+    half = load_model(str(directory), dtype="bfloat16")
+    tensors = dict(half.module.named_parameters())
+    other = DiskShelf.of(FlatLayout(tensors), tensors, directory, tmp_path / "scratch", Staging())
+    assert [extent.path for extent in other._extents] == [f"a file in {tmp_path / 'scratch'}"]
+    assert not list((tmp_path / "scratch").iterdir())  # it has no name, so nothing is left behind
+    flat = torch.empty(FlatLayout(tensors).size, dtype=torch.uint8)
+    other.fill(flat, 0)
+    assert all(torch.equal(view, tensors[name]) for name, view in FlatLayout(tensors).views(flat).items())
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    model = load_model(str(tmp_path / "model"))
+    pager = Pager(2, "disk", tmp_path)
+    model = pager.take_in(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").open("r+b").truncate(1000)
+    with pytest.raises(DiskError, match=r"model\.safetensors: it has become shorter"):
+        model.hidden(torch.tensor([3, 5]), opd.models.attention.Packed.of([2]))
+    pager.close()
+
+
+def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opd.teachers.shelves.PIECE", 1024)
+    tensors = {"a": torch.randn(700), "b": torch.randn(31, 17).bfloat16(), "c": torch.randn(9, 40).t()}
+    layout = FlatLayout(tensors)
+    shelf = MemoryShelf(layout, tensors, torch.device("cpu"))
+    flat = torch.empty(layout.size, dtype=torch.uint8)
+    shelf.fill(flat, 0)
+    views = layout.views(flat)
+    assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    assert views["c"].stride() == tensors["c"].stride()
