@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.errors import RecipeError, RemoteError, TrainingError
-from opd.remote import Remote, address_of, nothing
-from opd.settings import SETTINGS, Address, Positive, Variable, Word
+from opd.remote import Remote, Variable, address_of, nothing
+from opd.settings import SETTINGS, Address, Positive, Word
 
 MILLION = 1e6
 COUNTED = ("calls", "prompt_tokens", "completion_tokens", "failures")

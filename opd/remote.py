@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 from opd.errors import RecipeError, RemoteError, ServerAway
 from opd.text import first_line, plain
@@ -66,6 +68,15 @@ def address_of(text: str) -> str:
     for reason in filter(None, wrong):
         raise RecipeError(f"address {shown!r}: {reason}. Such as http://127.0.0.1:8200.")
     return text.rstrip("/")
+
+
+def _is_a_variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", value):
+        raise ValueError("expected the name of an environment variable that holds the token, never the token itself")
+    return value
+
+
+Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 
 def token_of(variable: str | None, address: str) -> str | None:

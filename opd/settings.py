@@ -8,13 +8,11 @@ upwards.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -55,15 +53,6 @@ Dtype = Literal["float32", "bfloat16"]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Address = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]  # of a model or prompts
 SETTINGS = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def _is_a_variable(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", value):
-        raise ValueError("expected the name of an environment variable that holds the token, never the token itself")
-    return value
-
-
-Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 
 def changed(settings: BaseModel) -> set[str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from opd.errors import RecipeError, RemoteError, ServerAway, TokenizerMismatch
-from opd.remote import Remote, address_of
-from opd.settings import Address, Positive, StageView, Variable, Word
+from opd.remote import Remote, Variable, address_of
+from opd.settings import Address, Positive, StageView, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
 from opd.text import plain

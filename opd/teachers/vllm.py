@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from opd.errors import RecipeError, RemoteError
-from opd.remote import Remote, address_of
-from opd.settings import Address, Dtype, Positive, StageView, Variable, Word
+from opd.remote import Remote, Variable, address_of
+from opd.settings import Address, Dtype, Positive, StageView, Word
 from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
 
