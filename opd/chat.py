@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from opd.errors import RemoteError, TrainingError
-from opd.remote import Remote, address_of, nothing
+from opd.errors import RecipeError, RemoteError, TrainingError
+from opd.remote import Remote, Variable, address_of, nothing
 from opd.settings import SETTINGS, Address, Positive, Word
 
 MILLION = 1e6
@@ -40,7 +40,7 @@ class Endpoint(BaseModel):
     model_config = SETTINGS
     address: Address = Field(description="up to the version: http://127.0.0.1:8000/v1")
     model: Word = Field(description="its name there")
-    token_env: Word | None = Field(
+    token_env: Variable | None = Field(
         None, description="environment variable that holds the token; never the token itself"
     )
     temperature: float = Field(0.0, ge=0, le=100)
@@ -57,7 +57,10 @@ class Endpoint(BaseModel):
     @field_validator("address")
     @classmethod
     def _address(cls, value: str) -> str:
-        return address_of(value)
+        try:
+            return address_of(value)
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _countable(self) -> Endpoint:

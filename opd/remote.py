@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 from opd.errors import RecipeError, RemoteError, ServerAway
 from opd.text import first_line, plain
@@ -35,6 +37,7 @@ AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, en
 FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
 SLICE = 0.5  # seconds after which a wait looks whether it should end
 QUOTED = 600  # characters of an answer that an error quotes
+UNSAFE = re.compile(r"//[^\s'\"]*@")  # name and password in an address
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
 
 
@@ -48,8 +51,14 @@ def nothing() -> None:
 
 def address_of(text: str) -> str:
     """An address as it is asked: http or https, a host, no name and password in it."""
-    parts = urlsplit(text)
+    shown = plain(UNSAFE.sub("//…@", text))
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise RecipeError(f"address {shown!r}: it has no port that can be. Such as http://127.0.0.1:8200.") from None
     wrong = [
+        port == 0 and "port 0 is nobody's",
         parts.scheme not in ("http", "https") and "it has to begin with http:// or https://",
         not parts.hostname and "it names no host",
         (parts.username or parts.password) is not None and "a password does not belong there: name it by `token_env`",
@@ -57,9 +66,17 @@ def address_of(text: str) -> str:
         bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
     ]
     for reason in filter(None, wrong):
-        shown = re.sub(r"//[^/@]*@", "//…@", text)
-        raise RecipeError(f"address {plain(shown)!r}: {reason}. Such as http://127.0.0.1:8200.")
+        raise RecipeError(f"address {shown!r}: {reason}. Such as http://127.0.0.1:8200.")
     return text.rstrip("/")
+
+
+def _is_a_variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", value):
+        raise ValueError("expected the name of an environment variable that holds the token, never the token itself")
+    return value
+
+
+Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 
 def token_of(variable: str | None, address: str) -> str | None:
@@ -171,6 +188,8 @@ class Remote:
             later = 0.0
             try:
                 response = self._client().request(method, self.address + path, content=content, headers=headers)
+            except httpx.InvalidURL as error:
+                raise RemoteError(f"{self.address} is no address: {first_line(error)}. Correct it.") from None
             except httpx.TransportError as error:
                 reason = first_line(error) or type(error).__name__
             else:

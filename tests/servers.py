@@ -29,7 +29,8 @@ class ServeProcess:
     """`ServeProcess("tiny/arithmetic")`; `.kill()` is kill -9, `.start()` begins again at the same port."""
 
     def __init__(self, *models: str, options: tuple[str, ...] = (), token_env: str | None = TOKEN_ENV) -> None:
-        self.models, self.options, self.token_env, self.port = models, options, token_env, free_port()
+        self.models, self.options, self.token_env = models, options, token_env
+        self.port = 0  # any that is free at first, the same from then on
         self.lines: list[str] = []
         self.start()
 
@@ -66,7 +67,8 @@ class ServeProcess:
     def _read(self, process: Any) -> None:
         for line in process.stderr:
             self.lines.append(line)
-            if re.search(r"serving .* at http", line):
+            if found := re.search(r"serving .* at http://.*:(\d+)", line):
+                self.port = int(found[1])
                 self._serving.set()
         self._serving.set()
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 import opd
 from opd.errors import DataError, RecipeError, RunDirectoryError
+from opd.models import load_model
 from opd.models.catalog import export
-from opd.types import Author
+from opd.types import Author, SignalNeed
 
 DIRECT = {"form": "direct", "divergence": "reverse_kl"}
 SAMPLED = {"form": "policy_gradient", "advantage": {"student": "proximal"}}
@@ -144,6 +145,28 @@ def test_a_stale_key_is_an_error_that_says_which_part_differs(what: str, kept: P
     with pytest.raises(DataError, match=message):
         opd.run(given, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_of_equal_answers_the_one_that_read_the_same_counts(kept: Path) -> None:
+    teacher: Any = opd.Teacher({"kind": "cached", "run": str(kept / "scored")}, load_model("tiny/generalist"))
+    first, *others = list(opd.Run(kept / "scored").rollouts.where())
+    other = next(rollout for rollout in others if rollout.prompt_id != first.prompt_id)
+    (before,) = teacher.score([first], SignalNeed("hidden"))
+    for names in teacher._opened._ids.values():
+        names.append(other.id)  # as if it had the same ids, and a view had shown something else
+    (after,) = teacher.score([first], SignalNeed("hidden"))
+    assert torch.equal(before.values, after.values)
+    for names in teacher._opened._ids.values():
+        names[:] = [other.id]
+    with pytest.raises(DataError, match="what the view shows"):
+        teacher.score([first], SignalNeed("hidden"))
+
+
+def test_a_revision_is_of_a_model(kept: Path, tmp_path: Path) -> None:
+    given = from_cache(kept)
+    given["teachers"]["arithmetic"] = {"kind": "cached", "run": str(kept / "scored"), "revision": "main"}
+    with pytest.raises(RecipeError, match="`revision` is that of `model`"):
+        opd.run(given, out=tmp_path / "run")
 
 
 def test_other_ids_are_an_error_that_says_which(kept: Path, tmp_path: Path) -> None:

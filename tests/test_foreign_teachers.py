@@ -121,11 +121,12 @@ def test_log_probs_from_a_completions_server_are_the_models_own(model: LanguageM
 def test_a_stop_event_that_is_not_known_is_masked(model: LanguageModel, directory: str) -> None:
     with serving(app_of(model, runner="generate")) as address:
         teacher = asked(address, directory)
-        nothing = teacher._stop({5: -0.1, 7: -4.0})
+        nothing = teacher._stop({5: -0.1, 7: -4.0}, 2)
         assert math.isnan(nothing)
-        assert math.isnan(teacher._stop({1: -3.0, 7: -4.0}))  # the other may be as likely as e^-4
-        assert teacher._stop({1: -0.01, 7: -20.0}) == pytest.approx(-0.01)  # here it cannot be
-        assert teacher._stop({1: -1.0, 3: -2.0, 7: -1.5}) == pytest.approx(np.logaddexp(-1.0, -2.0))
+        assert math.isnan(teacher._stop({1: -3.0, 7: -4.0}, 2))  # the other may be as likely as e^-4
+        assert teacher._stop({1: -0.01, 7: -20.0}, 2) == pytest.approx(-0.01)  # here it cannot be
+        assert math.isnan(teacher._stop({1: -2.0, 7: -0.3, 9: -20.0}, 2))  # the token that stands there bounds nothing
+        assert teacher._stop({1: -1.0, 3: -2.0, 7: -1.5}, 3) == pytest.approx(np.logaddexp(-1.0, -2.0))
         (first,) = teacher.score([rollout("0", [], [5, 6])], SignalNeed("logprobs_at"))
         assert first.mask.tolist() == [False, True]  # nothing stands before the first token
         assert np.isnan(first.values[0])

@@ -184,7 +184,19 @@ def test_the_first_error_of_many_ends_all_and_is_the_one_that_is_raised() -> Non
 
 
 @pytest.mark.parametrize(
-    "address", ["ftp://x", "127.0.0.1:80", "http://", "http://me:secret@x", "http://x/?a=b", "http://x y"]
+    "address",
+    [
+        "ftp://x",
+        "127.0.0.1:80",
+        "http://",
+        "http://me:secret@x",
+        "http://x/?a=b",
+        "http://x y",
+        "http://x:82000",
+        "http://x:abc",
+        "http://me:sec/ret@x:y",
+        "http://[::1",
+    ],
 )
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(RecipeError, match="address") as caught:

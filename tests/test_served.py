@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, RemoteError, TokenizerMismatch
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.remote import Remote
 from opd.runner.plan import make_plan
+from opd.teachers.served_scoring import ServedScorer
 from opd.types import SignalNeed
 from tests.helpers import tiny_model
 from tests.servers import TOKEN, TOKEN_ENV, ServeProcess, free_port, rollouts
@@ -82,31 +80,24 @@ def recipe(teacher: Any, steps: int = 3) -> dict[str, Any]:
     }
 
 
+@pytest.mark.crash
 def test_kill_9_in_mid_step_loses_nothing(
-    server: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of 40 tokens: a step has several, and the server dies between two of them."""
     near = opd.run(recipe({"model": "tiny/arithmetic", "batch_tokens": 40}), out=tmp_path / "near")
-    remote = Remote(server.address, TOKEN_ENV, patience=0.0)
+    asked, ask = [0], ServedScorer._ask
 
-    def questions() -> float:
-        text, _ = remote.bytes("GET", "/metrics", accept="text/plain")
-        return sum(float(line.split()[-1]) for line in text.decode().splitlines() if line.startswith("opd_questions"))
+    def struck(self: ServedScorer, *question: Any) -> dict[str, torch.Tensor]:
+        asked[0] += 1
+        if asked[0] == 8:  # the probe takes two
+            server.kill()
+            server.start(wait=False)
+        return ask(self, *question)
 
-    begun, killed = questions(), threading.Event()
-
-    def kill() -> None:
-        while questions() < begun + 8:  # the probe takes two
-            time.sleep(0.002)
-        server.kill()
-        killed.set()
-        server.start()
-
-    killing = threading.Thread(target=kill)
-    killing.start()
+    monkeypatch.setattr(ServedScorer, "_ask", struck)
     far = opd.run(recipe(served(server, batch_tokens=40, concurrency=1)), out=tmp_path / "far")
-    killing.join()
-    assert killed.is_set()
+    assert asked[0] > 8
     said = (
         (tmp_path / "far" / "log.txt").read_text()
         if (tmp_path / "far" / "log.txt").exists()
@@ -168,6 +159,12 @@ def test_recipes_that_cannot_be_meant() -> None:
     here = {"kind": "served", "address": "http://127.0.0.1:1", "model": "arithmetic"}
     with pytest.raises(RecipeError, match="http:// or https://"):
         load_recipe(recipe({**here, "address": "ftp://x"}))
+    with pytest.raises(RecipeError, match="password") as caught:
+        load_recipe(recipe({**here, "address": "http://me:hidden@x"}))
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(RecipeError, match="name of an environment variable") as caught:
+        load_recipe(recipe({**here, "token_env": "sk-hidden"}))
+    assert "hidden" not in str(caught.value)
     with pytest.raises(RecipeError, match="model"):
         load_recipe(recipe({"kind": "served", "address": "http://127.0.0.1:1"}))
     mixed = recipe(here)

@@ -21,9 +21,11 @@ from opd.config.stage import ALONE, Recipe, Stage
 from opd.errors import RecipeError
 from opd.files import is_directory, is_file
 from opd.plugins import load_plugins
+from opd.remote import UNSAFE
 
 MISTAKES = 10  # named in one message
 _BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
+SECRET = "token_env"  # whoever puts the token itself there does not want to read it again
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -196,7 +198,8 @@ def _explain(detail: Any, where: str) -> str:
         message = f"expected {_schema_at(detail['loc']).get('description', 'something else')}"
     if not detail["loc"]:  # of the stage as a whole
         return f"{where}{message}."
-    return f"{path}: {message[0].lower() + message[1:]}; got {shown(detail['input'])}."
+    got = UNSAFE.sub("//…@", shown(detail["input"]))
+    return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
 
 
 def _fields_at(location: Iterable[Any]) -> list[str]:

@@ -25,15 +25,15 @@ TEMPLATE = (
     "Here is a question and an answer to it.\n\nQuestion:\n{prompt}\n\nAnswer:\n{response}\n\n"
     "How good is the answer? Reply with one digit from 0 (useless) to 9 (right and complete), and nothing else."
 )
-_NAMED = re.compile(r"(?:score|rating|grade)\W{0,6}(?:is\W{0,3})?([0-9])(?![\w.]?\d)", re.IGNORECASE)
-_ALONE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?:\s*/\s*(?:9|10))?(?![\w])")
+_NAMED = re.compile(r"(?:score|rating|grade)\W{0,6}(?:is\W{0,3})?(?<![\s:=]-)([0-9])(?![\w.]?\d)", re.IGNORECASE)
+_ALONE = re.compile(r"(?<![\w.])(?<!\B-)(\d+(?:\.\d+)?)(?:\s*/\s*(?:9|10))?(?![\w])")
 
 
 def digit_of(text: str) -> int | None:
     """The score that a reply gives: a digit after `score`, else the only number in it. None: it gives none.
 
-    >>> [digit_of(text) for text in ("7", "Score: 8", "It is a 3.", "10", "4 or 5", "fine")]
-    [7, 8, 3, None, None, None]
+    >>> [digit_of(text) for text in ("7", "Score: 8", "It is a 3.", "10", "4 or 5", "-3", "fine")]
+    [7, 8, 3, None, None, None, None]
     """
     text = text.rpartition(THOUGHT)[2].replace("*", "")
     named = {int(found) for found in _NAMED.findall(text)}

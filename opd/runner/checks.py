@@ -124,7 +124,11 @@ def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
 
 def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
     """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
-    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).signals]
+
+    def with_hidden(role: str) -> bool:
+        return all("hidden" in kind.offers for kind in spec.teachers.values() if kind.role == role)
+
+    needs = [need for term in spec.objective for need in term.needs(spec.train.updates).settled(with_hidden)]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
     return [kind.inquire(name, tokenizer, spec.student.model, planning) for name, kind in spec.teachers.items()]

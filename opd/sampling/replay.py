@@ -190,9 +190,11 @@ class RunSource:
         short = next((rows for rows in self._groups if len(rows) != rollout.samples), None)
         if short is not None:
             group = _names(self.run.store, short[0])[2]
+            advice = "Let that run come to its end: opd resume"
+            if len(short) > rollout.samples:
+                advice = "Answers were written in place of others there (demonstrations, rescue). Use a run without."
             raise DataError(
-                f"prompts {self.name!r}: group {group!r} has {len(short)} finished rollouts of {rollout.samples}. "
-                "Let that run come to its end: opd resume"
+                f"prompts {self.name!r}: group {group!r} has {len(short)} finished rollouts of {rollout.samples}. {advice}"
             )
 
     def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:

@@ -92,7 +92,9 @@ def make_app(front: Front) -> FastAPI:
         if kind not in KINDS:
             raise WireError(415, f"a body of type {plain(kind, 80)!r}; send {' or '.join(KINDS)}")
         body = await _body(request, front)
-        asked = await asyncio.to_thread(read_question, body, kind, front.limits, model.rows, model.context)
+        asked = await asyncio.to_thread(
+            read_question, body, kind, front.limits, model.rows, model.model.size, model.context
+        )
         try:
             waiting = asyncio.wrap_future(front.worker.submit(name, asked))
         except QueueFull:
@@ -126,7 +128,7 @@ def _refuse(app: FastAPI) -> None:
 
 def refused_with(status: int, message: str) -> Response:
     headers = RETRY if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else {}
-    if status in (408, 413):
+    if status in (401, 408, 413):
         headers = {**headers, "connection": "close"}  # what is left of the body is not read
     return JSONResponse({"error": message}, status, headers)
 

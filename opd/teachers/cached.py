@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.errors import DataError
 from opd.settings import Address, Word
@@ -45,6 +45,12 @@ class CachedTeacher(TeacherKind):
         if value is not None and value.startswith(STAGE):
             raise ValueError("the weights of a stage cannot be compared here: leave `model` out")
         return value
+
+    @model_validator(mode="after")
+    def _of_a_model(self) -> CachedTeacher:
+        if self.revision is not None and self.model is None:
+            raise ValueError("`revision` is that of `model`, whose weights are compared: set `model`, or drop it")
+        return self
 
     def earlier(self) -> Sequence[str]:
         return (self.run,)

@@ -106,35 +106,39 @@ class CompletionsTeacher:
                 if entry is None:
                     continue
                 if kind == "topk":
-                    self._fill(tops, place, entry)
+                    self._fill(tops, place, entry, k)
                     mask[place] = True
                 else:
-                    own[place] = self._logprob(entry, int(text.ids[token]))
+                    own[place] = self._logprob(entry, int(text.ids[token]), k)
                     mask[place] = not math.isnan(own[place])
         values = tops if kind == "topk" else own
         return Signal(self.name, self.version, self.role, text.view, text.spans, values, mask)
 
-    def _logprob(self, entry: Listed, token: int) -> float:
+    def _logprob(self, entry: Listed, token: int, k: int) -> float:
         if token in self._stops and len(self._stops) > 1:
-            return self._stop(entry)
+            return self._stop(entry, k)
         return entry[token] if entry[token] > LEAST else math.nan
 
-    def _fill(self, tops: TopK, place: int, entry: Listed) -> None:
+    def _fill(self, tops: TopK, place: int, entry: Listed, k: int) -> None:
         """All that are listed; the token that stands there may come behind the likeliest, and is left out then."""
         likeliest = sorted(entry.items(), key=lambda item: -item[1])[: tops.ids.shape[1]]
         tops.ids[place, : len(likeliest)] = [index for index, _ in likeliest]
         tops.logprobs[place, : len(likeliest)] = [value for _, value in likeliest]
         rest = 1.0 - math.fsum(math.exp(value) for _, value in likeliest)
         tops.tail[place] = math.log(max(rest, float(np.finfo(np.float32).eps)))
-        tops.stop_logprob[place] = self._stop(entry)
+        tops.stop_logprob[place] = self._stop(entry, k)
 
-    def _stop(self, entry: Listed) -> float:
-        """Of all stop ids together; NaN where it is not known. One that is not listed is no likelier than the least that is."""
+    def _stop(self, entry: Listed, k: int) -> float:
+        """Of all stop ids together; NaN where it is not known. One that is not listed is no likelier than the last of the k likeliest.
+
+        The token that stands there is listed beside them, however unlikely it is.
+        """
         known = [entry[index] for index in self._stops if index in entry]
         if not known:
             return math.nan
         mass = math.fsum(math.exp(value) for value in known)
-        unlisted = (len(self._stops) - len(known)) * math.exp(min(entry.values()))
+        last = sorted(entry.values(), reverse=True)[:k][-1]
+        unlisted = (len(self._stops) - len(known)) * math.exp(last)
         return math.log(mass) if mass > 0 and math.log1p(unlisted / mass) <= SHARP else math.nan
 
     def project(self, hidden: Any) -> Any:

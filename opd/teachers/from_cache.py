@@ -46,11 +46,11 @@ class TeacherFromCache:
         self._run, self._device = EarlierRun(Path(kind.run), kind.stage), supplies.student.device
         self._head = None if facts["head"] is None else _read_head(scored, facts["head"], self._device)
         self._known = known
-        self._ids: dict[bytes, str] = {}  # prompt and response -> the rollout there
+        self._ids: dict[bytes, list[str]] = {}  # prompt and response -> the rollouts there: a group may repeat itself
         self._prompts: set[bytes] = set()
         for start in range(0, len(self._run.rows), BATCH):
             for rollout in self._run.store.load_rows(self._run.rows[start : start + BATCH]):
-                self._ids[_digest(rollout.prompt_ids, rollout.response_ids)] = rollout.id
+                self._ids.setdefault(_digest(rollout.prompt_ids, rollout.response_ids), []).append(rollout.id)
                 self._prompts.add(_digest(rollout.prompt_ids))
 
     @property
@@ -62,21 +62,28 @@ class TeacherFromCache:
     ) -> list[Signal]:
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         names = [self._find(rollout) for rollout in rollouts]
-        found = self._run.store.signals(list(dict.fromkeys(names)), self._role, need.kind)
-        return [
-            self._signal(rollout, text, need.kind, found.get(name))
-            for rollout, text, name in zip(rollouts, seen, names, strict=True)
-        ]
+        found = self._run.store.signals(list(dict.fromkeys(equal[-1] for equal in names)), self._role, need.kind)
+        answers = []
+        for rollout, text, (*others, last) in zip(rollouts, seen, names, strict=True):
+            signal = found.get(last)
+            if others and not self._fits(signal, text):  # a view may have shown something else of an equal answer
+                more = self._run.store.signals(others, self._role, need.kind).values()
+                signal = next((one for one in more if self._fits(one, text)), signal)
+            answers.append(self._signal(rollout, text, need.kind, signal))
+        return answers
 
-    def _find(self, rollout: Rollout) -> str:
-        name = self._ids.get(_digest(rollout.prompt_ids, rollout.response_ids))
-        if name is None:
+    def _fits(self, signal: Signal | None, text: Rendered) -> bool:
+        return signal is not None and (signal.teacher, signal.key) == (self._known, text_key(text))
+
+    def _find(self, rollout: Rollout) -> list[str]:
+        names = self._ids.get(_digest(rollout.prompt_ids, rollout.response_ids))
+        if names is None:
             part = "the response's ids" if _digest(rollout.prompt_ids) in self._prompts else "the prompt's ids"
             raise DataError(
                 f"teachers.{self.name}: {self._kind.run} has no scores of rollout {rollout.id!r}: {part} are not among those that "
                 f'were scored. Train on the rollouts of that run: `prompts: [{{source: "run:{self._kind.run}"}}]`.'
             )
-        return name
+        return names
 
     def _signal(self, rollout: Rollout, text: Rendered, kind: SignalKind, signal: Signal | None) -> Signal:
         if signal is None:

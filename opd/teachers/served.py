@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from opd.errors import RecipeError, RemoteError, ServerAway, TokenizerMismatch
-from opd.remote import Remote, address_of
+from opd.remote import Remote, Variable, address_of
 from opd.settings import Address, Positive, StageView, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
@@ -64,7 +64,9 @@ class ServedTeacher(TeacherKind):
 
     address: Address = Field(description="where `opd serve` listens: http://HOST:PORT")
     model: Word = Field(description="what it is called there")
-    token_env: Word | None = Field("OPD_TOKEN", description="the environment variable that holds the server's token")
+    token_env: Variable | None = Field(
+        "OPD_TOKEN", description="the environment variable that holds the server's token"
+    )
     batch_tokens: Positive = Field(8192, description="tokens in one request")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
     concurrency: int = Field(4, ge=1, le=256, description="requests at once")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from opd.errors import RecipeError, RemoteError
-from opd.remote import Remote, address_of
+from opd.remote import Remote, Variable, address_of
 from opd.settings import Address, Dtype, Positive, StageView, Word
 from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
@@ -28,7 +28,7 @@ class ForeignTeacher(TeacherKind):
     address: Address = Field(description="of the server: http://HOST:PORT")
     model: Word = Field(description="what it is called there")
     revision: Word | None = None
-    token_env: Word | None = Field(
+    token_env: Variable | None = Field(
         None, description="the environment variable that holds the server's token, if it wants one"
     )
     concurrency: int = Field(8, ge=1, le=256, description="requests at once")

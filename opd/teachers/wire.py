@@ -30,6 +30,7 @@ FRAME = "application/x-safetensors"
 WEIGHTS_HEADER, INSTANCE_HEADER = "x-opd-weights", "x-opd-instance"
 INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 LARGEST = 2**31 - 1
+ENTRIES = 1 << 26  # likeliest ids in one answer, half a GiB
 Id = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
@@ -101,8 +102,12 @@ def write_question(question: ScoreQuestion, texts: Sequence[Rendered]) -> bytes:
     return frame
 
 
-def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, context: int) -> ScoreRequest:
-    """A request's body. What is wrong with it is said, with a status: 400 unreadable, 413 too much, 422 impossible."""
+def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, size: int, context: int) -> ScoreRequest:
+    """A request's body. What is wrong with it is said, with a status: 400 unreadable, 413 too much, 422 impossible.
+
+    `rows`: ids that can be read; `size`: those that count where the question does not say. An index beyond them would end the work
+    of a GPU for everybody.
+    """
     asked = _from_json(body) if kind == "application/json" else _from_frame(body)
     if not asked.texts:
         raise WireError(422, "there is no text to score")
@@ -119,9 +124,12 @@ def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, cont
         raise WireError(422, "topk needs `k`, how many ids are wanted")
     if (question.k or 0) > rows or (question.size or 0) > rows:
         raise WireError(422, f"`k` and `size` are at most the vocabulary's {rows} ids")
-    if any(index >= rows for index in question.stop_ids):
-        raise WireError(422, f"stop_ids: {max(question.stop_ids)} is outside the vocabulary of {rows} ids")
-    _check_tokens(asked, limits, question.size or rows)
+    counted = question.size or size
+    if any(index >= counted for index in question.stop_ids):
+        raise WireError(422, f"stop_ids: {max(question.stop_ids)} is outside the vocabulary of {counted} ids")
+    if (question.k or 0) * asked.count > ENTRIES:
+        raise WireError(413, f"{question.k} ids for each of {asked.count} tokens; at most {ENTRIES} come in one answer")
+    _check_tokens(asked, limits, counted)
     return asked
 
 
@@ -142,6 +150,10 @@ def _check_text(number: int, text: Rendered, rows: int, context: int) -> None:
 def _check_tokens(asked: ScoreRequest, limits: RequestLimits, size: int) -> None:
     tokens = asked.tokens_NM
     if tokens is None:
+        scored = [text.ids[t0:t1] for text in asked.texts for _, _, t0, t1 in text.spans]
+        highest = max((int(ids.max(initial=0)) for ids in scored), default=0)
+        if asked.question.want == "logprobs" and highest >= size:
+            raise WireError(422, f"id {highest} is asked about, and outside the vocabulary of {size} ids")
         return
     if asked.question.want != "logprobs":
         raise WireError(422, "`tokens` are for want: logprobs")
@@ -170,7 +182,7 @@ def _from_json(body: bytes) -> ScoreRequest:
     texts = [_rendered(np.array(ids, dtype=np.int32), here) for ids, here in zip(found.ids, spans, strict=True)]
     if found.tokens is not None and len({len(row) for row in found.tokens}) > 1:
         raise WireError(422, "`tokens` has rows of different lengths")
-    tokens = None if found.tokens is None else np.array(found.tokens, dtype=np.int64).reshape(len(found.tokens), -1)
+    tokens = None if found.tokens is None else np.array(found.tokens or [[]], dtype=np.int64)
     return ScoreRequest(found, texts, tokens)
 
 

@@ -79,6 +79,7 @@ def _stored(run: StageRun, teacher: TeacherLike, shown: dict[str, Rendered], kin
         for key, signal in found.items()
         if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
         and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)
+        and signal.key in ("", text_key(shown[key]))  # older stores do not say
     }
 
 
