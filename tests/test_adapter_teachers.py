@@ -18,9 +18,12 @@ from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.adapted import AdaptedModel
 from opd.models.attention import Packed
+from opd.models.identity import weights_hash
 from opd.models.settings import Lora
 from opd.runner import stage_models
 from opd.runner.checks import check_stage
+from opd.teachers.adapter import AdapterTeacher
+from opd.teachers.mixture import MixtureTeacher
 from tests.helpers import save_tiny
 
 pytest.importorskip("peft")
@@ -95,6 +98,14 @@ def run(tmp_path: Path, name: str, spec: dict[str, Any]) -> tuple[Any, dict[str,
     path.write_text(yaml.safe_dump(spec), encoding="utf-8")
     done = opd.run(path, out=tmp_path / name)
     return done, done.metrics[-1]
+
+
+def test_scores_of_an_adapter_are_kept_under_its_own_weights_and_those_of_its_base(adapters: list[Path]) -> None:
+    kinds = [AdapterTeacher(model=str(path)) for path in adapters]
+    mixed = MixtureTeacher(parts={"one": kinds[0], "two": kinds[1]})
+    assert [ref.model for ref in mixed.scored_with()] == [str(path) for path in adapters]
+    hashes = {weights_hash(ref.model) for ref in (*mixed.scored_with(), *kinds[0].reads())}
+    assert len(hashes) == 3
 
 
 def test_a_run_learns_from_adapters_over_its_own_base(

@@ -259,9 +259,8 @@ def test_a_restart_in_mid_step_loses_nothing(model: LanguageModel, directory: st
 
     def restarted() -> None:
         with serving(first, port):
-            while (
-                first.state.asked.count("/pooling") < 3 + 3 + 4 + 3 + 2
-            ):  # two probes, a step and its probe, part of another
+            part = 3 + 3 + 4 + 3 + 2  # two probes, a step and its probe, part of another
+            while first.state.asked.count("/pooling") < part and not done.is_set():
                 time.sleep(0.002)
         time.sleep(0.3)
         with serving(app_of(model), port):

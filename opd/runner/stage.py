@@ -102,7 +102,7 @@ class StageRun:
                 ref.identified(ref.model): ref.identified(
                     weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
                 )
-                for ref in (*kind.reads(), *((own,) if kind.of_student else ()))
+                for ref in (*kind.scored_with(), *((own,) if kind.of_student else ()))
             }
             for name, kind in spec.teachers.items()
         }

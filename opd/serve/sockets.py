@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import resource
 import socket
 import time
 from types import FrameType
@@ -79,6 +80,14 @@ class DrainingServer(uvicorn.Server):
         return bool(await super().on_tick(counter)) or drained
 
 
+def allow_connections(wanted: int = CONNECTIONS + 1024) -> None:
+    """Each is an open file, and many systems begin with 1,024 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def run_until_told(
     app: Any, front: Front, listening: socket.socket, request_seconds: float, drain_seconds: float
 ) -> None:
@@ -96,4 +105,5 @@ def run_until_told(
         proxy_headers=False,
         lifespan="off",
     )
+    allow_connections()
     DrainingServer(config, front, drain_seconds).run(sockets=[listening])

@@ -34,6 +34,9 @@ class AdapterTeacher(ModelTeacher):
     def reads(self) -> Sequence[ModelRef]:
         return (ModelRef(base_of(self.model, self._directory()), None, self.dtype),)
 
+    def scored_with(self) -> Sequence[ModelRef]:
+        return (ModelRef(self.model, None, self.dtype),)  # its base is part of what is hashed
+
     def files(self) -> list[Path]:
         return sorted(path for path in self._directory().iterdir() if path.suffix in (".json", ".safetensors"))
 

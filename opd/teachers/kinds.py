@@ -91,6 +91,10 @@ class TeacherKind(Choice):
     def reads(self) -> Sequence[ModelRef]:
         return ()
 
+    def scored_with(self) -> Sequence[ModelRef]:
+        """Whose weights what it says depends on: scores that are kept are kept under their hashes."""
+        return self.reads()
+
     def earlier(self) -> Sequence[str]:
         """Runs that it reads: directories, or `stage:NAME`."""
         return ()

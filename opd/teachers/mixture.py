@@ -145,6 +145,9 @@ class BlendKind(TeacherKind):
     def reads(self) -> Sequence[ModelRef]:
         return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.reads()))
 
+    def scored_with(self) -> Sequence[ModelRef]:
+        return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.scored_with()))
+
     def files(self) -> list[Path]:
         return [path for kind in self.members.values() for path in kind.files()]
 
