@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -278,6 +278,8 @@ def joined_ranks() -> Iterator[World]:
     try:
         yield ranks
     except Stopped:
+        with suppress(RuntimeError):  # one that has failed meanwhile
+            ranks.barrier()  # the leader saves longest, and a launcher that sees one end soon ends the others
         dist.destroy_process_group()
         raise
     except OpdError as error:
