@@ -86,6 +86,23 @@ def test_a_share_is_sampled_under_a_view_and_trained_on_under_the_prompt(
     assert run.metrics[0]["mismatch"] < 1e-4  # of the others alone
 
 
+def test_a_teacher_with_a_shorter_context_answers_what_it_can_read(models: dict[str, str], tmp_path: Path) -> None:
+    """What the student is shown is longer than the teacher's context; the teacher is asked plainly."""
+    short = save_tiny(tmp_path / "short", seed=2, max_position_embeddings=32)
+    writer = {
+        "kind": "shown",
+        "share": 0.5,
+        "view": {"kind": "template", "template": "{prompt}" + "." * 40 + "{prompt}"},
+    }
+    spec = recipe(
+        models, rollout={"prompts": 4, "max_new_tokens": 5, "writers": [writer]}, teachers={"a": short}, train={"steps": 1},
+        eval={"prompts": 2, "max_new_tokens": 4}, objective={"form": "direct"},
+    )  # fmt: skip
+    run = opd.run(spec, out=tmp_path / "run")
+    assert run.metrics[0]["rollout/unshown"] == 0
+    assert run.summary["stages"][0]["teachers"]["a"]
+
+
 def test_views_of_one_kind_keep_their_authors_apart(models: dict[str, str], tmp_path: Path) -> None:
     other = {"kind": "template", "template": "{answer} {prompt}"}
     writers = [

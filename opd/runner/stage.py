@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -38,7 +39,7 @@ from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.trainer.world import World
-from opd.types import Rollout, Sample, Sampling, TeacherLike
+from opd.types import Prompt, Rollout, Sample, Sampling, TeacherLike
 
 UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
@@ -252,6 +253,10 @@ class StageRun:
     def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
         """What came with their rewards, from the store."""
         return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+
+    def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
+        """Tokens that whoever writes something about a prompt can read."""
+        return self.student.context if by == "student" else self.teachers[self.teacher_for(prompt)].context
 
     def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
         """With the tokenizer whose chat template the teacher's view uses."""

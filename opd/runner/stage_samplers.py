@@ -48,8 +48,10 @@ class StageSamplers:
         return self._mixed[name]
 
     def of(self, model: LanguageModel) -> TokenSampler:
-        """Of a model that does not learn, in its own precision."""
-        return self._open(model.inference_copy(None))
+        """Of a model that does not learn, in its own precision. What the student is shown may be longer than it can read."""
+        copy = model.inference_copy(None)
+        length = min(self._max_length, model.context)
+        return self._world.sampler(self._spec.sampler.open(copy, length, merge_stop=self._stop_ids))
 
     def load(self, weights: WeightsRef) -> None:
         """The student's, wherever it samples."""

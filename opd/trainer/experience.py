@@ -41,7 +41,8 @@ def write_experience(
     told = [_told(run, rollouts[number], rewards, prompts) for number in sorted(chosen.tolist())]
     asked = replace(visit.prompt, fields={**visit.prompt.fields, TRAJECTORIES: "\n\n".join(told)})
     asked = spec.question.rewrite(asked)
-    if asked is None or not run.trajectories.fits(asked, visit, spec.max_new_tokens):
+    context = run.context_of(spec.by, visit.prompt)
+    if asked is None or not run.trajectories.fits(asked, visit, spec.max_new_tokens, context):
         return dict(prompts), {"experience/tokens": 0}
     rescue = run.spec.rollout.rescue
     sample = (

@@ -113,7 +113,8 @@ def _write_hints(run: StageRun, spec: Rescue, failed: Sequence[Failed]) -> None:
     planned: dict[str, Planned] = {}
     for group in failed:
         question = hint.question.rewrite(group.visit.prompt)
-        if question is None or not run.trajectories.fits(question, group.visit, hint.max_new_tokens):
+        context = run.context_of(hint.by, group.visit.prompt)
+        if question is None or not run.trajectories.fits(question, group.visit, hint.max_new_tokens, context):
             continue
         name = run.trajectories.rollout_id(group.visit, sample)
         visit = replace(group.visit, prompt=question)

@@ -8,6 +8,7 @@ last durable token on. They are never begun again, since that would favour short
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -213,10 +214,10 @@ class Trajectories:
     def _rendered(self, prompt: Prompt, plan: Planned) -> np.ndarray:
         return render_prompt(prompt, self.tokenizer, self.sources[plan.visit.source].chat_template_kwargs)
 
-    def fits(self, prompt: Prompt, visit: Visit, new_tokens: int | None = None) -> bool:
-        """Whether the sampler has room for a prompt that the start could not look at."""
+    def fits(self, prompt: Prompt, visit: Visit, new_tokens: int | None = None, context: int = sys.maxsize) -> bool:
+        """Whether the sampler has room for a prompt that the start could not look at. `context`: of who reads it."""
         ids = render_prompt(prompt, self.tokenizer, self.sources[visit.source].chat_template_kwargs)
-        return ids.size + (new_tokens or self.spec.max_new_tokens) <= self.max_length
+        return ids.size + (new_tokens or self.spec.max_new_tokens) <= min(self.max_length, context)
 
     def _chosen(self, visit: Visit) -> tuple[Writer, Prompt | None]:
         """Who answers, and what is read if it is not the prompt. Where there is nothing to show, the student answers plainly."""
