@@ -99,10 +99,19 @@ class CallLog(Protocol):
 
 
 class Chat:
-    """One endpoint. `drain` gives what it did since it was last called, and what it has cost in all."""
+    """One endpoint. `drain` gives what it did since it was last called, and what it has cost in all.
 
-    def __init__(self, endpoint: Endpoint, calls: CallLog | None = None, check: Callable[[], None] = nothing) -> None:
-        self.endpoint, self._calls = endpoint, calls
+    `purpose`: what it is asked for; what others asked of the same endpoint for another one is not counted as its own.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        calls: CallLog | None = None,
+        check: Callable[[], None] = nothing,
+        purpose: str = "",
+    ) -> None:
+        self.endpoint, self._calls, self._purpose = endpoint, calls, purpose
         self._remote = Remote(
             endpoint.address,
             endpoint.token_env,
@@ -116,11 +125,8 @@ class Chat:
         self.total: Counter[str] = Counter()
         self._worked = False  # it has answered once
         for call, result in calls.earlier() if calls is not None else ():
-            if (
-                isinstance(call, Mapping)
-                and call.get("chat") == endpoint.address
-                and call.get("model") == endpoint.model
-            ):
+            own = {"chat": endpoint.address, "purpose": purpose, "model": endpoint.model}
+            if isinstance(call, Mapping) and own.items() <= call.items():
                 self._count(self.total, result)
                 self._worked = True
 
@@ -157,11 +163,12 @@ class Chat:
             messages.insert(0, {"role": "system", "content": question.system})
         spec = self.endpoint
         settings = {"temperature": spec.temperature, "max_tokens": spec.max_tokens}
-        return {"chat": spec.address, "model": spec.model, "messages": messages, **settings}
+        about = {"chat": spec.address, "purpose": self._purpose, "model": spec.model}
+        return {**about, "messages": messages, **settings}
 
     def _ask(self, question: ChatQuestion, call: Mapping[str, Any], errors: list[RemoteError]) -> Answer:
         self._require_budget(0)
-        body = {name: value for name, value in call.items() if name != "chat"}
+        body = {name: value for name, value in call.items() if name not in ("chat", "purpose")}
         try:
             result = self._read(self._remote.json("POST", "/chat/completions", body))
         except RemoteError as error:

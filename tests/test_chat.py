@@ -117,6 +117,29 @@ def test_tokens_stay_in_the_environment_and_servers_that_fail_are_asked_again(
     chat.close()
 
 
+class Log(list[tuple[Any, Any]]):
+    """Calls that were made before."""
+
+    def find(self, about: str, call: Any) -> Any:
+        return next((result for known, result in self if known == call), None)
+
+    def add(self, about: str, call: Any, result: Any) -> None:
+        self.append((call, result))
+
+    def earlier(self) -> list[tuple[Any, Any]]:
+        return list(self)
+
+
+def test_after_a_resume_each_counts_what_it_asked_itself(served: Served) -> None:
+    spec, log = Endpoint(**endpoint(served, max_calls=1)), Log()
+    for purpose in ("demonstration", "reward"):
+        Chat(spec, log, purpose=purpose).ask([ChatQuestion("main/p/0/0", "add 1+2")])
+    totals = [Chat(spec, log, purpose=purpose).total["calls"] for purpose in ("demonstration", "reward", "other")]
+    assert (totals, len(served.asked)) == ([1, 1, 0], 2)
+    with pytest.raises(TrainingError, match="max_calls is 1"):
+        Chat(spec, log, purpose="reward").ask([ChatQuestion("main/p/0/0", "add 1+3")])
+
+
 def test_a_server_that_never_answered_is_an_error_and_one_that_stops_to_is_a_failure(served: Served) -> None:
     with pytest.raises(RemoteError, match=r"404.*Is the name right"):
         Chat(Endpoint(**endpoint(served) | {"address": served.address + "/wrong"})).ask([ChatQuestion(None, "add 1+2")])

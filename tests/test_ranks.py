@@ -93,6 +93,8 @@ def test_a_teacher_on_one_gpu_is_refused() -> None:
 
 
 def test_a_live_teacher_is_refused_where_weights_are_spread(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="refresh with every: 1"):  # before anything is loaded
+        Ranks(None, 0, 2, 0).require(load_recipe("methods/hdpo").stages[0])
     student = opd.load_model("tiny/generalist")
     kind = by_hand("coach", AnyTeacher, {"kind": "live", "view": {"kind": "template", "template": "{answer}{prompt}"}})
     with pytest.raises(RecipeError, match="refresh with every: 1"):

@@ -5,6 +5,7 @@ What it says is text. Where no single digit can be read in it there is no reward
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
@@ -82,7 +83,8 @@ class ChatReward(RewardKind):
         return [name for name in fields_of(self.template) if name not in known]
 
     def open(self, calls: CallLog | None, check: Callable[[], None] = nothing) -> ChatRewards:
-        return ChatRewards(self, Chat(self.endpoint, calls, check))
+        purpose = f"reward {hashlib.blake2b(self.template.encode(), digest_size=6).hexdigest()}"
+        return ChatRewards(self, Chat(self.endpoint, calls, check, purpose))
 
     def question(self, sample: Sample) -> ChatQuestion:
         values = {**field_texts(sample.prompt.fields), PROMPT: question(sample.prompt), ANSWER: sample.text}

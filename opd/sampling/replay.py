@@ -170,12 +170,6 @@ class RunSource:
     def require_drawn(self, rollout: Rollouts) -> None:
         """What the recipe says of its rollouts is what they are."""
         recorded = self.run.settings["rollout"]
-        for key in ("rescue", "demonstrations"):
-            if recorded.get(key):
-                raise RecipeError(
-                    f"the run of {self.name!r} had rollout.{key}, and which answers of a group it trained on is not in its store. "
-                    "Name a run without it."
-                )
         for key in DRAWN:
             if recorded[key] != getattr(rollout, key):
                 raise RecipeError(

@@ -98,6 +98,12 @@ class RefreshTeacher(StudentTeacher):
         return _following(self, name, supplies, every=self.every, rate=1.0)
 
 
+SPREAD = (
+    "kind live scores with the student's own weights, which are spread over the ranks. Use kind: refresh with every: 1, which "
+    "scores with a whole copy of the same."
+)
+
+
 class LiveTeacher(StudentTeacher):
     """The student as it is now, without gradients; only the view tells the two apart."""
 
@@ -117,10 +123,7 @@ class LiveTeacher(StudentTeacher):
         from opd.teachers.following import LiveStudent
 
         if supplies.around.sharded:
-            raise RecipeError(
-                f"teachers.{name}: kind live scores with the student's own weights, which are spread over the ranks. Use "
-                "kind: refresh with every: 1, which scores with a whole copy of the same."
-            )
+            raise RecipeError(f"teachers.{name}: {SPREAD}")
         return LiveStudent(name, self.role, supplies.student, self.batch_tokens, supplies.stop_ids)
 
 

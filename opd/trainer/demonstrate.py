@@ -27,7 +27,7 @@ class Demonstrator:
         say: Callable[[str], None],
     ) -> None:
         self.spec, self._special = spec, [token for token in special if token]
-        self._chat = Chat(spec.endpoint, calls, check)
+        self._chat = Chat(spec.endpoint, calls, check, "demonstration")
         self._decides: Rewarder | None = None
         if spec.by is not None:
             self._decides = Rewarder(Rewards(domains={DEFAULT: [spec.by]}), say=say)

@@ -28,6 +28,7 @@ from opd.models.packing import Pack
 from opd.models.sharded import ShardedModel
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
+from opd.teachers.of_student import SPREAD
 from opd.trainer.messages import read_message, write_message
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.sharded_optimiser import ShardedOptimiser
@@ -77,8 +78,9 @@ class Ranks(World):
                 "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
                 "one process."
             )
-
         for name, kind in spec.teachers.items():
+            if kind.is_student_now:
+                raise RecipeError(f"teachers.{name}: {SPREAD}")
             for ref in kind.reads():
                 refuse_numbered(ref.device or "", f"teachers.{name}: ")
 
