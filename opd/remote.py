@@ -83,7 +83,10 @@ def token_of(variable: str | None, address: str) -> str | None:
     """The token that an environment variable holds."""
     if variable is None:
         return None
-    token = os.environ.get(variable, "").strip()
+    try:
+        token = os.environ.get(_is_a_variable(variable), "").strip()
+    except ValueError as error:
+        raise RemoteError(f"token_env: {error}.") from None
     if not token:
         raise RemoteError(f"token_env {variable!r}: this variable is not set. Put the token of {address} into it.")
     if not (token.isascii() and token.isprintable()):

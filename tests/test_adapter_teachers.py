@@ -130,6 +130,7 @@ def test_a_run_learns_from_adapters_over_its_own_base(
     assert str(adapters[1] / "adapter_model.safetensors") in json.dumps(recorded)  # a resume looks at it again
 
 
+@pytest.mark.slow
 def test_teachers_that_are_adapters_can_sample_and_be_mixed_in(tmp_path: Path, base: str, adapters: list[Path]) -> None:
     spec = recipe(base, adapters, objective={"on": ["student", "teacher"]})
     spec["rollout"] |= {"teacher_share": 0.5, "teacher_mix": 0.25}

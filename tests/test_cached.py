@@ -59,7 +59,10 @@ def weights(run: opd.Run) -> dict[str, torch.Tensor]:
     return load_file(run.model / "model.safetensors")
 
 
-@pytest.mark.parametrize(("objective", "view"), [(DIRECT, VIEW), (SAMPLED, None)], ids=["hidden", "logprobs"])
+@pytest.mark.parametrize(
+    ("objective", "view"),
+    [pytest.param(DIRECT, VIEW, id="hidden"), pytest.param(SAMPLED, None, id="logprobs", marks=pytest.mark.slow)],
+)
 def test_training_from_scores_equals_training_with_the_teacher(
     objective: dict[str, Any], view: dict[str, Any] | None, tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ def test_replayed_rollouts_are_those_of_the_run_token_by_token(tmp_path: Path) -
     assert len(more.rollouts.where(visit=1)) == 16
 
 
+@pytest.mark.slow
 def test_stages_of_one_run_score_and_train_and_a_killed_one_goes_on(tmp_path: Path) -> None:
     small = ["rollout.prompts=4", "sampler.slots=8", "stages.0.train.steps=2", "stages.1.train.steps=2"]
     small += ["stages.1.eval.prompts=4", "device=cpu", "threads=1"]

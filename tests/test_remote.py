@@ -208,6 +208,9 @@ def test_a_token_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_TOKEN", raising=False)
     with pytest.raises(RemoteError, match="'MY_TOKEN': this variable is not set"):
         Remote("http://127.0.0.1:1", "MY_TOKEN")
+    with pytest.raises(RemoteError, match="never the token itself") as caught:
+        Remote("http://127.0.0.1:1", "sk-hidden")
+    assert "hidden" not in str(caught.value)
     monkeypatch.setenv("MY_TOKEN", "two\nlines")
     with pytest.raises(RemoteError, match="no token") as caught:
         Remote("http://127.0.0.1:1", "MY_TOKEN")
