@@ -714,8 +714,8 @@ COUNTS = {
     "format": 1_000,
     "json": 1_000,
     "code": 300,
-    "maths": 100,
-    "gym": 100,
+    "maths": 40,
+    "gym": 40,
 }
 
 
