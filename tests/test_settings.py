@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow  # a whole run of the type checker
 ROOT = Path(config.__file__).parent.parent
 CHECKS = ("refuse", "_check", "changed")  # functions that only say no
 PERMISSIONS = ("force",)  # settings whose whole work is to take a refusal back
+WIRE = ("Facts", "Question")  # ends of names: what goes between a server and its client is nobody's setting
 CHECKER = """[mypy]
 check_untyped_defs = true
 follow_imports = skip
@@ -40,16 +41,17 @@ def settings() -> list[type[BaseModel]]:
     while waiting:
         below = waiting.pop().__subclasses__()
         waiting += below
-        found += [model for model in below if model.__module__.startswith("opd.")]
+        found += [model for model in below if model.__module__.startswith("opd.") and not model.__name__.endswith(WIRE)]
     return found
 
 
 def declared(models: list[type[BaseModel]]) -> set[str]:
-    """`module.Class.field` of every field, at the class that declares it."""
+    """`module.Class.field` of every field, at the class that declares it first."""
     return {
         f"{model.__module__}.{model.__qualname__}.{name}"
         for model in models
         for name in set(vars(model).get("__annotations__", ())) & set(model.model_fields)
+        if not any(name in base.model_fields for base in model.__bases__ if issubclass(base, BaseModel))
     }
 
 
