@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from opd.errors import RecipeError, RemoteError, TrainingError
-from opd.remote import Remote, Variable, address_of, nothing
-from opd.settings import SETTINGS, Address, Positive, Word
+from opd.errors import RemoteError, TrainingError
+from opd.remote import HttpAddress, Remote, Variable, nothing
+from opd.settings import SETTINGS, Positive, Word
 
 MILLION = 1e6
 COUNTED = ("calls", "prompt_tokens", "completion_tokens", "failures")
@@ -38,7 +38,7 @@ class Endpoint(BaseModel):
     """Where a model answers, how it is asked, and what it may cost."""
 
     model_config = SETTINGS
-    address: Address = Field(description="up to the version: http://127.0.0.1:8000/v1")
+    address: HttpAddress = Field(description="up to the version: http://127.0.0.1:8000/v1")
     model: Word = Field(description="its name there")
     token_env: Variable | None = Field(
         None, description="environment variable that holds the token; never the token itself"
@@ -53,14 +53,6 @@ class Endpoint(BaseModel):
     )
     max_calls: Positive | None = Field(None, description="calls after which the run stops")
     max_cost: float | None = Field(None, gt=0, description="money after which the run stops")
-
-    @field_validator("address")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        try:
-            return address_of(value)
-        except RecipeError as error:
-            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _countable(self) -> Endpoint:

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 from opd.errors import RecipeError, RemoteError, ServerAway
+from opd.settings import Address
 from opd.text import first_line, plain
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _is_a_variable(value: str) -> str:
     return value
 
 
+HttpAddress = Annotated[Address, AfterValidator(address_of)]
 Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 

@@ -8,6 +8,7 @@ With one tokenizer every token is a span: `gold` is the JSD, and `uld` is 0 wher
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -113,6 +114,7 @@ class CrossedTerm(Term):
             total = total + loss
         return total
 
+    @abstractmethod
     def distance(self, micro: MicroBatch, events: SpanEvents) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from opd.errors import RecipeError, RemoteError, ServerAway, TokenizerMismatch
-from opd.remote import Remote, Variable, address_of
-from opd.settings import Address, Positive, StageView, Word
+from opd.errors import RemoteError, ServerAway, TokenizerMismatch
+from opd.remote import HttpAddress, Remote, Variable
+from opd.settings import Positive, StageView, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
 from opd.text import plain
@@ -62,7 +62,7 @@ class ServedTeacher(TeacherKind):
     name = "served"
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
-    address: Address = Field(description="where `opd serve` listens: http://HOST:PORT")
+    address: HttpAddress = Field(description="where `opd serve` listens: http://HOST:PORT")
     model: Word = Field(description="what it is called there")
     token_env: Variable | None = Field(
         "OPD_TOKEN", description="the environment variable that holds the server's token"
@@ -76,14 +76,6 @@ class ServedTeacher(TeacherKind):
         None,
         description="every request a forward pass of its own, for the same bits; default: where it computes on a CPU",
     )
-
-    @field_validator("address")
-    @classmethod
-    def _http(cls, value: str) -> str:
-        try:
-            return address_of(value)
-        except RecipeError as error:
-            raise ValueError(str(error)) from None
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         yield "kind served scores by itself, not as a part of a mixture. Load the model here (kind: frozen), or mix it where it is served."

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from opd.errors import RecipeError, RemoteError
-from opd.remote import Remote, Variable, address_of
+from opd.errors import RemoteError
+from opd.remote import HttpAddress, Remote, Variable
 from opd.settings import Address, Dtype, Positive, StageView, Word
 from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ForeignTeacher(TeacherKind):
     """What the two have in common: an address, the name a model has there, and where its tokenizer is read from here."""
 
-    address: Address = Field(description="of the server: http://HOST:PORT")
+    address: HttpAddress = Field(description="of the server: http://HOST:PORT")
     model: Word = Field(description="what it is called there")
     revision: Word | None = None
     token_env: Variable | None = Field(
@@ -41,10 +41,7 @@ class ForeignTeacher(TeacherKind):
     @field_validator("address")
     @classmethod
     def _http(cls, value: str) -> str:
-        try:
-            return address_of(value).removesuffix("/v1")
-        except RecipeError as error:
-            raise ValueError(str(error)) from None
+        return value.removesuffix("/v1")
 
     @property
     def local(self) -> str:
