@@ -358,6 +358,8 @@ class Remote:
             return
         with self._lock:
             first = place.away or self._waiting
+            if place.away:
+                place.done = max(other.done for other in self.places)  # it has nothing to catch up on
             place.away = self._waiting = False
             self.returns += first
         if first:

@@ -68,7 +68,7 @@ def test_a_dead_ones_work_goes_to_the_other_and_it_is_taken_back(
         teacher = opened(kind, [first, second], directory, told)
         asked(one), asked(other)
         np.testing.assert_allclose(values(teacher), alone, atol=1e-6)
-        assert abs(asked(one) - asked(other)) <= 6
+        assert min(asked(one), asked(other)) > 3  # the probe's texts
         ask, count = type(teacher)._ask, [0]
 
         def struck(self: Any, *question: Any) -> Any:
@@ -84,7 +84,8 @@ def test_a_dead_ones_work_goes_to_the_other_and_it_is_taken_back(
         asked(one), asked(other)
         np.testing.assert_allclose(values(teacher), alone, atol=1e-6)
         assert told[-1].endswith("is back")
-        assert abs(asked(one) - asked(other)) <= 6
+        assert asked(one) > 3
+        assert asked(other) > 6
 
 
 def test_one_that_comes_back_as_another_is_left_alone(

@@ -79,7 +79,7 @@ class VllmEngine:
             "stop_ids": stop, "slots": spec.slots, "parallel": spec.parallel, "memory": spec.memory, "cache": spec.cache, "eager": spec.eager,
         }  # fmt: skip
         self._probe = WeightsProbe(model, max_length, stop)
-        devices: list[str | None] = list(spec.devices or [None] * spec.replicas)
+        devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
         self.replicas = replicas_of(
             list(spec.address), spec.token_env, spec.interpreter, devices, self._file.path.parent
         )
