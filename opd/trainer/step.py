@@ -23,9 +23,11 @@ from opd.models.packing import Pack, pack
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
 from opd.objective.objective import Objective
+from opd.objective.trace import Trace
 from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.metrics import Clock, step_metrics
+from opd.trainer.samples import sampled_ids
 from opd.trainer.world import World
 from opd.types import Rollout
 
@@ -47,9 +49,11 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     result = StepResult({})
     if run.spec.train.learn:  # else scores are all that is wanted
         with clock("update"):
-            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
+            traced = frozenset(sampled_ids(run.spec.log, step, run.trajectories.newest, rollouts))
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run), traced=traced)
             result = run.trainer.step(batch, step)
             run.publish(step=step)
+    run.traces = result.traces
 
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
@@ -73,6 +77,11 @@ class StepResult:
     statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # of every micro-batch
     norms: list[float] = field(default_factory=list)  # of the gradient, one per update
     rate: float = 0.0
+
+    @property
+    def traces(self) -> dict[str, Trace]:
+        """Rollouts token by token, where the batch asked for it; as the first update saw them."""
+        return {name: trace for _, found in reversed(self.statistics) for name, trace in found.traces.items()}
 
 
 def train_step(
