@@ -56,7 +56,9 @@ def make_model(directory: Path, shape: str, seed: int, dtype: str) -> None:
     source = tiny_models()["tiny/generalist"]
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     model_type = raw.pop("model_type")
-    config = AutoConfig.for_model(model_type, **raw | SHAPES[shape] | {"initializer_range": 0.02, "max_position_embeddings": 4096})
+    config = AutoConfig.for_model(
+        model_type, **raw | SHAPES[shape] | {"initializer_range": 0.02, "max_position_embeddings": 4096}
+    )
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
