@@ -23,11 +23,10 @@ from opd.models.packing import Pack, pack
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
 from opd.objective.objective import Objective
-from opd.objective.trace import Trace
 from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.metrics import Clock, step_metrics
-from opd.trainer.samples import sampled_ids
+from opd.trainer.samples import sampled_ids, traces_of
 from opd.trainer.world import World
 from opd.types import Rollout
 
@@ -38,23 +37,20 @@ if TYPE_CHECKING:
 def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
     run.rewarder.drain()  # what evaluation rewarded is not this step's
-
     gathered = sample_and_reward(run, clock)
     rollouts, rewards = gathered.rollouts, gathered.rewards
     run.require_rewarded(step, rewards)
     run.on_rollouts(rollouts, rewards)
-
     with clock("score"):
         signals, shown = score(run, gathered, step)
     result = StepResult({})
     if run.spec.train.learn:  # else scores are all that is wanted
         with clock("update"):
-            traced = frozenset(sampled_ids(run.spec.log, step, run.trajectories.newest, rollouts))
-            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run), traced=traced)
+            owners, traced = gathered.teacher_of(run), sampled_ids(run, step, rollouts)
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=owners, traced=traced)
             result = run.trainer.step(batch, step)
             run.publish(step=step)
-    run.traces = result.traces
-
+    run.traces = traces_of(result.statistics)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
     extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
@@ -77,11 +73,6 @@ class StepResult:
     statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # of every micro-batch
     norms: list[float] = field(default_factory=list)  # of the gradient, one per update
     rate: float = 0.0
-
-    @property
-    def traces(self) -> dict[str, Trace]:
-        """Rollouts token by token, where the batch asked for it; as the first update saw them."""
-        return {name: trace for _, found in reversed(self.statistics) for name, trace in found.traces.items()}
 
 
 def train_step(
