@@ -109,7 +109,7 @@ def token_of(variable: str | None, address: str) -> str | None:
 
 
 @dataclass(eq=False)
-class Place:
+class OneServer:
     """One of the servers that serve the same."""
 
     address: str
@@ -142,8 +142,8 @@ class Remote:
         check: Callable[[], None] = nothing,
     ) -> None:
         addresses = [address_of(one) for one in ([address] if isinstance(address, str) else address)]
-        self.places = [Place(one) for one in addresses]
-        self._only: Place | None = None
+        self.places = [OneServer(one) for one in addresses]
+        self._only: OneServer | None = None
         if importlib.util.find_spec("httpx") is None:
             raise RemoteError(
                 f"{self.address} is asked through httpx, which is not installed: pip install 'opd[remote]'."
@@ -224,7 +224,7 @@ class Remote:
     # Of several servers
 
     @contextmanager
-    def only(self, place: Place) -> Iterator[None]:
+    def only(self, place: OneServer) -> Iterator[None]:
         """Ask this one alone, without waiting for it where there are others."""
         self._only = place
         try:
@@ -260,7 +260,7 @@ class Remote:
         """What is no reason to stop, as long as there are others."""
         return (ServerAway,) if len(self.places) > 1 else ()
 
-    def _pick(self, load: int) -> Place:
+    def _pick(self, load: int) -> OneServer:
         """The one with the least to do. If all are away, they are tried in turn."""
         with self._lock:
             place = self._only
@@ -312,7 +312,7 @@ class Remote:
             self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
             wait = min(wait * 2, LONGEST)
 
-    def _client(self, place: Place) -> httpx.Client:
+    def _client(self, place: OneServer) -> httpx.Client:
         import httpx
 
         with self._lock:
@@ -334,7 +334,7 @@ class Remote:
             _stop_after(vars(self._here).get("errors", ()))
             time.sleep(min(left, SLICE))
 
-    def _is_away(self, place: Place, reason: str) -> bool:
+    def _is_away(self, place: OneServer, reason: str) -> bool:
         """Whether others are there to take its work."""
         with self._lock:
             first, place.away = not place.away, True
@@ -352,7 +352,7 @@ class Remote:
                 f"waiting for {self.address} ({reason}); going on when it is back, for up to {self._patience:g} s"
             )
 
-    def _is_back(self, place: Place) -> None:
+    def _is_back(self, place: OneServer) -> None:
         place.used = True
         if not place.away and not self._waiting:
             return
