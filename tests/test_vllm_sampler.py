@@ -30,6 +30,7 @@ from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica
 from opd.types import Rollout, SampleRequest, Sampling
 from tests.crash import durable, ended, kept, start
 from tests.foreign_server import free_port
+from tests.ranks import Job, together
 
 real = pytest.mark.vllm
 PYTHON = os.path.abspath(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
@@ -244,6 +245,16 @@ def test_strangers_are_turned_away(servers: list[Server]) -> None:
         Replica(servers[0].address, TOKEN).ask("POST", "/open", {"max_length": 1})
     with pytest.raises(RemoteError, match="404"):
         Replica(servers[0].address, TOKEN).ask("POST", "/nothing", {})
+
+
+@real
+def test_two_ranks_learn_from_the_tokens_of_the_leaders_engine(servers: list[Server], tmp_path: Path) -> None:
+    sampler = {"engine": "vllm", "address": servers[0].address, **EAGER}
+    spec = {**RECIPE, "sampler": sampler, "train": {"steps": 3, "lr": 3e-4}}
+    together(2, tmp_path / "log", Job(tmp_path / "run", spec))
+    run = opd.Run(tmp_path / "run")
+    assert len(run.metrics) == 3
+    assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
 
 
 @real

@@ -30,9 +30,10 @@ class StageSamplers:
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
         self.copy = student.inference_copy(self._dtype)  # what the student samples with
-        self._own = opened = self._opened(self.copy)
-        self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
-        self.student = world.sampler(opened)
+        led = spec.sampler.led
+        self._own = self._opened(self.copy) if world.leads or not led else None
+        self.manner = "" if self._own is None else spec.sampler.manner(self._own)  # where that is slower than usual
+        self.student = world.sampler(self._own, led)
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -60,7 +61,8 @@ class StageSamplers:
             sampler.load(weights)
 
     def close(self) -> None:
-        self._spec.sampler.close(self._own)
+        if self._own is not None:
+            self._spec.sampler.close(self._own)
 
     @property
     def _dtype(self) -> torch.dtype | None:

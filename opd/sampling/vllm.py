@@ -23,7 +23,7 @@ class VllmSampler(SamplerKind):
     """Engines in processes of their own, started here or elsewhere; they get the student's weights after every update."""
 
     name = "vllm"
-    on_ranks = False
+    led = True
 
     python: Address | None = Field(
         None, description="of the environment that has vLLM, to start engines with; default: the one that runs opd"
