@@ -107,7 +107,9 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     for override in overrides:
         merged = _over(defaults, override)
         if stages and not _has_model(override.get("student")):
-            merged["student"] = {**_mapping(merged.get("student"), "model"), "model": STAGE_PREFIX + stages[-1].name}
+            start = _mapping(merged.get("student"), "model")
+            rest = {key: value for key, value in start.items() if key != "merge"}
+            merged["student"] = {**rest, "model": STAGE_PREFIX + stages[-1].name}
         stages.append(validate(merged, f"stages.{cut(str(override['name']), 80)}." if staged else ""))
     names = [stage.name for stage in stages]
     if len({folded(name) for name in names}) < len(names):
@@ -127,6 +129,10 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
         if key in stage and stage[key] in ({}, []):
             base.pop(key, None)
     base = {key: _expanded(key, value) if key in stage else value for key, value in base.items()}
+    if _has_model(stage.get("student")) and isinstance(
+        base.get("student"), Mapping
+    ):  # another start, however it is given
+        base["student"] = {key: value for key, value in base["student"].items() if key not in ("model", "merge")}
     merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
     merged = {key: value for key, value in merged.items() if value is not None}
     if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
@@ -146,7 +152,9 @@ def _expanded(key: str, value: Any) -> Any:
 
 
 def _has_model(student: Any) -> bool:
-    return isinstance(student, str) or (isinstance(student, Mapping) and student.get("model") is not None)
+    """Whether it says what to start from."""
+    given = student if isinstance(student, Mapping) else {"model": student}
+    return given.get("model") is not None or given.get("merge") is not None
 
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:

@@ -21,7 +21,7 @@ def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
     earlier: list[str] = []
     for stage in recipe.stages:
-        models = [("student", stage.student.model)]
+        models = [("student", start) for start in stage.starts]
         models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
         models += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
         models += [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
@@ -118,10 +118,13 @@ def _objective(stage: Stage) -> Iterator[str]:
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.refuse(view)
+    yield from stage.shares.refuse(view)
     for key, writer in stage.rollout.writers_by_key.items():
         yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+    for number, source in enumerate(stage.eval.further):
+        yield from (f"eval.further.{number}: {mistake}" for mistake in source.refuse(view))
     for domain, rewards in stage.rewards.domains.items():
         for number, reward in enumerate(rewards):
             yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
@@ -224,6 +227,8 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.early_stop needs periodic evaluations: set eval.every and eval.prompts, or drop it."
     elif spec.early_stop is not None:
         yield from spec.early_stop.refuse(StageView.of(stage))
+    if spec.further and not spec.prompts:
+        yield "eval.further says what else is evaluated, but eval.prompts is 0. Set it, or drop `further`."
     if "metric" in given and not spec.prompts:
         yield (
             f"eval.metric {spec.metric!r} is watched in evaluations, but eval.prompts is 0. Set it, or drop the metric."

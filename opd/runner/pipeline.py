@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, json_text, lines_checked, write_whole
 from opd.plugins import plugin_errors
@@ -23,6 +24,7 @@ from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
+from opd.runner.merges import merge_start, merged_directory
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, results_table, watched
@@ -39,6 +41,7 @@ from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.runner.start import NAME as START
 from opd.runner.start import start_table, table_of, write_start
+from opd.runner.story import story_lines, story_of
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
@@ -172,20 +175,7 @@ class Pipeline:
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with plugin_errors(), explain_memory(lambda: self._phase):
             self._on_phase("loading")
-            run = StageRun(
-                spec.inside(self._directory),
-                store,
-                self._resolve_model,
-                revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
-                check_stop=self._check_stop,
-                on_phase=self._on_phase,
-                on_token=self._progress.token,
-                on_rollouts=self._callbacks.rollouts,
-                say=self._progress.say,
-                world=self.world,
-            )
-            known = self._consumed is not None and not (store.directory / REPAIRED).exists()
-            run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
+            run = self._open(spec, store)
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
@@ -214,6 +204,28 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
+    def _open(self, spec: Stage, store: RolloutStore) -> StageRun:
+        """Everything that the stage works with; where it starts from a merge, that is made first."""
+        revision_of = partial(revision_begun_with, (self._inputs or {}).get(spec.name, {}))
+        if spec.student.merge is not None and self.world.leads:
+            merge_start(spec, self._directory, lambda name: (self._resolve_model(name), revision_of(name, None)))
+        self.world.barrier()
+        run = StageRun(
+            spec.inside(self._directory),
+            store,
+            self._resolve_model,
+            revision_of=revision_of,
+            check_stop=self._check_stop,
+            on_phase=self._on_phase,
+            on_token=self._progress.token,
+            on_rollouts=self._callbacks.rollouts,
+            say=self._progress.say,
+            world=self.world,
+        )
+        known = self._consumed is not None and not (store.directory / REPAIRED).exists()
+        run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
+        return run
+
     def _train(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
         """Steps, each reported, evaluated and saved as the recipe says."""
         run.objective.plateau = result.plateau
@@ -222,6 +234,7 @@ class Pipeline:
             run.check_stop()
             saved.check()
             self.began = True
+            run.divide_prompts(result.gaps)
             metrics = run_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
@@ -337,6 +350,8 @@ class Pipeline:
         self._progress.phase(phase)
 
     def _resolve_model(self, name: str) -> str:
+        if name.startswith(MERGED):
+            return str(merged_directory(self._directory, name.removeprefix(MERGED)))
         if not name.startswith(STAGE_PREFIX):
             return name
         stage = name.removeprefix(STAGE_PREFIX)
@@ -347,15 +362,21 @@ class Pipeline:
         return str(self._outputs[stage])
 
     def _summarise(self, status: str) -> None:
+        if not self.world.leads:
+            return
+        story = story_of(self._recipe, self._results) if len(self._recipe.stages) > 1 else []
         summary = {
             "recipe": self._recipe.name,
             "status": status,
             "stages": [result.to_json() for result in self._results],
+            **({"story": story} if story else {}),
         }
-        if not self.world.leads:
-            return
         write_whole(self._directory / "summary.json", json_text(summary, indent=1))
+        if status != "done":
+            return
         for result in self._results:
-            if result.before and status == "done":
+            if result.before:
                 self._progress.say("")
                 self._progress.show(results_table(result))
+        for line in ["", *story_lines(story)] if story else ():
+            self._progress.say(line)

@@ -57,7 +57,7 @@ EARLY = {
     ".resolved.yaml.partial",
     f".{SEALS}.partial",
 }
-WRITTEN = ("rollouts", "checkpoints", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
+WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
            "start.json", ".start.json.partial",
            "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
