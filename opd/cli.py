@@ -72,6 +72,11 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
+Only = Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")]
+From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")]
+Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End behind this stage.")]
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
@@ -88,14 +93,23 @@ def run(
             "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
         ),
     ] = False,
+    only: Only = None,
+    start: From = None,
+    until: Until = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(help="A run whose finished stages are used again where nothing has changed; repeat for several."),
+    ] = None,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
+    from opd.config.graph import Selection
     from opd.config.names import check_output
     from opd.runner.run import launched
 
     if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
         loaded = load_recipe(recipe, overrides or ())
+        Selection(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
         check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan
@@ -107,9 +121,20 @@ def run(
         return
     from rich.console import Console
 
-    from opd.runner.run import run as start
+    from opd.runner.run import run as carry_out
 
-    start(recipe, overrides=overrides or (), out=out, resume=resume, quiet=False, console=Console())
+    carry_out(
+        recipe,
+        overrides=overrides or (),
+        out=out,
+        resume=resume,
+        only=only,
+        start=start,
+        until=until,
+        reuse=reuse or (),
+        quiet=False,
+        console=Console(),
+    )
 
 
 class Mode(StrEnum):
@@ -124,11 +149,26 @@ def resume(
         Mode | None,
         typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
     ] = None,
+    only: Only = None,
+    start: From = None,
+    until: Until = None,
 ) -> None:
     """Continue a run that was killed, stopped, preempted or ran out of disk."""
     from opd.runner.run import resume as go_on
 
-    go_on(run, mode=mode.value if mode else None, quiet=False)
+    go_on(run, mode=mode.value if mode else None, only=only, start=start, until=until, quiet=False)
+
+
+@app.command()
+def graph(
+    recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+) -> None:
+    """Draw the stages of a recipe and what they take from each other, in Mermaid."""
+    from opd.config import load_recipe
+    from opd.config.graph import mermaid
+
+    print(printable(mermaid(load_recipe(recipe, overrides or ()))), end="")
 
 
 class Split(StrEnum):

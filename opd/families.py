@@ -78,6 +78,8 @@ CHOICES: dict[str, str] = {
     "shares.tokens": "opd.data.shares:TokenShares",
     "shares.length": "opd.data.shares:LengthShares",
     "shares.gap": "opd.data.shares:GapShares",
+    "select.flat": "opd.data.selection:Flattened",
+    "select.score": "opd.data.selection:ScoreBetween",
     "merge.average": "opd.models.merging:Average",
     "merge.task_arithmetic": "opd.models.merging:TaskArithmetic",
     "merge.ties": "opd.models.merging:Ties",

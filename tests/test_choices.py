@@ -75,6 +75,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "view.sibling": {"threshold": 0.5, "template": "{sibling}"}, "view.revision": {"wrong": "again", "correct": "so", "threshold": 0.5},
     "merge.average": {"models": ["a", "b"], "weights": [1.0, 2.0]}, "merge.stack": {"models": ["a"], "weights": [0.5]},
     "merge.task_arithmetic": {"base": "x", "models": ["a"], "weights": 0.3}, "merge.ties": {"base": "x", "models": ["a"], "density": 0.5},
+    "select.flat": {"stage": "a", "gain": 0.1, "evaluations": 2}, "select.score": {"stage": "a", "least": 0.1, "most": 0.9},
     "shares.static": {}, "shares.tokens": {"least": 0.1}, "shares.length": {"power": -0.5}, "shares.gap": {"of": "score", "smoothing": 0.5},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},

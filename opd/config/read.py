@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from opd.config.graph import STAGE_PREFIX, in_order
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
 from opd.config.paths import anchored
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
-from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
+from opd.config.refusals import refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.errors import RecipeError
 from opd.files import is_directory, is_file
@@ -115,7 +116,8 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     if len({folded(name) for name in names}) < len(names):
         raise RecipeError(f"stages: names must differ, got {cut(', '.join(names), 400)}.")
     try:
-        recipe = Recipe(name=raw["name"] if raw.get("name") is not None else name, stages=stages, plugins=plugins)
+        title = raw["name"] if raw.get("name") is not None else name
+        recipe = Recipe(name=title, stages=in_order(stages), plugins=plugins)
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, "")) from None
     refuse_recipe(recipe)

@@ -13,26 +13,18 @@ from opd.errors import RecipeError
 from opd.objective.term import present_authors, refusals
 from opd.settings import StageView, changed
 
-STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 METRIC = "pass@1"
 
 
 def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
-    earlier: list[str] = []
+    named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
-        models = [("student", start) for start in stage.starts]
-        models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
-        models += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
-        models += [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
-        for key, model in models:
-            name = model.removeprefix(STAGE_PREFIX)
-            if name != model and name not in earlier:
-                raise RecipeError(
-                    f"stages.{stage.name}.{key}: {model!r}: no earlier stage is called {name!r}; "
-                    f"there are {', '.join(earlier) or 'none'}."
-                )
-        earlier.append(stage.name)
+        if stage.select is not None and not named[stage.select.stage].eval.prompts:
+            raise RecipeError(
+                f"stages.{stage.name}.select: stage {stage.select.stage!r} is not evaluated (eval.prompts is 0), so nothing can be "
+                "chosen by it. Set eval.prompts there."
+            )
         first = recipe.stages[0].log
         if (stage.log.to, stage.log.project) != (first.to, first.project):
             raise RecipeError(
@@ -240,6 +232,11 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield f"eval.metric {spec.metric!r}: expected {METRIC}, or {METRIC}/DOMAIN."
 
 
+def _selected(stage: Stage) -> Iterator[str]:
+    if stage.select is not None and any(source.domain is None for source in stage.prompts):
+        yield "select chooses sources by their domain: give every source of prompts a `domain`."
+
+
 def _files(stage: Stage) -> Iterator[str]:
     if stage.checkpoint.keep_every and not stage.checkpoint.every:
         yield (
@@ -264,5 +261,6 @@ CHECKS = (
     _teachers,
     _crossing,
     _evaluation,
+    _selected,
     _files,
 )

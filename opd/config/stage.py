@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.names import check_name
 from opd.data.prompts import DOMAIN
+from opd.data.selection import SelectionRule
 from opd.data.shares import Shares, StaticShares
 from opd.data.source import SOURCES, PromptSource
 from opd.models.merging import Merge
@@ -68,6 +69,10 @@ WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
+    tokens: Positive | None = Field(
+        None,
+        description="end after the step that brings the stage's response tokens to this many; null: `steps` alone say",
+    )
     lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -191,6 +196,9 @@ class Stage(BaseModel):
     teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     pool: TeacherPool = TeacherPool()
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
+    select: Annotated[SelectionRule, Family("select", default="flat")] | None = Field(
+        None, description="train on those domains alone that an earlier stage's evaluations choose: flat, score"
+    )
     shares: Annotated[Shares, Family("shares", default=StaticShares.name)] = Field(
         StaticShares(), description="how prompts are divided among domains: static, or by tokens, length, gap"
     )

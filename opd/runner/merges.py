@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from opd.config import Stage
 from opd.files import sync
-from opd.models.merging import Named
+from opd.runner.inputs import Inputs, revision_begun_with
 
 FOLDER = "merged"
 
@@ -16,11 +17,15 @@ def merged_directory(directory: Path, stage: str) -> Path:
     return directory / FOLDER / stage
 
 
-def merge_start(stage: Stage, directory: Path, named: Named) -> None:
+def merge_start(stage: Stage, directory: Path, resolve: Callable[[str], str], recorded: Inputs) -> None:
     """Under its name the model is whole; one that a process before has made is used again."""
     where, merge = merged_directory(directory, stage.name), stage.student.merge
     if merge is None or where.is_dir():
         return
+
+    def named(name: str) -> tuple[str, str | None]:
+        return resolve(name), revision_begun_with(recorded, name, None)
+
     merge.require(named)
     partial = where.with_name(f".{where.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

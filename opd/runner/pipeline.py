@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.graph import Selection, require_reachable
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, json_text, lines_checked, write_whole
+from opd.files import disk_errors, lines_checked
 from opd.plugins import plugin_errors
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
@@ -25,9 +26,10 @@ from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
 from opd.runner.merges import merge_start, merged_directory
+from opd.runner.narrowing import narrowed
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
-from opd.runner.results import StageResult, results_table, watched
+from opd.runner.results import StageResult, watched
 from opd.runner.resume import (
     Standing,
     cut_lines,
@@ -37,11 +39,12 @@ from opd.runner.resume import (
     write_before,
     write_result,
 )
+from opd.runner.reuse import REUSED
 from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.runner.start import NAME as START
 from opd.runner.start import start_table, table_of, write_start
-from opd.runner.story import story_lines, story_of
+from opd.runner.story import told, write_summary
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
@@ -62,12 +65,14 @@ class Pipeline:
         quiet: bool,
         hooks: Hooks,
         world: World | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.world = world or World()
         for stage in recipe.stages:
             self.world.require(stage)
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
+        self._chosen = (selection or Selection()).names(recipe)
         self.began = False  # a first step, in this process
         leads = self.world.leads
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
@@ -91,14 +96,18 @@ class Pipeline:
             standings = self._shared_standings() if resume else [Standing() for _ in self._recipe.stages]
             if not standings:
                 return
-            for stage, standing in zip(self._recipe.stages, standings, strict=True):
+            stages = list(zip(self._recipe.stages, standings, strict=True))
+            require_reachable(self._recipe, self._chosen, [stage.name for stage, found in stages if found.output])
+            left = [stage for stage, found in stages if found.output is None and stage.name not in self._chosen]
+            for stage, standing in stages:
                 if standing.output is None and self.world.leads:
                     require_access(stage)
             store = self.live.rollouts = self._open_store()
             try:
-                for stage, standing in zip(self._recipe.stages, standings, strict=True):
-                    self._stage(stage, store, standing)
-                status = "done"
+                for stage, standing in stages:
+                    if stage not in left:
+                        self._stage(stage, store, standing)
+                status = "partial" if left else "done"
             except Stopped as stop:
                 status = "preempted" if isinstance(stop, Preempted) else "stopped"
                 raise
@@ -164,8 +173,14 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            self._consumed = read_state(standing.output)["rollouts"]
+            if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
+                self._consumed = read_state(standing.output)["rollouts"]
             return
+        chosen = narrowed(spec, self._results)
+        if chosen is None:
+            self._pass_over(spec)
+            return
+        spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
         self._interrupts.grace = spec.checkpoint.grace
@@ -204,17 +219,27 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
-    def _open(self, spec: Stage, store: RolloutStore) -> StageRun:
-        """Everything that the stage works with; where it starts from a merge, that is made first."""
-        revision_of = partial(revision_begun_with, (self._inputs or {}).get(spec.name, {}))
-        if spec.student.merge is not None and self.world.leads:
-            merge_start(spec, self._directory, lambda name: (self._resolve_model(name), revision_of(name, None)))
+    def _pass_over(self, spec: Stage) -> None:
+        """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
+        assert spec.select is not None
+        self._merge(spec)
+        self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
+
+    def _merge(self, spec: Stage) -> None:
+        """The model that the stage starts from, where it is made of others."""
+        if self.world.leads:
+            merge_start(spec, self._directory, self._resolve_model, (self._inputs or {}).get(spec.name, {}))
         self.world.barrier()
+
+    def _open(self, spec: Stage, store: RolloutStore) -> StageRun:
+        """Everything that the stage works with."""
+        self._merge(spec)
         run = StageRun(
             spec.inside(self._directory),
             store,
             self._resolve_model,
-            revision_of=revision_of,
+            revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
             check_stop=self._check_stop,
             on_phase=self._on_phase,
             on_token=self._progress.token,
@@ -230,7 +255,7 @@ class Pipeline:
         """Steps, each reported, evaluated and saved as the recipe says."""
         run.objective.plateau = result.plateau
         enough = self._close_step(run, result, saved) if saved.unreported else self._enough(run, result)
-        while result.steps < run.spec.train.steps and not enough:
+        while result.steps < run.spec.train.steps and not enough and not self._spent(run, result):
             run.check_stop()
             saved.check()
             self.began = True
@@ -266,6 +291,10 @@ class Pipeline:
         self._callbacks.step(saved.metrics)
         run.check_stop()
         return enough
+
+    def _spent(self, run: StageRun, result: StageResult) -> bool:
+        budget = run.spec.train.tokens
+        return budget is not None and result.tokens >= budget
 
     def _enough(self, run: StageRun, result: StageResult) -> bool:
         stop = run.spec.eval.early_stop
@@ -364,19 +393,7 @@ class Pipeline:
     def _summarise(self, status: str) -> None:
         if not self.world.leads:
             return
-        story = story_of(self._recipe, self._results) if len(self._recipe.stages) > 1 else []
-        summary = {
-            "recipe": self._recipe.name,
-            "status": status,
-            "stages": [result.to_json() for result in self._results],
-            **({"story": story} if story else {}),
-        }
-        write_whole(self._directory / "summary.json", json_text(summary, indent=1))
-        if status != "done":
-            return
-        for result in self._results:
-            if result.before:
-                self._progress.say("")
-                self._progress.show(results_table(result))
-        for line in ["", *story_lines(story)] if story else ():
-            self._progress.say(line)
+        write_summary(self._recipe, self._directory, self._results, status)
+        if status in ("done", "partial"):
+            for shown in told(self._recipe, self._results):
+                self._progress.say(shown) if isinstance(shown, str) else self._progress.show(shown)

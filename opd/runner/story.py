@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from opd.config import Recipe
 from opd.evaluation import Measures
-from opd.runner.results import StageResult
+from opd.files import json_text, write_whole
+from opd.runner.results import StageResult, results_table
 from opd.text import plain
 
 NOISE = 2.0  # standard errors of a difference that count as none
 
 
+def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
+    """summary.json: every stage's result, and of a pipeline the story."""
+    summary = {"recipe": recipe.name, "status": status, "stages": [result.to_json() for result in results]}
+    if story := story_of(recipe, results):
+        summary["story"] = story
+    write_whole(directory / "summary.json", json_text(summary, indent=1))
+
+
+def told(recipe: Recipe, results: Sequence[StageResult]) -> Iterator[str | Table]:
+    """What is shown at the end: a table per stage, and of a pipeline the story."""
+    for result in results:
+        if result.before:
+            yield ""
+            yield results_table(result)
+    if story := story_of(recipe, results):
+        yield ""
+        yield from story_lines(story)
+
+
 def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:
-    """One chapter per stage that was measured before and after; stages that have not ended have none yet."""
+    """Of a pipeline: one chapter per stage that was measured before and after; a stage that has not ended has none yet."""
+    if len(recipe.stages) < 2:
+        return []
     starts = {stage.name: stage.starts for stage in recipe.stages}
     found = []
     for result in results:
@@ -47,7 +72,7 @@ def _sorted_out(changes: Mapping[str, tuple[float, float, float]]) -> dict[str, 
 
 def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
     """In words, for people; fits any width."""
-    lines = ["the story: pass@1 before and after each stage"] if story else []
+    lines = ["the story: pass@1 before and after each stage"]
     for chapter in story:
         lines.append(f"{plain(chapter['stage'])}, from {plain(', '.join(chapter['from']))}")
         for what in ("gained", "lost", "kept"):
