@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, watched
 from opd.runner.resume import (
+    LINES,
     Standing,
     cut_lines,
     find_standings,
@@ -42,8 +42,7 @@ from opd.runner.resume import (
 from opd.runner.reuse import REUSED
 from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
-from opd.runner.start import NAME as START
-from opd.runner.start import start_table, table_of, write_start
+from opd.runner.start import read_start, start_table, table_of, write_start
 from opd.runner.story import told, write_summary
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
@@ -148,7 +147,7 @@ class Pipeline:
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
         upto = {spec.name: standing.reported for spec, standing in stages}
-        for name in ("samples.jsonl", "metrics.jsonl"):
+        for name in LINES:
             for line in cut_lines(self._directory / name, upto, checked=lines_checked(self._directory)):
                 self._progress.say(line)
         return standings
@@ -304,7 +303,7 @@ class Pipeline:
         """The start-up table, once: a run that is taken up has it already."""
         if result.steps or not run.spec.log.start_table or not run.teachers:
             return
-        known = self.world.share(self._start_tables)
+        known = self.world.share(partial(read_start, self._directory))
         if run.spec.name in known:
             result.start = known[run.spec.name]
             return
@@ -317,12 +316,6 @@ class Pipeline:
             self._progress.show(table_of(run.spec.name, pairs))
         for line in warnings(pairs):
             self._progress.say(f"{run.spec.name}: WARNING: {line}")
-
-    def _start_tables(self) -> dict[str, Any]:
-        """Of stages that have theirs, by name."""
-        place = self._directory / START
-        found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        return found
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:
@@ -340,6 +333,7 @@ class Pipeline:
             result.weight_average = measure_weight_average(run)
         result.before = before
         if self.world.leads:
+            self._reports.answers(run, 0)
             write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
     def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
@@ -351,6 +345,8 @@ class Pipeline:
         measures = measure_student(run)
         metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
+        if self.world.leads:
+            self._reports.answers(run, step)
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better
@@ -361,6 +357,8 @@ class Pipeline:
             self._on_phase("evaluate")
             result.after = measure_student(run)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
+            if self.world.leads:
+                self._reports.answers(run, result.steps)
         final = saved.keep(better)
         saved.wait()
         self._outputs[run.spec.name] = final

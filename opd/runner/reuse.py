@@ -20,7 +20,7 @@ from opd.errors import RunDirectoryError, UserError
 from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, write_sealed
 from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
-from opd.runner.resume import RESULT
+from opd.runner.resume import LINES, RESULT
 
 REUSED = "reused.json"  # beside the result: where a stage was taken from
 WITHOUT_EFFECT = {"log", "hub", "checkpoint", "store"}  # settings that change nothing about the model
@@ -99,7 +99,7 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
         if checkpoint is not None and (folder / checkpoint).is_dir():
             verify_checkpoint(folder / checkpoint)
             shutil.copytree(folder / checkpoint, target / checkpoint, copy_function=_linked)
-    for file in ("metrics.jsonl", "samples.jsonl"):
+    for file in LINES:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
             with (directory / file).open("a", encoding="utf-8") as out:
