@@ -103,13 +103,13 @@ def run(
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
-    from opd.config.graph import Selection
+    from opd.config.graph import ChosenStages
     from opd.config.names import check_output
     from opd.runner.run import launched
 
     if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
         loaded = load_recipe(recipe, overrides or ())
-        Selection(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
+        ChosenStages(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
         check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan

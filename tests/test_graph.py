@@ -11,7 +11,7 @@ import pytest
 
 import opd
 from opd.config import load_recipe, shipped_recipes
-from opd.config.graph import Selection, edges, mermaid, require_reachable
+from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
 from opd.errors import RecipeError, UserError
 from opd.evaluation import Measures
@@ -66,20 +66,20 @@ def test_bad_graphs_are_refused_when_read(stages: list[dict[str, Any]], what: st
 
 def test_which_stages_are_asked_for() -> None:
     read = load_recipe(recipe({"name": "a"}, {"name": "b"}, {"name": "c"}))
-    assert Selection().names(read) == ["a", "b", "c"]
-    assert Selection(only="b").names(read) == ["b"]
-    assert Selection(start="b").names(read) == ["b", "c"]
-    assert Selection(until="b").names(read) == ["a", "b"]
-    assert Selection(start="b", until="b").names(read) == ["b"]
+    assert ChosenStages().names(read) == ["a", "b", "c"]
+    assert ChosenStages(only="b").names(read) == ["b"]
+    assert ChosenStages(start="b").names(read) == ["b", "c"]
+    assert ChosenStages(until="b").names(read) == ["a", "b"]
+    assert ChosenStages(start="b", until="b").names(read) == ["b"]
     for selection, what in (
-        (Selection(only="d"), "--only 'd': there is no such stage"),
-        (Selection(only="a", until="b"), "drop --from and --until"),
-        (Selection(start="c", until="a"), "The order is a, b, c"),
+        (ChosenStages(only="d"), "--only 'd': there is no such stage"),
+        (ChosenStages(only="a", until="b"), "drop --from and --until"),
+        (ChosenStages(start="c", until="a"), "The order is a, b, c"),
     ):
         with pytest.raises(RecipeError, match=what):
             selection.names(read)
     with pytest.raises(RecipeError, match=r"stage 'b' needs stage 'a' \(student\), which is left out"):
-        Selection(start="b").require(read, elsewhere=False)
+        ChosenStages(start="b").require(read, elsewhere=False)
     require_reachable(read, ["b", "c"], ["a"])
     with pytest.raises(UserError, match="which is left out"):
         opd.run(recipe({"name": "a"}, {"name": "b"}), only="b")

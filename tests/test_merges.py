@@ -145,7 +145,6 @@ def test_a_run_starts_from_a_merge_and_a_later_stage_from_a_merge_of_stages(
         {"name": "two", "student": models["two"]},
         {"name": "both", "student": {"merge": {"kind": "task_arithmetic", "base": models["base"],
                                                "models": ["stage:one", "stage:two"], "weights": 0.5}}},
-        {"name": "after"},
     ]  # fmt: skip
     run = opd.run(
         recipe({"merge": {"models": ["stage:nowhere"]}}, models["three"], stages=stages), out=tmp_path / "run"
@@ -155,14 +154,12 @@ def test_a_run_starts_from_a_merge_and_a_later_stage_from_a_merge_of_stages(
     ends = [arrays(tmp_path / f"run/checkpoints/{stage}/step-000001") for stage in ("one", "two")]
     same(arrays(tmp_path / "run/merged/both"), {name: (ends[0][name] + ends[1][name]) / 2 for name in one})
     assert run.summary["status"] == "done"
-    resolved = load_recipe(tmp_path / "run/resolved.yaml")
-    assert [stage.student.model for stage in resolved.stages] == [
-        "merge:one",
-        models["two"],
-        "merge:both",
-        "stage:both",
+    resolved = load_recipe(tmp_path / "run/resolved.yaml").stages
+    assert [stage.student.model for stage in resolved] == ["merge:one", models["two"], "merge:both"]
+    further = load_recipe(recipe({"merge": {"models": ["a"]}}, "t", stages=[{"name": "one"}, {"name": "two"}])).stages[
+        1
     ]
-    assert resolved.stages[3].student.merge is None
+    assert (further.student.model, further.student.merge) == ("stage:one", None)
     assert opd.resume(tmp_path / "run").summary["status"] == "done"
 
 

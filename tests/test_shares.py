@@ -98,9 +98,9 @@ def recipe(models: list[str], **more: Any) -> dict[str, Any]:
 
 def test_a_run_that_is_taken_up_divides_prompts_as_it_would_have(tmp_path: Path) -> None:
     models = [save_tiny(tmp_path / str(seed), seed=seed) for seed in range(3)]
-    changes = recipe(models, shares={"kind": "gap", "least": 0})
+    changes = recipe(models, shares={"kind": "gap", "least": 0}, eval={"prompts": 0}, checkpoint={"every": 2})
     whole = opd.run(changes, out=tmp_path / "whole")
-    cut = opd.run(changes, out=tmp_path / "cut", on_step=lambda run, line: run.stop() if run.step == 2 else None)
+    cut = opd.run(changes, out=tmp_path / "cut", on_step=lambda run, line: run.stop() if run.step == 3 else None)
     assert len(cut.metrics) < 4
     resumed = opd.resume(tmp_path / "cut")
     keys = ("step", "loss", "share/a", "share/b", "tokens")

@@ -83,7 +83,7 @@ def _circle(needs: dict[str, set[str]], name: str, done: set[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Selection:
+class ChosenStages:
     """The stages that this process is to carry out: those between two, or one; all of them unless said otherwise."""
 
     only: str | None = None
@@ -119,11 +119,11 @@ class Selection:
             require_reachable(recipe, chosen, ())
 
 
-def require_reachable(recipe: Recipe, chosen: Sequence[str], finished: Sequence[str]) -> None:
+def require_reachable(recipe: Recipe, chosen: Sequence[str], done: Sequence[str]) -> None:
     """Refuse stages that need another one which is neither finished nor going to run."""
     for stage in recipe.stages:
-        for edge in edges(stage) if stage.name in chosen and stage.name not in finished else ():
-            if edge.stage not in chosen and edge.stage not in finished:
+        for edge in edges(stage) if stage.name in chosen and stage.name not in done else ():
+            if edge.stage not in chosen and edge.stage not in done:
                 raise RecipeError(
                     f"stage {stage.name!r} needs stage {edge.stage!r} ({edge.key}), which is left out and not finished here. Run "
                     f"it first, or take it from another run: --reuse DIR."

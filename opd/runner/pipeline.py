@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.config.graph import Selection, require_reachable
+from opd.config.graph import ChosenStages, require_reachable
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, lines_checked
@@ -64,14 +64,14 @@ class Pipeline:
         quiet: bool,
         hooks: Hooks,
         world: World | None = None,
-        selection: Selection | None = None,
+        selection: ChosenStages | None = None,
     ) -> None:
         self.world = world or World()
         for stage in recipe.stages:
             self.world.require(stage)
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
-        self._chosen = (selection or Selection()).names(recipe)
+        self._chosen = (selection or ChosenStages()).names(recipe)
         self.began = False  # a first step, in this process
         leads = self.world.leads
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)

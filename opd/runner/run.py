@@ -7,7 +7,7 @@ run = opd.resume("runs/quickstart")
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
 
     from opd.config import Recipe
-    from opd.config.graph import Selection
+    from opd.config.graph import ChosenStages
     from opd.rewards.callables import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
@@ -79,7 +79,7 @@ def run(
     from rich.console import Console
 
     from opd.config import load_recipe, recipe_text
-    from opd.config.graph import Selection
+    from opd.config.graph import ChosenStages
     from opd.config.names import check_output
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
@@ -91,23 +91,41 @@ def run(
         loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
         if given is not None:
             given.require_used(loaded)
-        selection, earlier = Selection(only, start, until), [Path(path) for path in reuse]
+        selection, earlier = ChosenStages(only, start, until), [Path(path) for path in reuse]
         selection.require(loaded, elsewhere=resume or bool(earlier))
         wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
-        lock, made = _claim_or_return(wanted) if resume else claim(wanted)
-        try:
-            if (lock.directory / SEALS).exists():
-                _require_same(lock.directory, loaded, given)
-                _go_on(lock, None, rewards, hooks, quiet, shown, world, selection)
-            else:
-                start_text = recipe_text(recipe, overrides)
-                _start(lock, made, start_text, loaded, given, hooks, quiet, shown, world, selection, earlier)
-        finally:
-            lock.release()
-            if not quiet and lock.directory.is_dir():
-                place = plain(f"run directory: {lock.directory}")
-                shown.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        return Run(lock.directory)
+        text = recipe_text(recipe, overrides)
+
+        def begin(lock: RunLock, made: bool) -> None:
+            _start(lock, made, text, loaded, given, hooks, quiet, shown, world, selection, earlier)
+
+        def go_on(lock: RunLock) -> None:
+            _require_same(lock.directory, loaded, given)
+            _go_on(lock, None, rewards, hooks, quiet, shown, world, selection)
+
+        return _in_directory(wanted, resume, begin, go_on, None if quiet else shown)
+
+
+def _in_directory(
+    wanted: Path,
+    resume: bool,
+    begin: Callable[[RunLock, bool], None],
+    go_on: Callable[[RunLock], None],
+    console: Console | None,
+) -> Run:
+    """Begin a run there, or go on with one; wherever it is, that is said at the end."""
+    lock, made = _claim_or_return(wanted) if resume else claim(wanted)
+    try:
+        if (lock.directory / SEALS).exists():
+            go_on(lock)
+        else:
+            begin(lock, made)
+    finally:
+        lock.release()
+        if console is not None and lock.directory.is_dir():
+            place = plain(f"run directory: {lock.directory}")
+            console.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return Run(lock.directory)
 
 
 def _start(
@@ -120,7 +138,7 @@ def _start(
     quiet: bool,
     console: Console,
     world: World,
-    selection: Selection,
+    selection: ChosenStages,
     earlier: list[Path],
 ) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
@@ -186,7 +204,7 @@ def resume(
     """
     from rich.console import Console
 
-    from opd.config.graph import Selection
+    from opd.config.graph import ChosenStages
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
@@ -194,7 +212,7 @@ def resume(
         if not world.leads:
             return _follow(world, rewards)
         with RunLock(found.directory) as lock:
-            selection = Selection(only, start, until)
+            selection = ChosenStages(only, start, until)
             _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world, selection)
     return found
 
@@ -207,7 +225,7 @@ def _go_on(
     quiet: bool,
     console: Console,
     world: World,
-    selection: Selection,
+    selection: ChosenStages,
 ) -> None:
     recipe = _again(lock.directory, mode, rewards)
     from opd.runner.pipeline import Pipeline
@@ -246,7 +264,7 @@ def joined() -> AbstractContextManager[World]:
 
 
 def _call_others(
-    world: World, directory: Path, resume: bool, mode: Mode | None = None, selection: Selection | None = None
+    world: World, directory: Path, resume: bool, mode: Mode | None = None, selection: ChosenStages | None = None
 ) -> None:
     """Ranks that `_follow` begin once everything that they read is written."""
     chosen = (None, None, None) if selection is None else (selection.only, selection.start, selection.until)
@@ -257,11 +275,11 @@ def _follow(world: World, rewards: GivenRewards | None) -> Run:
     """What every rank but the leader does: the same stages, from what the leader has written down."""
     from rich.console import Console
 
-    from opd.config.graph import Selection
+    from opd.config.graph import ChosenStages
     from opd.runner.pipeline import Pipeline
 
     told: tuple[str, bool, Mode | None, tuple[str | None, ...]] = world.share(lambda: ("", False, None, ()))
-    directory, resume, mode, selection = Path(told[0]), told[1], told[2], Selection(*told[3])
+    directory, resume, mode, selection = Path(told[0]), told[1], told[2], ChosenStages(*told[3])
     inputs = read_sealed(directory / SEALS).get("inputs")
     recipe = _again(directory, mode, rewards)
     pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world, selection)
