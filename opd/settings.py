@@ -121,6 +121,7 @@ class StageView:
     lora: bool = False  # whether the student has adapters
     sources: int = 1  # of prompts
     evaluates: bool = False  # every now and then while training
+    resume: str = "prefill"  # how unfinished answers go on
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
@@ -137,6 +138,7 @@ class StageView:
             lora=lora,
             sources=len(stage.prompts),
             evaluates=bool(stage.eval.every and stage.eval.prompts),
+            resume=stage.checkpoint.resume,
         )
 
 

@@ -147,7 +147,7 @@ class StageRun:
     def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
-        for note in inputs.notes:
+        for note in (*inputs.notes, *spec.sampler.notes()):
             self.say(f"{spec.name}: {note}")
         self.questions, self.room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
@@ -362,6 +362,7 @@ class StageRun:
     def close(self) -> None:
         """What runs beside this process, or is connected to another."""
         self.rewarder.close()
+        self.samplers.close()
         if self.demonstrator is not None:
             self.demonstrator.close()
         if self.pager is not None:

@@ -78,6 +78,11 @@ class Ranks(World):
                 "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
                 "one process."
             )
+        if not spec.sampler.on_ranks:
+            raise RecipeError(
+                f"sampler.engine {spec.sampler.name} with several ranks: its engines take their weights from one process. Set engine: "
+                "builtin, or run in one process."
+            )
         for name, kind in spec.teachers.items():
             if kind.is_student_now:
                 raise RecipeError(f"teachers.{name}: {SPREAD}")
