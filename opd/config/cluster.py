@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from opd.settings import SETTINGS, Positive, Word
+from opd.teachers.kinds import TeacherKind
+from opd.teachers.pool_settings import TeacherPool, movable
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -64,3 +67,22 @@ class Cluster(BaseModel):
         if self.group is not None and self.shard != "hybrid":
             raise ValueError(f"group {self.group} is for shard: hybrid; with {self.shard} all ranks are one group")
         return self
+
+    def refuse(
+        self, kinds: Mapping[str, TeacherKind], pool: TeacherPool, drawn: Iterable[str], evaluated: bool
+    ) -> Iterable[str]:
+        """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
+        if self.teachers == "whole":
+            return
+        if not movable(kinds):
+            yield "cluster.teachers shard: only frozen teachers can be spread over ranks, and there is none. Drop it."
+        if pool.resident is not None:
+            yield (
+                f"cluster.teachers shard with pool.resident {pool.resident}: their weights are spread over ranks, or come and "
+                "go. Choose one."
+            )
+        for key in [*drawn, *(["eval.teachers"] if evaluated else [])]:
+            yield (
+                f"{key} needs all weights of a teacher on every rank, and with cluster.teachers shard each has a part. Drop "
+                f"{key}, or set cluster.teachers: whole."
+            )

@@ -115,12 +115,14 @@ def memory(
     gradient = each if precision == "bfloat16" else 4
     step = stage.rollout.prompts * stage.rollout.samples * longest
     tokens = max(min(stage.train.micro_tokens, -(-step // spread.ranks)), longest)
+    activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
+    activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
+    merged = student.parameters * each if lora else 0  # on its way to the sampler, after the activations have gone
     found = {
         "weights": student.parameters * each // (1 if lora else spread.group),
         "gradients and AdamW": trained * (gradient + kept + MOMENTS) // spread.group,
         "teachers": teachers,
-        "activations": tokens * _kept_per_token(stage, student) * (2 if half else 4)
-        + min(CHUNKS, 5 * tokens * student.vocabulary * 4),
+        "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
     if (
