@@ -31,8 +31,8 @@ PAGES = 50e9  # bytes per second from a host's memory to one device
 
 
 @dataclass(frozen=True)
-class Task:
-    """A stage on paper."""
+class PaperStage:
+    """A stage with the shapes of its models."""
 
     stage: Stage
     precision: str
@@ -97,7 +97,7 @@ def even(stage: Stage, ranks: int) -> bool:
     return ranks % group_of(stage, ranks) == 0
 
 
-def rank_memory(task: Task, placed: Placement, sharded: bool | None = None) -> dict[str, int]:
+def rank_memory(task: PaperStage, placed: Placement, sharded: bool | None = None) -> dict[str, int]:
     """Bytes on one rank of the trainer."""
     stage, spread = task.stage, placed.spread(task.stage, sharded)
     longest, held = task.prompt + task.work.response, 0
@@ -116,7 +116,7 @@ def rank_memory(task: Task, placed: Placement, sharded: bool | None = None) -> d
     return found | ({"hidden states": hidden * widest} if widest else {})
 
 
-def seconds(task: Task, placed: Placement) -> dict[str, float]:
+def seconds(task: PaperStage, placed: Placement) -> dict[str, float]:
     """Of the phases of a step."""
     work, device, student = task.work, task.device, task.student
     samplers, gpus = (placed.ranks, 1) if placed.together else (placed.samplers, placed.sampler_gpus)
@@ -136,7 +136,7 @@ def seconds(task: Task, placed: Placement) -> dict[str, float]:
     }
 
 
-def scoring_gpus(task: Task, placed: Placement, name: str) -> int:
+def scoring_gpus(task: PaperStage, placed: Placement, name: str) -> int:
     if placed.together:
         return placed.ranks
     if placed.turns:
@@ -146,7 +146,7 @@ def scoring_gpus(task: Task, placed: Placement, name: str) -> int:
     return replicas * gpus
 
 
-def place(task: Task, gpus: int) -> Placement:
+def place(task: PaperStage, gpus: int) -> Placement:
     """The simplest that fits; what is left over goes where it saves most time."""
     together = Placement(True, gpus, group_of(task.stage, gpus))
     if even(task.stage, gpus) and sum(rank_memory(task, together).values()) <= task.device.usable:
@@ -167,14 +167,14 @@ def place(task: Task, gpus: int) -> Placement:
     )
 
 
-def _devices(task: Task, size: int) -> int:
+def _devices(task: PaperStage, size: int) -> int:
     """Of one model: a power of two within a machine, then whole machines."""
     count = -(-size // task.device.usable)
     return 1 << (count - 1).bit_length() if count <= MACHINE else MACHINE * -(-count // MACHINE)
 
 
 def _fewest_ranks(
-    task: Task, sampler: int, teachers: Mapping[str, tuple[int, int]], turns: int, limit: int
+    task: PaperStage, sampler: int, teachers: Mapping[str, tuple[int, int]], turns: int, limit: int
 ) -> Placement | None:
     ranks = 1
     while ranks <= limit:
@@ -185,7 +185,7 @@ def _fewest_ranks(
     return None
 
 
-def _grown(task: Task, placed: Placement, gpus: int) -> Placement:
+def _grown(task: PaperStage, placed: Placement, gpus: int) -> Placement:
     """One more unit at a time, to the part that becomes faster by most per device."""
     while True:
         now, best, gain = sum(seconds(task, placed).values()), placed, 0.0
@@ -198,7 +198,7 @@ def _grown(task: Task, placed: Placement, gpus: int) -> Placement:
         placed = best
 
 
-def _larger(task: Task, placed: Placement, gpus: int) -> list[Placement]:
+def _larger(task: PaperStage, placed: Placement, gpus: int) -> list[Placement]:
     whole = MACHINE if task.stage.cluster.shard == "full" else max(placed.group, 1)
     ranks = placed.ranks + min(whole, placed.ranks)
     found = [
@@ -215,7 +215,7 @@ def _larger(task: Task, placed: Placement, gpus: int) -> list[Placement]:
     return [more for more in fitting if more.samplers <= task.work.rollouts]
 
 
-def _faster(task: Task, placed: Placement) -> dict[str, tuple[int, int]]:
+def _faster(task: PaperStage, placed: Placement) -> dict[str, tuple[int, int]]:
     """As many replicas of each teacher as it takes for all to be done in three quarters of the time."""
     assert placed.teachers is not None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from opd.cluster.placement import Placement, Task, place, rank_memory, seconds
+from opd.cluster.placement import Placement, PaperStage, place, rank_memory, seconds
 from opd.cluster.shapes import shape_of
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.cluster import ModelSize
@@ -22,7 +22,7 @@ class ClusterPlan:
     """Of one stage."""
 
     gpus: int  # that there are
-    task: Task
+    task: PaperStage
     placed: Placement
     memory: dict[str, int]  # part -> bytes, of one rank of the trainer
     others: dict[str, int]  # sampler and teachers on devices of their own -> bytes of one device
@@ -107,7 +107,9 @@ def cluster_plan(
     return plans
 
 
-def task_of(stage: Stage, resolve: Any, sizes: Mapping[str, ModelSize], device: Device, prompt: int | None) -> Task:
+def task_of(
+    stage: Stage, resolve: Any, sizes: Mapping[str, ModelSize], device: Device, prompt: int | None
+) -> PaperStage:
     precision = stage.train.precision_on(device.name if device.name == "cpu" else "cuda")
     student = shape_of(resolve(stage.student.model), stage.student.revision, sizes, "student")
     teachers, owners = {}, {}
@@ -120,7 +122,7 @@ def task_of(stage: Stage, resolve: Any, sizes: Mapping[str, ModelSize], device: 
     lora = stage.student.lora
     trained = student.parameters if lora is None else adapters(student, lora.rank)
     tokens = prompt or stage.rollout.max_prompt_tokens or PROMPT
-    return Task(stage, precision, student, trained, teachers, owners, tokens, device)
+    return PaperStage(stage, precision, student, trained, teachers, owners, tokens, device)
 
 
 def adapters(student: ModelShape, rank: int) -> int:
@@ -128,7 +130,7 @@ def adapters(student: ModelShape, rank: int) -> int:
     return student.layers * rank * 24 * student.width
 
 
-def planned(task: Task, placed: Placement, gpus: int, sharded: bool | None = None) -> ClusterPlan:
+def planned(task: PaperStage, placed: Placement, gpus: int, sharded: bool | None = None) -> ClusterPlan:
     work, own = task.work, BYTES[task.usual]
     responses = work.rollouts * work.response
     moved: dict[str, float] = {}
