@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from opd.cluster.placement import Placement, PaperStage, place, rank_memory, seconds
+from opd.cluster.placement import PaperStage, Placement, place, rank_memory, seconds
 from opd.cluster.shapes import shape_of
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.cluster import ModelSize

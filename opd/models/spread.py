@@ -87,7 +87,7 @@ def _without_weights() -> Iterator[None]:
         if parameter is not None:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
