@@ -7,8 +7,8 @@ run = opd.resume("runs/quickstart")
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,15 +65,12 @@ def run(
     finished. `reuse` names runs whose finished stages are used again where settings and inputs are the same.
 
     `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
-    The run keeps them in its directory, so `opd.resume` needs no more.
-
-    `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`. It runs in forks of
-    this process, and `opd.resume` has to be given it again.
+    The run keeps them. `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`.
+    It runs in forks of this process, and `opd.resume` has to be given it again.
 
     Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
-
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
     """
     from rich.console import Console
@@ -82,8 +79,7 @@ def run(
     from opd.config.graph import ChosenStages
     from opd.config.names import check_output
 
-    hooks = Hooks(on_step, on_rollouts, on_checkpoint)
-    overrides = tuple(overrides)
+    hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
     with joined() as world:
         if not world.leads:
             return _follow(world, rewards)
@@ -94,38 +90,27 @@ def run(
         selection, earlier = ChosenStages(only, start, until), [Path(path) for path in reuse]
         selection.require(loaded, elsewhere=resume or bool(earlier))
         wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
-        text = recipe_text(recipe, overrides)
-
-        def begin(lock: RunLock, made: bool) -> None:
-            _start(lock, made, text, loaded, given, hooks, quiet, shown, world, selection, earlier)
-
-        def go_on(lock: RunLock) -> None:
-            _require_same(lock.directory, loaded, given)
-            _go_on(lock, None, rewards, hooks, quiet, shown, world, selection)
-
-        return _in_directory(wanted, resume, begin, go_on, None if quiet else shown)
+        text, how = recipe_text(recipe, overrides), (hooks, quiet, shown, world, selection)
+        with _directory(wanted, resume, None if quiet else shown) as (lock, made):
+            if (lock.directory / SEALS).exists():
+                _require_same(lock.directory, loaded, given)
+                _go_on(lock, None, rewards, *how)
+            else:
+                _start(lock, made, text, loaded, given, *how, earlier)
+        return Run(lock.directory)
 
 
-def _in_directory(
-    wanted: Path,
-    resume: bool,
-    begin: Callable[[RunLock, bool], None],
-    go_on: Callable[[RunLock], None],
-    console: Console | None,
-) -> Run:
-    """Begin a run there, or go on with one; wherever it is, that is said at the end."""
+@contextmanager
+def _directory(wanted: Path, resume: bool, console: Console | None) -> Iterator[tuple[RunLock, bool]]:
+    """A run directory, locked, and whether it was made; where it is, is said at the end."""
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
-        if (lock.directory / SEALS).exists():
-            go_on(lock)
-        else:
-            begin(lock, made)
+        yield lock, made
     finally:
         lock.release()
         if console is not None and lock.directory.is_dir():
             place = plain(f"run directory: {lock.directory}")
             console.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    return Run(lock.directory)
 
 
 def _start(
