@@ -14,7 +14,7 @@ from opd.objective.advantages import SampledTokens
 from opd.objective.batch import TrainingBatch, concatenated
 from opd.objective.surrogates import AnySurrogate, ImportanceSampling
 from opd.objective.term import CorrectedTerm
-from opd.settings import Choice, Needs, changed
+from opd.settings import Choice, Needs, StageView, changed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,14 @@ class PolicyGradient(CorrectedTerm):
                 "surrogate.against: proximal"
             )
         return self
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if view.rollout.staleness and self.surrogate.against == "proximal" and self.correction is None:
+            yield (
+                f"surrogate.against proximal with rollout.staleness {view.rollout.staleness}: tokens were drawn by older weights, and "
+                "nothing corrects for it. Set correction: {kind: tis} or {kind: icepop}, or against: behaviour."
+            )
 
     @property
     def compares_with_sampler(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from opd.evaluation import Measures, evaluate
 from opd.models.average import weight_average
 from opd.models.language_model import LanguageModel
 from opd.runner.stage import StageRun
-from opd.types import Sampling, TokenSampler
+from opd.types import RewardResult, Sample, Sampling, TokenSampler
 
 
 def measure_answers(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]:
@@ -14,6 +16,11 @@ def measure_answers(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]
     if not run.questions:
         return {}
     spec, rollout = run.spec.eval, run.spec.rollout
+
+    def reward(samples: Sequence[Sample]) -> list[RewardResult]:
+        with run.rewarding:
+            return run.world.share(lambda: run.rewarder(samples))
+
     limit = spec.max_new_tokens or rollout.max_new_tokens
     return evaluate(
         sampler,
@@ -25,7 +32,7 @@ def measure_answers(run: StageRun, sampler: TokenSampler) -> dict[str, Measures]
         temperature=spec.temperature,
         seed=run.spec.seed,
         check_stop=run.check_stop,
-        reward=lambda samples: run.world.share(lambda: run.rewarder(samples)),
+        reward=reward,
     )
 
 

@@ -19,6 +19,7 @@ from opd.runner.checks import check_stage
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
+from opd.trainer.ahead import scores_ahead
 
 SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -43,6 +44,7 @@ class Plan:
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
     pool: str = ""  # which teachers come and go
+    ahead: str = ""  # how sampling runs ahead of training
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
 
@@ -56,6 +58,7 @@ class Plan:
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
+            *([f"  ahead      {self.ahead}"] if self.ahead else []),
             f"  memory     about {bytes_in_words(size)}: {parts}",
             *(
                 f"  memory     on {device} about {bytes_in_words(held)}: teachers"
@@ -111,8 +114,28 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
-        pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
+        pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)), ahead=_ahead(stage),
     )  # fmt: skip
+
+
+def _ahead(stage: Stage) -> str:
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return ""
+    under_way = {
+        "recompute": "are read again by new weights and go on with them",
+        "keep": "go on with new weights over old keys and values",
+        "wait": "are finished with the weights they began with",
+    }
+    terms = [term.name for term in stage.objective if term.compares_with_sampler]
+    corrected = (
+        f"ratios to the log-probs of each token's own version in {', '.join(terms)}" if terms else "no correction"
+    )
+    beside = "rewards and teachers" if scores_ahead(stage) else "rewards"
+    return (
+        f"sampling runs up to {rollout.staleness} steps ahead of training, in a thread with weights of its own; {beside} are asked beside "
+        f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
+    )
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
@@ -170,13 +193,16 @@ def _memory(
     slots = stage.sampler.sequences()
     sampler = BYTES[stage.sampler.dtype or own]
     merged = student * sampler if stage.student.lora is not None or stage.sampler.dtype not in (None, own) else 0
+    cache = slots * longest * 2 * heads * head * layers * sampler
+    if stage.rollout.staleness:  # a second sampler with weights of its own, and those on their way to it
+        cache, merged = 2 * cache, merged + student * (sampler + each)
     return {
         "weights": student * each,
         "gradients and AdamW": trained * ((each if precision == "bfloat16" else 4) + kept + 8),
         "teachers": teachers,
         "activations": tokens * width * layers * per_layer * (2 if half else 4)
         + 5 * min(64 << 20, tokens * vocabulary * 4),
-        "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
+        "sampler": cache + merged,
     }
 
 

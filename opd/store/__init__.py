@@ -16,7 +16,7 @@ from opd.store.entries import Entry
 from opd.store.environment import Replay
 from opd.store.log import Position
 from opd.store.recover import REPAIRED
-from opd.store.rollouts import RolloutStore, iterate
-from opd.store.select import Selection
+from opd.store.rollouts import RolloutStore
+from opd.store.select import Selection, iterate
 
 __all__ = ["REPAIRED", "Entry", "Position", "Replay", "RolloutStore", "Selection", "iterate"]

@@ -75,7 +75,7 @@ class Entries(Mapping[str, Entry]):
         return len(self._state.index)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state.numbers)
+        return iter(list(self._state.numbers))  # others may begin meanwhile
 
     def __contains__(self, id: object) -> bool:
         return id in self._state.numbers

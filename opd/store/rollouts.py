@@ -56,6 +56,7 @@ class RolloutStore:
         self._log = SegmentLog(directory, self._files, segment_bytes=segment_bytes)
         self._commit = GroupCommit(self._write, 0.0)
         self._lock = threading.RLock()  # of the state
+        self._changing = threading.RLock()  # of what the index knows before the log does
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
         self.index_was, self._state = self._recover()
         self._state.settle()
@@ -93,11 +94,12 @@ class RolloutStore:
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
         names |= {"extras": dict(extras)} if extras else {}  # further facts of the rollout, plain JSON
-        with self._lock:
-            if id in self._state.numbers:
-                raise StoreError(f"rollout {id!r} was begun twice")
-            live = self._open[id] = self._state.begin(names, prompt_ids)
-        self._commit.add(Waiting(records.BEGIN, live.number, records.begin(live.number, names, live.prompt_ids)))
+        with self._changing:
+            with self._lock:
+                if id in self._state.numbers:
+                    raise StoreError(f"rollout {id!r} was begun twice")
+                live = self._open[id] = self._state.begin(names, prompt_ids)
+            self._commit.add(Waiting(records.BEGIN, live.number, records.begin(live.number, names, live.prompt_ids)))
 
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
         """Take one sampled token; it reaches the disk with the next group commit."""
@@ -125,9 +127,10 @@ class RolloutStore:
         self._writable()
         number = self.entries.number(id)
         data = records.note(number, facts)
-        with self._lock:
-            self._state.index.note(number, facts)
-        self._commit.add(Waiting(records.NOTE, number, data))
+        with self._changing:
+            with self._lock:
+                self._state.index.note(number, facts)
+            self._commit.add(Waiting(records.NOTE, number, data))
 
     def record_signal(
         self,
@@ -188,8 +191,11 @@ class RolloutStore:
         if sync:
             self._commit.wait()
             if len(self.index) > self._saved_rows * INDEX_GROWTH + INDEX_ROWS:
-                self._log.flush()
-                self._save_index()
+                with self._changing:  # another thread may be sampling: nothing begins or ends until the index is saved
+                    self._commit.wait()
+                    with self._commit.writing:
+                        self._log.flush()
+                        self._save_index()
         else:
             self._commit.nudge()
 
@@ -290,7 +296,7 @@ class RolloutStore:
     def unfinished(self) -> list[str]:
         """Ids of rollouts that were begun and not finished, oldest first."""
         self._settle()
-        return [live.names["id"] for live in self._state.live.values()]
+        return [live.names["id"] for live in list(self._state.live.values())]
 
     def signals(self, ids: Iterable[str], role: str, kind: SignalKind) -> dict[str, Signal]:
         """What teachers said of these rollouts, where it was kept; the newest, if they were asked twice."""
@@ -391,10 +397,3 @@ class RolloutStore:
             elif (segment, frame.offset) >= since:
                 state.replay_unfinished(frame)
         return "behind" if self._log.end != end else "whole", state
-
-
-def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
-    """Every finished rollout of a run, oldest first."""
-    rows = np.flatnonzero(store.index["stop"])
-    for start in range(0, len(rows), batch):
-        yield from store.load_rows(rows[start : start + batch])
