@@ -137,7 +137,7 @@ def test_a_producer_is_gated_and_never_drops(tmp_path: Path, monkeypatch: pytest
     assert all(entry.versions[0] == entry.versions[1] for entry in run.rollouts.entries.values())
 
 
-@pytest.mark.parametrize("who", ["_sample", "_finish"])
+@pytest.mark.parametrize("who", ["_sample", pytest.param("_finish", marks=pytest.mark.slow)])
 def test_an_error_in_another_thread_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     work = getattr(Ahead, who)
 
@@ -154,6 +154,7 @@ def test_an_error_in_another_thread_is_told_once(tmp_path: Path, monkeypatch: py
     assert len(opd.resume(tmp_path / "run").metrics) == 4
 
 
+@pytest.mark.crash
 def test_killed_while_both_work(tmp_path: Path) -> None:
     recipe, directory, log = tmp_path / "recipe.yaml", tmp_path / "run", tmp_path / "out.txt"
     recipe.write_text(json.dumps(AHEAD))

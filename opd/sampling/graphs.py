@@ -330,10 +330,11 @@ class Steps:
         with torch.cuda.stream(side):
             step(span, filtered)
             restore()
-            if not self._recorded:  # asked once: it makes every thread's waiting an error, and another may be training
+            waits = ""
+            if self._recorded:
+                step(span, filtered)
+            else:  # asked once: it makes every thread's waiting an error, and another may be training later on
                 waits = _waits_for_the_device(lambda: step(span, filtered))
-            else:
-                waits, _ = "", step(span, filtered)
             restore()
         torch.cuda.current_stream().wait_stream(side)
         if waits:
