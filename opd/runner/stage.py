@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
+from opd.objective.trace import Trace
 from opd.runner.checks import RevisionOf, as_named, check_stage
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.shown import shown_room
@@ -71,6 +72,8 @@ class StageRun:
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
         self.on_rollouts = on_rollouts
         self.rewarding = threading.Lock()  # evaluation, and batches that are rewarded ahead of their step
+        self.traces: dict[str, Trace] = {}  # of the newest step, by rollout id
+        self.answered: list[dict[str, Any]] = []  # a few answers to held-out questions, not written down yet
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
