@@ -21,7 +21,7 @@ import numpy as np
 from runs import save
 
 from opd.store import RolloutStore
-from opd.types import SampledToken, SampledTokens
+from opd.types import SampledToken, TokenColumns
 
 NAME = "store-writer-cpu.json"
 PROMPT = np.arange(200)
@@ -79,7 +79,7 @@ def one_by_one(store: RolloutStore, slots: Slots, total: int, width: int) -> int
 def steps(store: RolloutStore, slots: Slots, total: int, width: int) -> int:
     every, taken = np.arange(width), 0
     while taken < total:
-        store.append_many(SampledTokens(slots.ids, *slots.columns(width)))
+        store.append_many(TokenColumns(slots.ids, *slots.columns(width)))
         slots.ended(every)
         taken += width
     return taken
@@ -89,7 +89,7 @@ def chunks(store: RolloutStore, slots: Slots, total: int, width: int, size: int 
     every, taken = np.arange(width), 0
     while taken < total:
         for name in slots.ids:
-            store.append_many(SampledTokens(name, *slots.columns(size)))
+            store.append_many(TokenColumns(name, *slots.columns(size)))
         slots.ended(every, by=size)
         taken += size * width
     return taken

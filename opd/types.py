@@ -81,7 +81,7 @@ class SampledToken(NamedTuple):
     version: int
 
 
-class SampledTokens(NamedTuple):
+class TokenColumns(NamedTuple):
     """Many of them, column by column: arrays, or one value for all. `request_ids`: one for all, or one each."""
 
     request_ids: str | Sequence[str]

@@ -20,7 +20,7 @@ import opd
 import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
 from opd.store import RolloutStore, iterate
-from opd.types import Author, Rollout, SampledTokens
+from opd.types import Author, Rollout, TokenColumns
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -71,7 +71,7 @@ def _command(log: str, arguments: list[str], die: int | None = None, by: int = s
     if die is not None:
         left, append_many = [die], RolloutStore.append_many
 
-        def struck(store: RolloutStore, tokens: SampledTokens, author: Author | np.ndarray = Author.STUDENT) -> None:
+        def struck(store: RolloutStore, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
             append_many(store, tokens, author)
             left[0] -= tokens.token.size * (author is not Author.DATA)
             if left[0] <= 0:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import opd
 from opd.config import load_recipe
@@ -181,12 +182,26 @@ def test_killed_while_both_work(tmp_path: Path) -> None:
         ({"rollout": {"data_share": 1.0}}, "the student writes nothing"),
         ({"checkpoint": {"resume": "exact"}}, "checkpoint.resume exact"),
         ({"rollout": {"staleness": 0, "in_flight": "wait"}}, "in_flight wait"),
-        ({"objective": [{"form": "policy_gradient", "surrogate": {"kind": "ppo", "against": "proximal"}}]}, "kind: tis"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_ahead(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(AHEAD | changed(**keys))
+
+
+def test_policy_gradients_are_corrected_for_older_weights() -> None:
+    terms = [
+        {"form": "direct"},
+        {"form": "policy_gradient"},
+        {"form": "policy_gradient", "correction": {"kind": "icepop"}},
+    ]
+    (stage,) = load_recipe(AHEAD | {"objective": terms}).stages
+    found = [term.correction for term in stage.objective]
+    assert [None if correction is None else correction.name for correction in found] == [None, "tis", "icepop"]
+    (again,) = load_recipe(yaml.safe_load(load_recipe(AHEAD | {"objective": terms}).to_yaml())).stages
+    assert again == stage
+    (alone,) = load_recipe(AHEAD | changed(rollout={"staleness": 0}) | {"objective": terms}).stages
+    assert alone.objective[1].correction is None
 
 
 def test_the_index_is_saved_while_another_thread_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from opd.models.load import load_tokenizer
 from opd.sampling.writers import AUTHORS
 from opd.store import RolloutStore
 from opd.trainer.trajectories import as_trained, sampled_under
-from opd.types import SampledTokens
+from opd.types import TokenColumns
 from tests.helpers import save_tiny
 
 TOLD: dict[str, Any] = {"kind": "template", "template": "{prompt}={answer} {prompt}"}
@@ -304,7 +304,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rescues(models: dict[str, str]
     whole = opd.run(spec, out=tmp_path / "whole")
     append, count = stores.RolloutStore.append_many, [0]
 
-    def failing(self: RolloutStore, tokens: SampledTokens, *author: Any) -> None:
+    def failing(self: RolloutStore, tokens: TokenColumns, *author: Any) -> None:
         count[0] += tokens.token.size
         if count[0] > after:
             self.commit(sync=True)

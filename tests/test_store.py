@@ -14,7 +14,7 @@ import pytest
 from opd.errors import StoreError
 from opd.store import Replay, RolloutStore, iterate
 from opd.store.frames import HEADER, read_frame, read_segment_header
-from opd.types import Author, SampledToken, SampledTokens, TopK
+from opd.types import Author, SampledToken, TokenColumns, TopK
 from tests.stores import begin, token, write_rollout
 
 
@@ -241,17 +241,17 @@ def test_many_tokens_at_once_are_those_one_by_one(tmp_path: Path) -> None:
         single.append(item)
     values = np.arange(12)
     reused = values[:4]
-    many.append_many(SampledTokens(list("abab"), reused, -0.5 * reused, -0.25 * reused, -3.0 - reused, reused // 4))
+    many.append_many(TokenColumns(list("abab"), reused, -0.5 * reused, -0.25 * reused, -3.0 - reused, reused // 4))
     many.append(drawn[4])
     values[:] = 77  # the caller's own again
     rest = np.arange(5, 10)
     many.append_many(
-        SampledTokens([item.request_id for item in drawn[5:]], rest, -0.5 * rest, -0.25 * rest, -3.0 - rest, rest // 4)
+        TokenColumns([item.request_id for item in drawn[5:]], rest, -0.5 * rest, -0.25 * rest, -3.0 - rest, rest // 4)
     )
     single.extend("a", np.array([5, 6]), Author.DATA, 3)
     nan = float("nan")
-    many.append_many(SampledTokens("a", np.array([5, 6]), nan, nan, nan, 3), np.array([Author.DATA, Author.DATA]))
-    many.append_many(SampledTokens("b", np.zeros(0), nan, nan, nan, 3))  # nothing
+    many.append_many(TokenColumns("a", np.array([5, 6]), nan, nan, nan, 3), np.array([Author.DATA, Author.DATA]))
+    many.append_many(TokenColumns("b", np.zeros(0), nan, nan, nan, 3))  # nothing
     for store in (single, many):
         store.commit(sync=True)
         store.finish("a", "stop")
@@ -264,7 +264,7 @@ def test_many_tokens_at_once_are_those_one_by_one(tmp_path: Path) -> None:
     assert kept.partial(["b"])[0].logprob.tolist() == [-0.5, -1.5, -2.5, -3.5, -4.5]
     with pytest.raises(StoreError, match="never begun"):
         RolloutStore(tmp_path / "many", commit_ms=0).append_many(
-            SampledTokens(["b", "c"], np.arange(2), nan, nan, nan, 0)
+            TokenColumns(["b", "c"], np.arange(2), nan, nan, nan, 0)
         )
 
 

@@ -12,9 +12,10 @@ from opd.divergences.kinds import AnyDivergence, ReverseKL
 from opd.objective.advantage_sum import Advantage
 from opd.objective.advantages import SampledTokens
 from opd.objective.batch import TrainingBatch, concatenated
+from opd.objective.corrections import TIS
 from opd.objective.surrogates import AnySurrogate, ImportanceSampling
-from opd.objective.term import CorrectedTerm
-from opd.settings import Choice, Needs, StageView, changed
+from opd.objective.term import CorrectedTerm, Term
+from opd.settings import Choice, Needs, changed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,18 +58,14 @@ class PolicyGradient(CorrectedTerm):
             )
         return self
 
-    def refuse(self, view: StageView) -> Iterable[str]:
-        yield from super().refuse(view)
-        if view.rollout.staleness and self.surrogate.against == "proximal" and self.correction is None:
-            yield (
-                f"surrogate.against proximal with rollout.staleness {view.rollout.staleness}: tokens were drawn by older weights, and "
-                "nothing corrects for it. Set correction: {kind: tis} or {kind: icepop}, or against: behaviour."
-            )
-
     @property
     def compares_with_sampler(self) -> bool:
         by_advantage = self.advantage.student == "behaviour" and any(part.of_student for part in self.advantage.parts)
         return super().compares_with_sampler or by_advantage or self.surrogate.against == "behaviour"
+
+    def corrected(self) -> Term:
+        takes = self.surrogate.multiplies_by_ratio or self.surrogate.against == "proximal"
+        return self.model_copy(update={"correction": TIS()}) if self.correction is None and takes else self
 
     @property
     def minimises(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from opd.store.rollouts import Fsync, RolloutStore
-from opd.types import Author, SampledToken, SampledTokens, StopReason
+from opd.types import Author, SampledToken, StopReason, TokenColumns
 
 
 class StoreElsewhere(RolloutStore):
@@ -26,7 +26,7 @@ class StoreElsewhere(RolloutStore):
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
         pass
 
-    def append_many(self, tokens: SampledTokens, author: Author | np.ndarray = Author.STUDENT) -> None:
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
         pass
 
     def finish(self, id: str, stop: StopReason) -> None:

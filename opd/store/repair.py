@@ -22,7 +22,7 @@ from opd.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, 
 from opd.store.rollouts import INDEX, RolloutStore
 from opd.store.salvage import Damage, Salvage
 from opd.store.state import names_of
-from opd.types import SampledTokens
+from opd.types import TokenColumns
 
 BATCH = 1000  # rollouts rewritten between two commits
 
@@ -166,7 +166,7 @@ def _rewrite(store: RolloutStore, saved: Saved) -> None:
         columns = records.finished_arrays(saved.finish)
     if columns:
         *tokens, author = (columns[name] for name, _ in COLUMNS)
-        store.append_many(SampledTokens(id, *tokens), author)
+        store.append_many(TokenColumns(id, *tokens), author)
     for order in range(len(saved.calls)):
         if order not in saved.calls:
             break

@@ -23,9 +23,9 @@ from opd.store.state import ENVIRONMENT, Live, Waiting
 from opd.types import (
     Author,
     SampledToken,
-    SampledTokens,
     SignalKind,
     StopReason,
+    TokenColumns,
     TopK,
 )
 
@@ -113,7 +113,7 @@ class RolloutStore(StoreReader):
         number = self._open[id] if id in self._open else self._taking(id).number
         self._commit.add((number, value, logprob, sampled, stop, version, int(author)))
 
-    def append_many(self, tokens: SampledTokens, author: Author | np.ndarray = Author.STUDENT) -> None:
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
         """The same of many tokens at once, of one rollout or of whichever: nothing is done token by token but to find theirs."""
         self._writable()
         ids, values, *rest = tokens
@@ -133,7 +133,7 @@ class RolloutStore(StoreReader):
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
         """Tokens nobody sampled here (a dataset's completion): they have no behaviour log-probs."""
         nan = float("nan")
-        self.append_many(SampledTokens(id, response_ids, nan, nan, nan, version), author)
+        self.append_many(TokenColumns(id, response_ids, nan, nan, nan, version), author)
 
     def finish(self, id: str, stop: StopReason) -> None:
         """The rollout counts, i.e. may be read and trained on, once this record is durable behind its tokens."""

@@ -30,9 +30,9 @@ from opd.types import (
     Prompt,
     Rollout,
     SampledToken,
-    SampledTokens,
     SampleRequest,
     Sampling,
+    TokenColumns,
     TokenSampler,
 )
 
@@ -292,7 +292,7 @@ class Trajectories:
             getattr(stored, name)[done:]
             for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
         )
-        self.store.append_many(SampledTokens(rollout_id, *columns), author)
+        self.store.append_many(TokenColumns(rollout_id, *columns), author)
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
 
@@ -325,7 +325,7 @@ class Trajectories:
     def _keep(self, drawn: dict[str, SampledToken], author: Author) -> None:
         if drawn:
             ids, *columns = zip(*drawn.values(), strict=True)
-            self.store.append_many(SampledTokens(ids, *map(np.array, columns)), author)
+            self.store.append_many(TokenColumns(ids, *map(np.array, columns)), author)
             drawn.clear()
 
 
