@@ -118,7 +118,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
     }
 
 
-def joined(items: Sequence[Row | Columns]) -> Columns:
+def as_columns(items: Sequence[Row | Columns]) -> Columns:
     """Single tokens and whole columns of them, in their order, as columns."""
     parts = [
         part

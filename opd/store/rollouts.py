@@ -250,7 +250,7 @@ class RolloutStore(StoreReader):
             (item.encode(), item) for item in others if item.kind == records.BEGIN
         ]
         if rows:
-            columns = records.joined(rows)
+            columns = records.as_columns(rows)
             parts.append((records.tokens(columns), None))
             self._state.deal(columns)
         parts += [(item.encode(), item) for item in others if item.kind != records.BEGIN]
