@@ -47,6 +47,8 @@ LAYERS = [
     {"trainer"},
     {"runner"},
     {"report", "serve"},
+    {"cluster"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 class LanguageModel:
     """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
+
+    spread = False  # over ranks, which then make as many passes
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
@@ -119,16 +121,23 @@ class LanguageModel:
             tensors |= lora.merged_weights(self.module)
         return WeightsRef(version, tensors)
 
-    def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
-        clone = copy.copy(self)
-        clone.module = share_module(self.module if self.adapter is None else self._plain)
+    def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
+        """A second module for sampling. Tensors are shared where nothing has to be converted or merged.
+
+        `own`: whatever training changes is not shared, nor is the count of its changes that autograd keeps: another
+        thread may sample with it, and load weights, in the middle of a backward pass.
+        """
+        clone, moving = copy.copy(self), self.moving()
+        plain = self.module if self.adapter is None else self._plain
+        converted = dtype not in (None, self.dtype)  # weights of another type are all written at every load
+        copied = {name for name, _ in plain.named_parameters() if converted or name in moving}
+        clone.module = share_module(plain, copied if own else ())
         clone.adapter, clone._plain = None, None
-        adapted = set() if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
+        adapted = set() if self.adapter is None else moving
         for name, parameter in clone.module.named_parameters():
             if dtype not in (None, parameter.dtype):
                 parameter.data = parameter.data.to(dtype)
-            elif name in adapted:
+            elif name in adapted and not own:
                 parameter.data = parameter.data.clone()
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
@@ -195,16 +204,20 @@ class LanguageModel:
 
 
 def stored_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that it is made of: itself, or the several of a quantised one."""
+    """The plain tensors that it is made of: itself, the several of a quantised one, or this rank's of one that is spread."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
+    inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for found in inside if isinstance(found, Tensor) for part in stored_parts(found)]
 
 
-def share_module(module: Any) -> Any:
-    """A copy of the module tree whose frozen parameters share their storage with the original's."""
+def share_module(module: Any, copied: Collection[str] = ()) -> Any:
+    """A copy of the module tree whose frozen parameters share their storage with the original's, save for those `copied`."""
     memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()
+        id(parameter): nn.Parameter(
+            parameter.detach().clone() if name in copied else parameter.detach(), requires_grad=False
+        )
+        for name, parameter in module.named_parameters()
     }
     return copy.deepcopy(module, memo)
 

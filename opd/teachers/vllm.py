@@ -107,6 +107,7 @@ class ForeignTeacher(TeacherKind):
 class HiddenTeacher(ForeignTeacher):
     """A server that gives hidden states. The head is read here."""
 
+    stands_still = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     weights: Address | None = Field(
@@ -152,6 +153,7 @@ class OpenAITeacher(ForeignTeacher):
     """Log-probs of the prompt from /v1/completions: of the tokens themselves, and of the likeliest ids."""
 
     name = "openai"
+    stands_still = True
     offers = frozenset({"logprobs_at", "topk"})
 
     tokenizer: Address | None = Field(
