@@ -27,7 +27,9 @@ from integration.domains import Split
 from integration.editions import Edition
 from integration.jobs import run_all, work
 from integration.models import build
+from integration.report import draw, summarise
 from integration.scores import Marks, pooled
+from runs import save
 
 STEPS = ("data", "start", "specialists", "tune", "arms", "report")
 TUNING_SEED = 100
@@ -178,7 +180,18 @@ def arms(edition: Edition, args: argparse.Namespace) -> None:
 
 
 def report(edition: Edition, args: argparse.Namespace) -> None:
-    raise SystemExit("not yet")
+    """Everything that is in the directory, whoever ran it: one JSON file and one figure."""
+    start, specialists = references(edition, args, "report")
+    found = summarise(edition, start, specialists)
+    name = f"integration-{edition.name}"
+    save(f"{name}.json", found)
+    for arm, entry in sorted(found["arms"].items(), key=lambda item: -item[1]["score"]["value"]):
+        score = entry["score"]
+        print(
+            f"{arm:22} {score['value']:6.3f} [{score['low']:.3f}, {score['high']:.3f}]  {len(entry['runs'])} seeds  "
+            f"{entry['flops']['marginal']:.2e} FLOPs"
+        )
+    draw(found, name)
 
 
 if __name__ == "__main__":
