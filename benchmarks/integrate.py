@@ -43,7 +43,7 @@ def main() -> None:
     wanted = args.steps_to_do if args.steps_to_do != ["all"] else list(STEPS)
     for step in (step for step in STEPS if step in wanted):
         {
-            "data": lambda: edition.write_data(),
+            "data": edition.write_data,
             "start": lambda: start(edition, args),
             "specialists": lambda: specialists(edition, args),
             "tune": lambda: tune(edition, args),

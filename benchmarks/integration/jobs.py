@@ -26,7 +26,7 @@ def work(job: dict[str, Any]) -> None:
 
     started, out, entry = time.monotonic(), Path(job["out"]), Path(job["entry"])
     found: dict[str, Any] = {"arm": job["arm"], "seed": job["seed"], "settings": job["settings"]}
-    model = job.get("model")
+    model = str(job.get("model", ""))
     if "recipe" in job:
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted study left
         run = opd.run(job["recipe"], out=out)
@@ -36,7 +36,7 @@ def work(job: dict[str, Any]) -> None:
         found["evals"] = {stage["name"]: stage["evals"] for stage in run.summary["stages"]}
         if job.get("pack"):
             pack(Path(model) / "adapter", Path(job["pack"]), job["base"])
-            model = job["pack"]
+            model = str(job["pack"])
     found["split"] = job["split"]
     found |= marks(model, Path(job["data"]), job["domains"], job["split"], job["measure"])
     found["seconds"] = round(time.monotonic() - started, 1)

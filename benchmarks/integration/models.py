@@ -42,7 +42,7 @@ def build(adapter: Path, to: Path) -> Path:
 
 def marks(model: str, data: Path, domains: list[str], split: Split, settings: dict[str, Any]) -> dict[str, Any]:
     """Answers to a split: by domain one digit per prompt in the order of the file, how many of its samples are right (of
-    one, greedy, unless `settings` say otherwise); and tokens per answer.
+    one, greedy, unless `settings` say otherwise); tokens per answer; and, where they are asked for, the answers.
     """
     import opd
 
@@ -55,6 +55,7 @@ def marks(model: str, data: Path, domains: list[str], split: Split, settings: di
     )
     found: dict[str, str] = {}
     tokens: dict[str, float] = {}
+    texts: dict[str, list[str]] = {}
     for domain in domains:
         rows = read(data, domain, split)[: settings["prompts"]]
         prompts = [
@@ -65,7 +66,8 @@ def marks(model: str, data: Path, domains: list[str], split: Split, settings: di
         references = {prompt.id: row["answer"] for prompt, row in zip(prompts, rows, strict=True)}
         rollouts = sampler.sample(prompts, settings.get("samples", 1))
         for rollout in rollouts:
-            counts[rollout.prompt_id] += right(sampler.text(rollout), references[rollout.prompt_id])
+            texts.setdefault(domain, []).append(sampler.text(rollout))
+            counts[rollout.prompt_id] += right(texts[domain][-1], references[rollout.prompt_id])
         found[domain] = "".join(map(str, counts.values()))
         tokens[domain] = sum(rollout.response_ids.size for rollout in rollouts) / len(rollouts)
-    return {"marks": found, "tokens": tokens}
+    return {"marks": found, "tokens": tokens} | ({"answers": texts} if settings.get("answers") else {})

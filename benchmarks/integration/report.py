@@ -30,7 +30,8 @@ def entries(directory: Path) -> list[dict[str, Any]]:
 
 def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, Any]:
     everything = entries(edition.directory)
-    runs, tuning = defaultdict(list), defaultdict(list)
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    tuning: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in everything:
         if not entry["arm"].startswith(REFERENCES):
             (runs if entry["split"] == "report" else tuning)[entry["arm"]].append(entry)
