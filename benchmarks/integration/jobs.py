@@ -71,11 +71,14 @@ def curve(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_all(jobs: list[dict[str, Any]], directory: Path, workers: int) -> dict[str, dict[str, Any]]:
-    """Name -> entry, of every job. One that fails is told about and left out; the others go on."""
+    """Name -> entry, of every job. One that fails is told about and left out; the others go on. No workers: in this process."""
     (directory / "jobs").mkdir(parents=True, exist_ok=True)
     (directory / "entries").mkdir(exist_ok=True)
     started, found = time.monotonic(), {}
-    with ThreadPoolExecutor(workers) as pool:
+    for job in jobs if not workers else ():
+        if not Path(job["entry"]).is_file():
+            work(job)
+    with ThreadPoolExecutor(workers or 1) as pool:
         futures = {job["name"]: pool.submit(_in_process, job, directory) for job in jobs}
         for number, (name, future) in enumerate(futures.items(), 1):
             entry = future.result()
