@@ -82,14 +82,20 @@ def recipe_of(edition: Edition, samples: int, objective: Any) -> Recipe:
 
 
 def main() -> None:
-    args: argparse.Namespace = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--arms", nargs="+", help="some of them, with hyphens for spaces and without colons; default: all"
+    )
+    args: argparse.Namespace = parser.parse_args()
     edition = edition_of(args, [DOMAIN])
     names = {name: name.replace(":", "").replace(" ", "-") for name in arms(args.steps)}
-    found = tuned(edition, {names[name]: recipe_of(edition, *arm) for name, arm in arms(args.steps).items()}, args)
+    names = {name: short for name, short in names.items() if short in (args.arms or names.values())}
+    found = tuned(edition, {names[name]: recipe_of(edition, *arms(args.steps)[name]) for name in names}, args)
     scores = {name: spread([score(entry) for entry in found[short]]) for name, short in names.items()}
     ledger = {
         title: difference(found[names[ours]], found[names[theirs]]) | {"ours": ours, "theirs": theirs}
         for title, (ours, theirs) in DISPUTES.items()
+        if ours in names and theirs in names
     }
     for title, entry in ledger.items():
         print(f"{title}: {entry['value']:+.3f} [{entry['low']:+.3f}, {entry['high']:+.3f}]")

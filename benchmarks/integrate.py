@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from integration import editions
-from integration.arms import ARMS
+from integration.arms import ARMS, MERGES, merge
 from integration.domains import Split
 from integration.editions import Edition
 from integration.jobs import run_all, work
@@ -60,7 +60,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, default=Path("runs/integration"))
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--domains", nargs="+", help="default: all of the edition's")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *MERGES], help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4 (tiny), 0 to 2 (smol)")
     parser.add_argument("--origin", choices=["start", "foreign"], default="start", help="of the specialists")
     parser.add_argument("--steps", type=int, help="of an arm that samples, asks a teacher and trains")
@@ -136,20 +136,28 @@ def tune(edition: Edition, args: argparse.Namespace) -> None:
     references(edition, args, "tune")
     jobs = [
         arm_job(edition, name, setting, TUNING_SEED, "tune", args.origin)
-        for name in args.arms or ARMS
+        for name in chosen(edition, args)
         for setting in tried(edition, name)
     ]
     run_all(jobs, edition.directory, args.workers)
 
 
+def chosen(edition: Edition, args: argparse.Namespace) -> list[str]:
+    """All arms, or those asked for; whole models cannot be stacked as adapters."""
+    return [name for name in args.arms or [*ARMS, *MERGES] if edition.name != "tiny" or name != "merge-stack"]
+
+
 def tried(edition: Edition, arm: str) -> list[float]:
-    """The settings of an arm's tuning runs: as many for each."""
-    return edition.rates[ARMS[arm].rate]
+    """The settings of an arm's tuning runs: as many for each, but for a plain average, which has none."""
+    return MERGES[arm][1] if arm in MERGES else edition.rates[ARMS[arm].rate]
 
 
 def arm_job(edition: Edition, name: str, rate: float, seed: int, split: Split, origin: str) -> dict[str, Any]:
-    arm = ARMS[name]
     full = name if origin == "start" else f"{name}-{origin}"
+    if name in MERGES:
+        made = merge(edition, name, rate, origin)
+        return edition.job(full, seed, split, tags=(f"{rate:g}",), recipe=made, merged=True, settings={"value": rate})
+    arm = ARMS[name]
     recipe = arm.recipe(edition, rate, seed, origin)
     return edition.job(full, seed, split, tags=(f"{rate:g}",), recipe=recipe, scored=arm.scored, settings={"lr": rate})
 
@@ -169,12 +177,12 @@ def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:
 def arms(edition: Edition, args: argparse.Namespace) -> None:
     """Arms whose tuning is complete, seed by seed, so that an interrupted study has whole rounds."""
     references(edition, args, "report")
-    settings = {name: best(edition, args, name) for name in args.arms or ARMS}
+    settings = {name: best(edition, args, name) for name in chosen(edition, args)}
     jobs = [
         arm_job(edition, name, setting, seed, "report", args.origin)
-        for seed in args.seeds
+        for number, seed in enumerate(args.seeds)
         for name, setting in settings.items()
-        if setting is not None
+        if setting is not None and not (number and name in MERGES)  # nothing is drawn in a merge
     ]
     run_all(jobs, edition.directory, args.workers)
 

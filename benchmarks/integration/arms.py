@@ -25,7 +25,12 @@ TOP_K = {**EXACT, "support": "topk", "k": 16}
 SAMPLED: dict[str, Any] = {"form": "policy_gradient"}
 SAMPLED_REWARD = {"form": "policy_gradient", "advantage": {"outcome_weight": 1, "baseline": "group", "std": True}}
 WHOLE = 5.0  # per token of an arm that samples, asks a teacher and trains
-SCALES = {"average": [1.0], "task_arithmetic": [0.3, 0.5], "ties": [0.5, 1.0], "stack": [0.3, 0.5]}
+MERGES: dict[str, tuple[str, list[float]]] = {  # no training: which key is tried with which values
+    "merge-average": ("", [1.0]),
+    "merge-task-arithmetic": ("weights", [0.3, 0.6]),
+    "merge-ties": ("scale", [0.5, 1.0]),
+    "merge-stack": ("weights", [0.3, 0.6]),
+}
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,12 @@ def _teacher_samples(edition: Edition, recipe: dict[str, Any], steps: int) -> No
     recipe["rollout"]["teacher_share"] = 1.0
 
 
+def _by_need(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
+    """The exact divergence, with shares of prompts that follow each domain's distance to its teacher."""
+    recipe["objective"] = EXACT
+    recipe["shares"] = {"kind": "gap", "of": "kl"}
+
+
 def _opd(objective: Any, samples: int = 1) -> Arm:
     return Arm(_distil(objective, samples), scored=True, specialists=True)
 
@@ -119,6 +130,7 @@ ARMS: dict[str, Arm] = {
     "opd-topk": _opd(TOP_K),
     "opd-sampled": _opd(SAMPLED),
     "opd-forward": _opd(FORWARD),
+    "opd-need": Arm(_by_need, scored=True, specialists=True),
     "opd-exact-reward": _opd([EXACT, GRPO], 4),
     "opd-topk-reward": _opd([TOP_K, GRPO], 4),
     "opd-sampled-reward": _opd(SAMPLED_REWARD, 4),
@@ -128,4 +140,21 @@ ARMS: dict[str, Arm] = {
     "sft-gold-rl": Arm(_gold_then_rl, "rl", per_token=4),
     "sft-teacher": Arm(_teacher_samples, specialists=True, per_token=4),
 }
+
+
+def merge(edition: Edition, arm: str, value: float, origin: str) -> dict[str, Any]:
+    """A recipe that merges the specialists and trains nothing."""
+    key, _ = MERGES[arm]
+    kind = arm.removeprefix("merge-").replace("-", "_")
+    made: dict[str, Any] = {"kind": kind, "models": [edition.specialist(name, origin) for name in edition.domains]}
+    made |= {key: value} if key else {}
+    made |= {"base": edition.start} if kind in ("task_arithmetic", "ties") else {}
+    recipe = edition.recipe(edition.start, edition.domains, "tune", 0)
+    recipe["student"] = {"merge": made}
+    recipe["rollout"]["prompts"] = 1
+    recipe["train"] = {"learn": False, "steps": 1}
+    recipe["eval"] = {"prompts": 0}
+    return recipe
+
+
 MAIN = ["opd-exact", "opd-sampled-reward", "mixed-rl", "sft-gold", "sft-teacher"]

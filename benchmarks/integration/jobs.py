@@ -30,7 +30,7 @@ def work(job: dict[str, Any]) -> None:
     if "recipe" in job:
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted study left
         run = opd.run(job["recipe"], out=out)
-        model = str(run.model)
+        model = str(out / "merged" / "main") if job.get("merged") else str(run.model)
         found["cost"] = cost(run, scored=job["scored"])
         found["curve"] = curve(run.metrics)
         found["evals"] = {stage["name"]: stage["evals"] for stage in run.summary["stages"]}
