@@ -228,6 +228,12 @@ class Stage(BaseModel):
             )
         return self
 
+    def settled(self) -> Stage:
+        """With what the sampler asks of the objective: tokens that were drawn elsewhere are weighed by how they were drawn."""
+        if not self.sampler.corrects or self.rollout.shown_to_student:
+            return self
+        return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
+
     def inside(self, directory: Path) -> Stage:
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""
         prompts = [source.inside(directory) for source in self.prompts]

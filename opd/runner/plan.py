@@ -109,7 +109,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     here = held.pop("")
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
-        teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
+        teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
     )  # fmt: skip

@@ -78,6 +78,11 @@ class Ranks(World):
                 "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
                 "one process."
             )
+        if not spec.sampler.on_ranks:
+            raise RecipeError(
+                f"sampler.engine {spec.sampler.name} with several ranks: its engines take their weights from one process. Set engine: "
+                "builtin, or run in one process."
+            )
         for name, kind in spec.teachers.items():
             if kind.is_student_now:
                 raise RecipeError(f"teachers.{name}: {SPREAD}")
@@ -208,6 +213,7 @@ class Ranks(World):
                 found.entropy,
                 found.mismatch,
                 found.counts,
+                found.traces,
             )
             for pack, found in seen
         ]
@@ -220,10 +226,10 @@ class Ranks(World):
 
     def _seen(
         self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
-        counts: dict[str, tuple[int, int]],
+        counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]],
     ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
         return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
-            loss, reverse_kl, entropy, mismatch, counts
+            loss, reverse_kl, entropy, mismatch, counts, traces
         )
 
     # Errors
