@@ -14,7 +14,6 @@ Amplification is the student's defect rate over the teacher's. Writes benchmarks
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from integration.arms import EXACT, FORWARD, GRPO, SAMPLED, SAMPLED_REWARD
@@ -57,7 +56,11 @@ def teacher_job(edition: Edition, kind: str, steps: int, rate: float) -> dict[st
     recipe["rollout"]["data_share"] = 1.0
     recipe["objective"] = SFT
     recipe["train"] |= {"steps": steps, "lr": rate}
-    return measured(edition.job(f"teacher-{kind}", 0, "report", recipe=recipe, keep=True), kind)
+    return measured(edition.job(f"teacher-{kind}", 0, "report", recipe=recipe, save=teacher_of(edition, kind)), kind)
+
+
+def teacher_of(edition: Edition, kind: str) -> str:
+    return str((edition.directory / "models" / kind).absolute())
 
 
 def measured(job: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -71,9 +74,8 @@ def student_job(edition: Edition, kind: str, method: str, seed: int, rate: float
     recipe["objective"] = objective
     recipe["rollout"] |= {"prompts": max(edition.rollouts // samples, 1), "samples": samples, **rollout}
     recipe["train"] |= {"steps": edition.steps, "lr": rate}
-    teacher = Path(edition.job(f"teacher-{kind}", 0, "report")["out"]) / "checkpoints" / "latest"
     if method != "reward alone":
-        recipe["teachers"] = {DOMAIN: "tiny/arithmetic" if kind == "hackable" else str(teacher)}
+        recipe["teachers"] = {DOMAIN: "tiny/arithmetic" if kind == "hackable" else teacher_of(edition, kind)}
     if kind == "hackable":
         recipe["rewards"] = [REWARD, {"kind": "format", "pattern": "00$"}]
     name = f"{kind}-{method}".replace(" + ", "-").replace(" ", "-")

@@ -57,18 +57,18 @@ def jobs_of(edition: Edition, arm: str, teacher: str, setting: tuple[float, int]
     rate, size = setting
     made = recipe(edition, arm, rate, size, seed, split, args)
     if teacher:
-        made["teachers"] = {args.domain: {"model": str(model_of(edition, teacher).absolute())}}
-    keep = split == "tune" and arm in TEACHERS.values()
+        made["teachers"] = {args.domain: {"model": args.models[teacher]}}
+    saved = {"save": model_of(edition, arm, setting)} if split == "tune" and arm in TEACHERS.values() else {}
     name = f"{arm}-{teacher}" if teacher else arm
     job = edition.job(
         name, seed, split, tags=(f"{rate:g}", size), recipe=made, scored=arm in ("exact", "sampled"),
-        settings={"lr": rate, "size": size}, keep=keep,
+        settings={"lr": rate, "size": size}, **saved,
     )  # fmt: skip
     return job
 
 
-def model_of(edition: Edition, teacher: str) -> Path:
-    return edition.directory / "teachers" / teacher
+def model_of(edition: Edition, arm: str, setting: tuple[float, int]) -> str:
+    return str((edition.directory / "models" / f"{arm}-{setting[0]:g}-{setting[1]}").absolute())
 
 
 def settings_of(arm: str, args: argparse.Namespace) -> list[tuple[float, int]]:
@@ -99,17 +99,12 @@ def plateau(entry: dict[str, Any], domain: str) -> float:
 
 def make_teachers(edition: Edition, best: dict[str, tuple[float, int]], args: argparse.Namespace) -> dict[str, float]:
     """The models of the best tuning runs, and what they cost."""
-    costs = {}
+    costs, args.models = {}, {}
     for teacher, arm in TEACHERS.items():
         job = jobs_of(edition, arm, "", best[arm], TUNING_SEED, "tune", args)
         entry = json.loads(Path(job["entry"]).read_text(encoding="utf-8"))
         costs[teacher] = flops(entry["cost"], parameters(edition), parameters(edition))
-        to = model_of(edition, teacher)
-        if not to.is_dir():
-            import opd
-
-            to.parent.mkdir(parents=True, exist_ok=True)
-            opd.load_model(str(opd.Run(job["out"]).model)).save(to)
+        args.models[teacher] = model_of(edition, arm, best[arm])
     return costs
 
 

@@ -72,15 +72,18 @@ def teacher_job(edition: Edition, tokens: int, length: int, rate: float, steps: 
     recipe["rollout"]["data_share"] = 1.0
     recipe["objective"] = SFT
     recipe["train"] |= {"lr": rate, "steps": steps}
-    return edition.job("teacher", 0, "tune", recipe=recipe, keep=True)
+    return edition.job("teacher", 0, "tune", recipe=recipe, save=str(teacher_of(edition)))
+
+
+def teacher_of(edition: Edition) -> Path:
+    return (edition.directory / "models" / "teacher").absolute()
 
 
 def student_job(edition: Edition, method: str, tokens: int, length: int, rate: float, seed: int) -> dict[str, Any]:
     """The last stage only looks: its KL is on the student's own samples, and nothing is learnt any more."""
     written, objective = METHODS[method]
     recipe = base(edition, tokens, length, seed, "report")
-    teacher = Path(edition.job("teacher", 0, "tune")["out"]) / "checkpoints" / "latest"
-    recipe["teachers"] = {DOMAIN: str(teacher)}
+    recipe["teachers"] = {DOMAIN: str(teacher_of(edition))}
     recipe["train"]["lr"] = rate
     recipe["stages"] = [
         {"name": "learn", "objective": objective, "rollout": {"teacher_share": written}},
@@ -92,13 +95,12 @@ def student_job(edition: Edition, method: str, tokens: int, length: int, rate: f
         },
     ]
     name = method.replace(",", "").replace(" ", "-")
-    return edition.job(name, seed, "report", recipe=recipe, scored=True, keep=True)
+    return edition.job(name, seed, "report", recipe=recipe, scored=True)
 
 
-def regret(job: dict[str, Any], entry: dict[str, Any]) -> dict[str, float]:
+def regret(entry: dict[str, Any]) -> dict[str, float]:
     """Nats per answer: the mean KL per token of the last look, times tokens per answer."""
-    lines = [json.loads(line) for line in (Path(job["out"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    look = next(line for line in lines if line["stage"] == "look")
+    look = entry["last"]
     return {"per_token": look["reverse_kl"], "regret": look["reverse_kl"] * look["response_length"], "error": 1 - share(entry["marks"][DOMAIN])}  # fmt: skip
 
 
@@ -132,7 +134,7 @@ def main() -> None:
     for (_, length, _), job in jobs.items():
         job["name"] = f"T{length}-{job['name']}"
     found = run_all(list(jobs.values()), edition.directory, args.workers)
-    values = {key: regret(job, found[job["name"]]) for key, job in jobs.items()}
+    values = {key: regret(found[job["name"]]) for key, job in jobs.items()}
     table: dict[str, Any] = {}
     for method in METHODS:
         by_seed = [[values[method, length, seed]["regret"] for length in args.lengths] for seed in range(args.seeds)]

@@ -33,10 +33,13 @@ def work(job: dict[str, Any]) -> None:
         model = str(out / "merged" / "main") if job.get("merged") else str(run.model)
         found["cost"] = cost(run, scored=job["scored"])
         found["curve"] = curve(run.metrics)
+        found["last"] = run.metrics[-1]
         found["evals"] = {stage["name"]: stage["evals"] for stage in run.summary["stages"]}
         if job.get("pack"):
             pack(Path(model) / "adapter", Path(job["pack"]), job["base"])
             model = str(job["pack"])
+        if job.get("save"):
+            opd.load_model(model).save(Path(job["save"]))
     found["split"] = job["split"]
     found |= marks(model, Path(job["data"]), job["domains"], job["split"], job["measure"])
     found["seconds"] = round(time.monotonic() - started, 1)
