@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from opd.config.cluster import Cluster
 from opd.config.names import check_name
 from opd.data.prompts import DOMAIN
 from opd.data.source import SOURCES, PromptSource
@@ -185,6 +186,7 @@ class Stage(BaseModel):
     store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
+    cluster: Cluster = Cluster()
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")

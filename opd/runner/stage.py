@@ -84,7 +84,7 @@ class StageRun:
         self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
         self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
+        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent, self.world)
         self.pager = models.pager
         self.student = models.student(spec, sharded=self.world.sharded)
         around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
@@ -161,7 +161,7 @@ class StageRun:
                     self.samplers.mixed(name)
         for line in slower_models(self.student, self.teachers.values(), self.samplers.manner):
             self.say(f"{spec.name}: {line}")
-        self.student = self.world.shard(self.student)
+        self.student = self.world.shard(self.student, spec.cluster)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
             self.student,
