@@ -80,7 +80,7 @@ def teacher_of(edition: Edition) -> Path:
 
 
 def student_job(edition: Edition, method: str, tokens: int, length: int, rate: float, seed: int) -> dict[str, Any]:
-    """The last stage only looks: its KL is on the student's own samples, and nothing is learnt any more."""
+    """The last stage only looks: its KL is on the student's own samples, before a step that changes nothing."""
     written, objective = METHODS[method]
     recipe = base(edition, tokens, length, seed, "report")
     recipe["teachers"] = {DOMAIN: str(teacher_of(edition))}
@@ -90,7 +90,7 @@ def student_job(edition: Edition, method: str, tokens: int, length: int, rate: f
         {
             "name": "look",
             "objective": {"form": "direct", "divergence": "reverse_kl"},
-            "train": {"learn": False, "steps": 1},
+            "train": {"lr": 1e-12, "warmup": 0, "steps": 1},
             "rollout": {"prompts": edition.prompts},
         },
     ]

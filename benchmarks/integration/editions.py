@@ -98,10 +98,10 @@ class Edition:
 
 def tiny(directory: Path) -> Edition:
     return Edition(
-        "tiny", directory, base="tiny/generalist", max_new_tokens=12, steps=100, rollouts=128,
+        "tiny", directory, base="tiny/generalist", max_new_tokens=12, steps=60, rollouts=128,
         rates={"distil": [6e-4, 1.5e-3], "rl": [2e-4, 6e-4]},
         counts={"train": 4000, "screen": 100, "tune": 300, "report": 1000},
-        settings={"threads": 1}, train={"micro_tokens": 8192},
+        settings={"threads": 1}, train={"micro_tokens": 8192}, prompts=500,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def smol(directory: Path) -> Edition:
         "smol", directory, base="smol", max_new_tokens=128, steps=200, rollouts=128,
         rates={"distil": [3e-4, 1e-3], "rl": [5e-5, 2e-4]},
         counts={"train": 4000, "screen": 200, "tune": 300, "report": 1000},
-        student={"lora": {"rank": 32, "alpha": 64}}, train={"micro_tokens": 32768}, sampler={"slots": 256},
+        student={"lora": {"rank": 32, "alpha": 64}}, train={"micro_tokens": 8192}, sampler={"slots": 256},
         device="cuda", dtype="bfloat16",
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ def work(job: dict[str, Any]) -> None:
         run = opd.run(job["recipe"], out=out)
         model = str(out / "merged" / "main") if job.get("merged") else str(run.model)
         found["cost"] = cost(run, scored=job["scored"])
-        found["curve"] = curve(run.metrics)
+        found["curve"] = curve(run.metrics, run.summary["stages"][-1]["evals"])
         found["last"] = run.metrics[-1]
         found["evals"] = {stage["name"]: stage["evals"] for stage in run.summary["stages"]}
         if job.get("pack"):
@@ -62,15 +62,16 @@ def cost(run: Any, *, scored: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def curve(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every evaluation on the way: tokens of answers so far, and the score by domain."""
+def curve(metrics: list[dict[str, Any]], last: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every evaluation on the way and the one at the end: tokens of answers so far, and the score by domain."""
     points, tokens = [], 0
     for line in metrics:
         tokens += line["tokens"]
         scores = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
         if scores:
             points.append({"step": line["step"], "tokens": tokens, "scores": scores})
-    return points
+    ends = {domain: scores["after"] for domain, scores in last.items()}
+    return [*points, {"step": metrics[-1]["step"], "tokens": tokens, "scores": ends}]
 
 
 def run_all(jobs: list[dict[str, Any]], directory: Path, workers: int) -> dict[str, dict[str, Any]]:
