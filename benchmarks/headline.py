@@ -161,7 +161,7 @@ def main() -> None:
     edition.domains, edition.prompts = [args.domain], args.prompts
     edition.counts = {"train": args.train_rows, "screen": 8, "tune": args.prompts, "report": args.prompts}
     edition.rollouts, args.start = args.rollouts, args.start or edition.start
-    args.sizes = {arm: args.groups if arm == "grpo" else [1, 4] for arm in OBJECTIVES}
+    args.sizes = {arm: args.groups if arm == "grpo" else args.other_sizes for arm in OBJECTIVES}
     edition.write_data()
     best = tune(edition, [("grpo", ""), ("sft-gold", "")], args)
     teachers = make_teachers(edition, best, args)
@@ -205,6 +205,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 6e-4, 1.5e-3])
     parser.add_argument("--rl-rates", type=float, nargs="+", default=[1e-4, 3e-4, 6e-4])
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16], help="samples per prompt that RL tries")
+    parser.add_argument("--other-sizes", type=int, nargs="+", default=[1, 4], help="that the other arms try")
     parser.add_argument("--points", type=int, default=20, help="evaluations of a run")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--train-rows", type=int, default=4000)

@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[5, 10, 20, 40, 80])
     parser.add_argument("--tokens", type=int, default=2560, help="of answers, per step")
     parser.add_argument("--teacher-steps", type=int, default=300)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     args = parser.parse_args()
     edition = edition_of(args, ["ciphers"])
     editions = {length: of_length(edition, length, args.prompts) for length in args.lengths}
@@ -129,14 +130,14 @@ def main() -> None:
         (method, length, seed): student_job(made, method, args.tokens, length, args.rates[0], seed)
         for seed in range(args.seeds)
         for length, made in editions.items()
-        for method in METHODS
+        for method in args.methods
     }
     for (_, length, _), job in jobs.items():
         job["name"] = f"T{length}-{job['name']}"
     found = run_all(list(jobs.values()), edition.directory, args.workers)
     values = {key: regret(found[job["name"]]) for key, job in jobs.items()}
     table: dict[str, Any] = {}
-    for method in METHODS:
+    for method in args.methods:
         by_seed = [[values[method, length, seed]["regret"] for length in args.lengths] for seed in range(args.seeds)]
         table[method] = {
             "slope": spread([slope(args.lengths, row) for row in by_seed]), "regret_by_seed": by_seed,
