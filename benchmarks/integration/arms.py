@@ -151,7 +151,8 @@ def merge(edition: Edition, arm: str, value: float, origin: str) -> dict[str, An
     made |= {"base": edition.start} if kind in ("task_arithmetic", "ties") else {}
     recipe = edition.recipe(edition.start, edition.domains, "tune", 0)
     recipe["student"] = {"merge": made}
-    recipe["rollout"]["prompts"] = 1
+    recipe["objective"] = SFT
+    recipe["rollout"] |= {"prompts": 1, "data_share": 1.0}
     recipe["train"] = {"learn": False, "steps": 1}
     recipe["eval"] = {"prompts": 0}
     return recipe

@@ -32,6 +32,8 @@ def work(job: dict[str, Any]) -> None:
         run = opd.run(job["recipe"], out=out)
         model = str(out / "merged" / "main") if job.get("merged") else str(run.model)
         found["cost"] = cost(run, scored=job["scored"])
+        if job.get("merged"):
+            found["cost"] = dict.fromkeys(found["cost"], 0)  # nothing was trained: a run in name only
         found["curve"] = curve(run.metrics, run.summary["stages"][-1]["evals"])
         found["last"] = run.metrics[-1]
         found["evals"] = {stage["name"]: stage["evals"] for stage in run.summary["stages"]}

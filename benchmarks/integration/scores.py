@@ -45,7 +45,8 @@ def interval(
             room += high[number][0, rows].mean() - zero
             if theirs is not None:
                 lost += theirs[number][np.ix_(seeds % theirs[number].shape[0], rows)].mean() - zero
-        values.append((gained - lost) / room)
+        if room > 0:  # always, but for a handful of prompts
+            values.append((gained - lost) / room)
     scores = [pooled(run, start, specialists) for run in runs]
     value = float(np.mean(scores))
     if against:
