@@ -37,9 +37,11 @@ SMALLEST = {
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
     "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
+    "store_writer": "--tokens 4000 --slots 8 --mean 20 --repeats 1",
+    "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
 }
-DRAWN = ("length_bias", "plot_divergences", "self_distillation", "integrate")  # in a way of their own
+DRAWN = ("length_bias", "plot_divergences", "self_distillation", "integrate", "async")  # in a way of their own
 RECIPE = {
     "student": "tiny/generalist", "prompts": "task:addition", "eval": {"prompts": 4}, "train": {"steps": 1},
     "rollout": {"prompts": 2, "samples": 2, "max_new_tokens": 4},

@@ -67,6 +67,35 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         )
 
 
+def _staleness(stage: Stage) -> Iterator[str]:
+    """What cannot be sampled ahead of the step that trains on it."""
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return
+    key = f"rollout.staleness {rollout.staleness}"
+    if not present_authors(rollout)["student"]:
+        yield f"{key} lets sampling run ahead of training, but the student writes nothing. Set it to 0."
+    of_teachers = [name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name)]
+    of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
+    for name in of_teachers:
+        yield f"{key} with rollout.{name}: a teacher would have to sample and score at once. Set one of them to 0."
+    for name in ("rescue", "experience", "demonstrations"):
+        if getattr(rollout, name) is not None:
+            yield f"{key} with rollout.{name}, which follows from a batch's rewards and the weights of its step. Drop one of them."
+    if rollout.contrast:
+        yield (
+            f"{key} with rollout.contrast {rollout.contrast}: how many prompts a step takes would be known only once they are rewarded. "
+            "Set one of them to 0."
+        )
+    if rollout.mixed_versions == "refuse":
+        yield f"{key} with rollout.mixed_versions refuse: a run that is interrupted could not go on. Set it to allow."
+    if stage.checkpoint.resume == "exact":
+        yield (
+            f"{key} with checkpoint.resume exact: which weights drew a token depends on how fast the two threads were. "
+            "Set it to prefill."
+        )
+
+
 def _authors(stage: Stage) -> Iterator[str]:
     """Tokens that nobody trains on."""
     trained = {author for term in stage.objective for author in term.authors}
@@ -254,6 +283,7 @@ def _files(stage: Stage) -> Iterator[str]:
 
 CHECKS = (
     _rollouts,
+    _staleness,
     _authors,
     _demonstrations,
     _coefficients,

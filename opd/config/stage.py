@@ -277,8 +277,8 @@ class Stage(BaseModel):
         return {**raw, "student": {**student, "model": name}} if merged else raw
 
     def settled(self) -> Stage:
-        """With what the sampler asks of the objective: tokens that were drawn elsewhere are weighed by how they were drawn."""
-        if not self.sampler.corrects or self.rollout.shown_to_student:
+        """With what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
             return self
         return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
