@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
+from opd.report.commands import add_commands
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
 store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
+add_commands(app)
 
 STOPPED = 130  # as a shell reports Ctrl-C
 ERROR = 8000  # characters of a message

@@ -45,8 +45,9 @@ LAYERS = [
     {"config"},
     {"evaluation"},
     {"trainer"},
+    {"report"},
     {"runner"},
-    {"report", "serve"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 ]

@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
+from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError, UserError
 from opd.files import disk_errors, json_text, lines_checked, write_whole
 from opd.plugins import plugin_errors
+from opd.report.page import write_report
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_begun_with
@@ -361,6 +362,10 @@ class Pipeline:
         if not self.world.leads:
             return
         write_whole(self._directory / "summary.json", json_text(summary, indent=1))
+        try:
+            write_report([self._directory])
+        except UserError as error:
+            self._progress.say(f"WARNING: there is no report: {error}")
         for result in self._results:
             if result.before and status == "done":
                 self._progress.say("")
