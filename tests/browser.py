@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe")  # fmt: skip
 PATIENCE = 30.0  # seconds
+HAND_OVER = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 
 
 def chromium() -> str | None:
@@ -28,13 +33,15 @@ class Browser:
     def __init__(self) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="opd-browser-", ignore_cleanup_errors=True)
         here, there = os.pipe(), os.pipe()
-        command = f'exec "$0" "$@" 3<&{here[0]} 4>&{there[1]}'
         program = chromium()
         assert program is not None
-        arguments = ["sh", "-c", command, program, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
-        self._process = subprocess.Popen(arguments, pass_fds=(here[0], there[1]), stderr=subprocess.DEVNULL)
-        os.close(here[0])
-        os.close(there[1])
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (here[0], there[1])]  # out of the way of 3 and 4
+
+        launcher = [sys.executable, "-c", HAND_OVER, *map(str, ends), program]
+        arguments = [*launcher, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        self._process = subprocess.Popen(arguments, pass_fds=ends, stderr=subprocess.DEVNULL)
+        for end in (here[0], there[1], *ends):
+            os.close(end)
         self._write, self._read = here[1], os.fdopen(there[0], "rb", buffering=0)
         self._held, self._number, self._session, self.errors = b"", 0, None, list[str]()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -95,7 +102,7 @@ class Browser:
 
     def until(self, script: str) -> None:
         end = time.monotonic() + PATIENCE
-        while not self.run(script):
+        while not self.run(f"!!({script})"):
             assert time.monotonic() < end, f"never true: {script}\n{self.errors}"
             time.sleep(0.05)
 

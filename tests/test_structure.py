@@ -48,6 +48,7 @@ LAYERS = [
     {"report"},
     {"runner"},
     {"serve"},
+    {"cluster"},
     {"cli"},
     {"__main__"},
 ]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from opd.config.cluster import Cluster
 from opd.config.names import check_name
 from opd.data.prompts import DOMAIN
 from opd.data.source import SOURCES, PromptSource
@@ -185,6 +186,7 @@ class Stage(BaseModel):
     store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
+    cluster: Cluster = Cluster()
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
@@ -227,6 +229,12 @@ class Stage(BaseModel):
                 "rollout.contrast drops groups by their rewards, but neither the objective nor a view uses rewards"
             )
         return self
+
+    def settled(self) -> Stage:
+        """With what the sampler asks of the objective: tokens that were drawn elsewhere are weighed by how they were drawn."""
+        if not self.sampler.corrects or self.rollout.shown_to_student:
+            return self
+        return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
     def inside(self, directory: Path) -> Stage:
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""

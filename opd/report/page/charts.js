@@ -3,7 +3,7 @@ const drawn = [];
 const sync = uPlot.sync("steps");
 
 function chart(holder, title, series, options = {}) {
-  const box = el("div", { className: "card chart" }, el("h3", {}, title));
+  const box = el("div", { className: "card chart" }, el("h3", {}, visible(title)));
   holder.append(box);
   const xs = unique(series.flatMap((one) => one.x)).sort((a, b) => a - b);
   const place = new Map(xs.map((x, index) => [x, index]));
@@ -22,7 +22,7 @@ function chart(holder, title, series, options = {}) {
       scales: { x: { time: false }, y: { range: options.percent ? (_, low, high) => [Math.min(low, high - .05) - .02, Math.min(1.02, high + .03)] : undefined } },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 48, values: (_, ticks) => ticks.map(format) }],
       series: [{ label: "step" }, ...series.map((one, index) => ({
-        label: one.label, stroke: css(`--c${(one.color ?? index) % 8}`), width: 1.75, dash: DASHES[Math.floor((one.color ?? index) / 4) % DASHES.length],
+        label: legible(one.label), stroke: css(`--c${(one.color ?? index) % 8}`), width: 1.75, dash: DASHES[Math.floor((one.color ?? index) / 4) % DASHES.length],
         spanGaps: true, points: { show: one.x.length < 25, size: 5 }, value: (_, value) => (options.percent ? percent(value) : number(value)),
       }))],
     }, data, box);

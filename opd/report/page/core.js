@@ -35,6 +35,7 @@ function visible(text) {
   if (rest < text.length) parts.push(text.slice(rest));
   return parts;
 }
+const legible = (text) => visible(String(text)).map((part) => (typeof part === "string" ? part : part.textContent)).join(""); // where only a string will do
 const shorten = (text, count) => (text.length > count ? text.slice(0, count) + "…" : text);
 const oneLine = (text) => text.replace(/[\n\r\t]+/g, " ⏎ ");
 
@@ -60,7 +61,7 @@ function section(id, title, note, ...content) {
 }
 function choose(label, values, value, onchange, name = (item) => item) {
   const select = el("select", { "aria-label": label, onchange: () => onchange(select.value) });
-  for (const item of values) select.append(el("option", { value: item, selected: item === value }, name(item)));
+  for (const item of values) select.append(el("option", { value: item, selected: item === value }, legible(name(item))));
   return el("label", {}, label, select);
 }
 const right = (reward) => (reward === null || reward === undefined ? null : reward >= 1 - 1e-9);

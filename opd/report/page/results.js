@@ -78,12 +78,12 @@ function pipeline(run) {
   const drawing = el("svg", { viewBox: `0 0 ${across} ${down}`, width: across, height: down, role: "img", "aria-label": "stages and the models between them" });
   for (const edge of edges) {
     const [x0, y0] = places[edge.from], [x1, y1] = places[edge.to], ax = x0 + width, ay = y0 + height / 2, by = y1 + height / 2, bend = Math.max(30, (x1 - ax) / 2);
-    drawing.append(el("path", { class: edge.as === "student" ? "edge student-edge" : "edge teacher", d: `M${ax},${ay} C${ax + bend},${ay} ${x1 - bend},${by} ${x1 - 4},${by}` }, el("title", {}, `${edge.from} is the ${edge.as} of ${edge.to}`)),
+    drawing.append(el("path", { class: edge.as === "student" ? "edge student-edge" : "edge teacher", d: `M${ax},${ay} C${ax + bend},${ay} ${x1 - bend},${by} ${x1 - 4},${by}` }, el("title", {}, legible(`${edge.from} is the ${edge.as} of ${edge.to}`))),
       el("path", { class: "edge", d: `M${x1 - 9},${by - 4} L${x1 - 3},${by} L${x1 - 9},${by + 4}` }));
   }
   for (const node of nodes) {
     const [x, y] = places[node.name], stage = run.stages.find((one) => one.name === node.name);
-    drawing.append(el("g", {}, el("rect", { class: "node", x, y, width, height, rx: 10 }), el("text", { x: x + 12, y: y + 25, "font-weight": 600 }, shorten(node.name, 24)),
+    drawing.append(el("g", {}, el("rect", { class: "node", x, y, width, height, rx: 10 }), el("text", { x: x + 12, y: y + 25, "font-weight": 600 }, legible(shorten(node.name, 24))),
       el("text", { class: "sub", x: x + 12, y: y + 45 }, shorten(stage ? `${number(stage.steps)} steps · ${stage.objective.join(" + ")}` : "", 30))));
   }
   return section("pipeline", "Pipeline", "A solid line hands on the student, a dashed one a teacher.", el("div", { className: "card scroll" }, drawing));

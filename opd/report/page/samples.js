@@ -42,11 +42,16 @@ function samples(runs) {
   fill();
   return section("samples", "Token by token", "What the student wrote, coloured by where the teacher disagreed. Hover or tap a token; n and p jump between the worst.", filters, el("div", { className: "split" }, list, viewer));
 }
+const asked = (prompt) => { // the end of a prompt, without the template's marks
+  const text = oneLine(prompt.replace(/<\|[^|>]{1,40}\|>\w*/g, " ").trim()).replace(/( ⏎ )+$/, "");
+  return text.length > 46 ? "…" + text.slice(-46) : text;
+};
 function sampleItem(line, show, many) {
   const node = el("button", { className: "item", onclick: () => show(line) },
     el("div", { className: "row" }, el("span", { className: "chip" }, visible(line.domain)), `step ${line.step}`, many ? el("span", { className: "chip" }, visible(line.run.label)) : null, rewardMark(line.reward),
       known(line.worst) ? el("span", { className: "right", title: "largest log-ratio" }, number(line.worst, 2)) : null),
-    el("div", { className: "text" }, el("span", { className: "faint" }, visible(shorten(oneLine(line.prompt), 60)), " "), visible(shorten(oneLine(line.response), 80))),
+    el("div", { className: "text" }, visible(shorten(oneLine(line.response), 80) || "∅")),
+    el("div", { className: "text faint" }, visible(asked(line.prompt))),
     line.traced ? strip(line.traced) : null);
   node.line = line;
   return node;
