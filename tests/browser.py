@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._held:
+            assert select.select([self._read], [], [], PATIENCE)[0], "the browser does not answer"
             part = self._read.read(1 << 16)
             assert part, "the browser has ended"
             self._held += part

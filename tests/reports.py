@@ -126,7 +126,7 @@ def fill_store(directory: Path, count: int, domain: str = "a") -> None:
             store.append(SampledToken(name, 20 + at, -0.5, -0.5, -3.0, number // 64), Author.STUDENT)
         store.finish(name, "stop" if number % 7 else "length")
         if number % 3 == 0:
-            store.note(name, reward=float(number % 2 == 0))
+            store.note(name, reward=float(number % 5 < 3))
         if number % 5000 == 4999:
             store.commit(sync=True)
     store.close()

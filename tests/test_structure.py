@@ -49,6 +49,7 @@ LAYERS = [
     {"runner"},
     {"serve"},
     {"cluster"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -10,6 +10,7 @@ CLEAR = 2.0  # standard errors of a difference that is more than chance
 STATUS = {
     "done": "",
     "running": "The run is still at work. ",
+    "partial": "Some of the stages were asked for. ",
     "stopped": "The run was stopped early. ",
     "preempted": "The run was preempted; it can be resumed. ",
     "failed": "The run failed; what is shown is how far it came. ",

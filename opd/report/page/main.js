@@ -7,8 +7,8 @@ function label(runs) {
 function build() {
   const runs = DATA.runs;
   label(runs);
-  parts = { hero: hero(runs), results: results(runs), monitors: alarms(runs), curves: curves(runs), pipeline: runs.length === 1 ? pipeline(runs[0]) : null, answers: answers(runs), samples: samples(runs), cost: cost(runs), rollouts: DATA.live ? browser() : null, recipe: recipeText(runs) };
-  const order = ["results", "monitors", "samples", "answers", "curves", "pipeline", "cost", "rollouts", "recipe"].filter((name) => parts[name]);
+  parts = { hero: hero(runs), results: results(runs), monitors: alarms(runs), diagnosis: diagnosis(runs), curves: curves(runs), pipeline: runs.length === 1 ? pipeline(runs[0]) : null, answers: answers(runs), samples: samples(runs), cost: cost(runs), rollouts: DATA.live ? browser() : null, recipe: recipeText(runs) };
+  const order = ["results", "monitors", "diagnosis", "samples", "answers", "curves", "pipeline", "cost", "rollouts", "recipe"].filter((name) => parts[name]);
   const theme = el("button", { className: "theme", title: "light or dark", onclick: () => { document.documentElement.dataset.theme = THEMES[document.documentElement.dataset.theme || ""]; redraw(); } }, "◐");
   const nav = el("nav", {}, order.map((name) => el("a", { href: "#" + parts[name].id }, parts[name].querySelector("h2").textContent)));
   root.append(el("div", { className: "top" }, el("span", { className: "mark" }, "opd"), nav, theme), parts.hero, ...order.map((name) => parts[name]),

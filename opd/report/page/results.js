@@ -104,9 +104,15 @@ function cost(runs) {
 }
 
 function alarms(runs) {
-  const lines = runs.flatMap((run) => run.monitors.map((line) => ({ ...line, run })));
+  const lines = runs.flatMap((run) => run.monitors.map((line) => ({ line, run })));
   if (!lines.length) return null;
-  return section("monitors", "Monitors", "What went out of bounds, and what is published against it.", lines.map((line) => el("div", { className: "alarm" }, el("b", {}, `step ${line.step} · `, visible(String(line.monitor ?? line.name ?? ""))), " ", visible(String(line.text ?? line.message ?? "")), line.remedy ? el("div", { className: "muted" }, visible(String(line.remedy))) : null)));
+  const told = (line) => Object.entries(line).filter(([key]) => !["step", "stage", "crc"].includes(key)).map(([key, value]) => `${key}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join(" · ");
+  return section("monitors", "Monitors", "What went out of bounds while it trained.", lines.map(({ line, run }) => el("div", { className: "alarm" }, el("b", {}, visible(`${runs.length > 1 ? run.label + ", " : ""}step ${line.step}`)), " ", visible(told(line)))));
+}
+function diagnosis(runs) {
+  const shown = runs.filter((run) => Object.keys(run.diagnose).length);
+  if (!shown.length) return null;
+  return section("diagnosis", "Diagnosis", "Before the first step.", shown.map((run) => el("details", { className: "card", open: true }, el("summary", {}, visible(run.label)), el("pre", {}, visible(JSON.stringify(run.diagnose, null, 1))))));
 }
 function recipeText(runs) {
   const shown = runs.filter((run) => run.text);

@@ -97,8 +97,8 @@ function question(group, many) {
     else told.push({ ...line, from: line.step, to: line.step });
   }
   for (const line of told)
-    lines.append(el("span", { className: "muted" }, line.from === line.to ? name(line) : `step ${line.from}–${line.to}`, many ? ` · ${line.run.label}` : ""), el("span", { className: line.right ? "good" : "bad" }, line.right === null ? "" : line.right ? "✓" : "✗"), el("span", { className: "answer" }, visible(line.response || "∅")));
-  return el("div", { className: "card question" }, el("div", { className: "row" }, el("span", { className: "chip" }, visible(group.domain)), " ", el("span", { className: "answer" }, visible(shorten(group.prompt, 600)))), lines);
+    lines.append(el("span", { className: "muted" }, line.from === line.to ? name(line) : `step ${line.from}–${line.to}`, visible(many ? ` · ${line.run.label}` : "")), el("span", { className: line.right ? "good" : "bad" }, line.right === null ? "" : line.right ? "✓" : "✗"), el("span", { className: "answer" }, visible(line.response || "∅")));
+  return el("div", { className: "card question" }, el("div", { className: "row" }, el("span", { className: "chip" }, visible(group.domain)), " ", el("span", { className: "answer" }, visible(shorten(group.prompt.replace(/<\|[^|>]{1,40}\|>/g, " ").trim(), 600)))), lines);
 }
 function ownTeacher(run, domain) {
   const names = unique(run.stages.flatMap((stage) => Object.keys(stage.models)));
