@@ -211,7 +211,7 @@ class Ranks(World):
                 found[name] = full.detach().to("cpu", copy=True)
         return found
 
-    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+    def sampler(self, sampler: TokenSampler, led: bool = False) -> TokenSampler:
         return SharedSampler(sampler, self, led)
 
     # What is known of a batch

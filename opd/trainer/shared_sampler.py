@@ -12,27 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opd.sampling.requests import copy_weights
 from opd.types import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
 
 if TYPE_CHECKING:
+    from opd.models.language_model import LanguageModel
     from opd.trainer.world import World
 
 ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    """`led`: only the leader has one, which works in processes of its own."""
+    """`led`: the leader's works in processes of its own, and samples for all."""
 
-    def __init__(self, sampler: TokenSampler | None, world: World, led: bool = False) -> None:
+    def __init__(self, sampler: TokenSampler, world: World, led: bool = False) -> None:
         self.own, self._world, self._led = sampler, world, led
 
     def load(self, weights: WeightsRef) -> None:
-        if self.own is not None:
-            self.own.load(weights)
+        self.own.load(weights)
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
         mine = dealt(list(requests), self._world.rank, 1 if self._led else self._world.size)
-        events = iter(self.own.sample(mine) if mine and self.own is not None else ())
+        events = iter(self.own.sample(mine) if mine else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]
             everyone: list[list[tuple[Any, ...]]] = self._world.gather(part)
@@ -40,6 +41,19 @@ class SharedSampler:
                 yield Finished(*event) if len(event) == len(Finished._fields) else SampledToken(*event)
             if all(len(found) < ROUND for found in everyone):
                 return
+
+
+class Follower:
+    """Of a rank that the leader samples for: it helps to gather the weights, one tensor after the other."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def load(self, weights: WeightsRef) -> None:
+        copy_weights(self._model, weights)
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        return iter(())
 
 
 def dealt(requests: Sequence[SampleRequest], rank: int, size: int) -> list[SampleRequest]:

@@ -93,9 +93,8 @@ class World:
         """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""
         return dict(tensors)
 
-    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+    def sampler(self, sampler: TokenSampler, led: bool = False) -> TokenSampler:
         """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""
-        assert sampler is not None
         return sampler
 
     # What is known of a batch
