@@ -221,7 +221,8 @@ def test_weights_that_stay_behind_are_caught(
     student = load_model("tiny/spelling")
     engine = opened(student, servers[:1])
     engine.load(student.weights(0))
-    old = load_file(engine._file.path)
+    assert engine._newest is not None
+    old = load_file(engine._newest.path)
     put = Replica.put
 
     def stale(self: Replica, version: int, file: Path) -> None:
