@@ -32,6 +32,19 @@ def refuse_recipe(recipe: Recipe) -> None:
                     f"stages.{stage.name}.{key}: {model!r}: no earlier stage is called {name!r}; "
                     f"there are {', '.join(earlier) or 'none'}."
                 )
+            read = [before for before in recipe.stages if before.name == name != model and key != "student"]
+            rollouts = key.startswith("prompts.") or key.endswith(".run")
+            if rollouts and read and read[0].store.retain is not None:
+                raise RecipeError(
+                    f"stages.{stage.name}.{key}: {model!r} reads what that stage left in the store, but its store.retain gives it back. "
+                    "Set store.retain: null there."
+                )
+        everything = [before.name for before in recipe.stages if before.name in earlier and before.store.retain is None]
+        if stage.store.retain is not None and everything:
+            raise RecipeError(
+                f"stages.{stage.name}.store.retain: the store is given back from its beginning on, but stage {everything[0]!r} keeps "
+                "everything. Set retain at the top, or drop it."
+            )
         earlier.append(stage.name)
         first = recipe.stages[0].log
         if (stage.log.to, stage.log.project) != (first.to, first.project):
@@ -266,6 +279,13 @@ def _evaluation(stage: Stage) -> Iterator[str]:
 
 
 def _files(stage: Stage) -> Iterator[str]:
+    if stage.store.retain is not None and not stage.checkpoint.every:
+        yield (
+            f"store.retain {stage.store.retain}: what is older than the checkpoints is given back when one is saved, but checkpoint.every is 0. "
+            "Set it."
+        )
+    if stage.store.retain is not None and not stage.train.learn:
+        yield "store.retain with train.learn false: the stage is there for what it leaves in the store. Drop retain."
     if stage.checkpoint.keep_every and not stage.checkpoint.every:
         yield (
             "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, "
