@@ -7,8 +7,8 @@ segments are left over that nobody needs: the next writer removes them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from opd.store.log import Position
 BASE = "base.bin"
 
 
-class Base(NamedTuple):
+@dataclass(frozen=True)
+class Base:
     first: int  # the first segment that stays
     chain: int  # the last checksum of the one before it
     index: Index
