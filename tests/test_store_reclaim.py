@@ -171,16 +171,13 @@ def test_a_run_gives_back_what_no_checkpoint_needs(tmp_path: Path, monkeypatch: 
 
 
 def test_what_gives_back_too_much() -> None:
-    stages = [
-        {"name": "one", "store": {"retain": 0}},
-        {"name": "two", "store": {"retain": None}, "prompts": "stage:one"},
-    ]
-    late = [{"name": "one", "store": {"retain": None}}, {"name": "two"}]
+    stages = [{"name": "one"}, {"name": "two", "prompts": "stage:one"}]
+    some = [{"name": "one", "store": {"retain": None}}, {"name": "two"}]
     for changes, message in (
         ({"checkpoint": {"every": 0}}, "checkpoint.every is 0"),
         ({"train": {"learn": False}, "objective": {"form": "direct"}}, "train.learn false"),
-        ({"stages": stages}, "gives it back"),
-        ({"stages": late}, "keeps everything"),
+        ({"stages": stages}, "but store.retain gives it back"),
+        ({"stages": some}, "for all of them"),
     ):
         with pytest.raises(RecipeError, match=message):
             load_recipe(RECIPE | changes)

@@ -7,51 +7,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from opd.config.graph import STAGE_PREFIX
 from opd.config.stage import Recipe, Stage
 from opd.data.prompts import DOMAIN
 from opd.errors import RecipeError
 from opd.objective.term import present_authors, refusals
 from opd.settings import StageView, changed
 
-STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 METRIC = "pass@1"
 
 
 def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
-    earlier: list[str] = []
+    _refuse_retained(recipe)
+    named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
-        models = [("student", stage.student.model)]
-        models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
-        models += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
-        models += [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
-        for key, model in models:
-            name = model.removeprefix(STAGE_PREFIX)
-            if name != model and name not in earlier:
-                raise RecipeError(
-                    f"stages.{stage.name}.{key}: {model!r}: no earlier stage is called {name!r}; "
-                    f"there are {', '.join(earlier) or 'none'}."
-                )
-            read = [before for before in recipe.stages if before.name == name != model and key != "student"]
-            rollouts = key.startswith("prompts.") or key.endswith(".run")
-            if rollouts and read and read[0].store.retain is not None:
-                raise RecipeError(
-                    f"stages.{stage.name}.{key}: {model!r} reads what that stage left in the store, but its store.retain gives it back. "
-                    "Set store.retain: null there."
-                )
-        everything = [before.name for before in recipe.stages if before.name in earlier and before.store.retain is None]
-        if stage.store.retain is not None and everything:
+        if stage.select is not None and not named[stage.select.stage].eval.prompts:
             raise RecipeError(
-                f"stages.{stage.name}.store.retain: the store is given back from its beginning on, but stage {everything[0]!r} keeps "
-                "everything. Set retain at the top, or drop it."
+                f"stages.{stage.name}.select: stage {stage.select.stage!r} is not evaluated (eval.prompts is 0), so nothing can be "
+                "chosen by it. Set eval.prompts there."
             )
-        earlier.append(stage.name)
         first = recipe.stages[0].log
         if (stage.log.to, stage.log.project) != (first.to, first.project):
             raise RecipeError(
                 f"stages.{stage.name}.log: trackers are opened once for the whole run. Set `to` and `project` at the "
                 "top, not in a stage."
             )
+
+
+def _refuse_retained(recipe: Recipe) -> None:
+    """One log holds the rollouts of all stages, and is given back from its beginning on."""
+    keeping = [stage.name for stage in recipe.stages if stage.store.retain is None]
+    if len(keeping) == len(recipe.stages):
+        return
+    if keeping:
+        raise RecipeError(
+            f"stages.{keeping[0]}.store.retain: the rollouts of all stages are in one store, and others give it back. Set store.retain at the "
+            "top, for all of them."
+        )
+    for stage in recipe.stages:
+        read = [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
+        read += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
+        for key, where in read:
+            if where.startswith(STAGE_PREFIX):
+                raise RecipeError(
+                    f"stages.{stage.name}.{key}: {where!r} reads what that stage left in the store, but store.retain gives it back. "
+                    "Set store.retain: null."
+                )
 
 
 def refuse_stage(stage: Stage, where: str = "") -> None:
@@ -160,10 +162,13 @@ def _objective(stage: Stage) -> Iterator[str]:
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.refuse(view)
+    yield from stage.shares.refuse(view)
     for key, writer in stage.rollout.writers_by_key.items():
         yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+    for number, source in enumerate(stage.eval.further):
+        yield from (f"eval.further.{number}: {mistake}" for mistake in source.refuse(view))
     for domain, rewards in stage.rewards.domains.items():
         for number, reward in enumerate(rewards):
             yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
@@ -267,6 +272,8 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.early_stop needs periodic evaluations: set eval.every and eval.prompts, or drop it."
     elif spec.early_stop is not None:
         yield from spec.early_stop.refuse(StageView.of(stage))
+    if spec.further and not spec.prompts:
+        yield "eval.further says what else is evaluated, but eval.prompts is 0. Set it, or drop `further`."
     if "metric" in given and not spec.prompts:
         yield (
             f"eval.metric {spec.metric!r} is watched in evaluations, but eval.prompts is 0. Set it, or drop the metric."
@@ -276,6 +283,11 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.plateau is for coefficients that wait for one (`until: plateau`), but none does. Drop it."
     if spec.metric != METRIC and not spec.metric.startswith(f"{METRIC}/"):
         yield f"eval.metric {spec.metric!r}: expected {METRIC}, or {METRIC}/DOMAIN."
+
+
+def _selected(stage: Stage) -> Iterator[str]:
+    if stage.select is not None and any(source.domain is None for source in stage.prompts):
+        yield "select chooses sources by their domain: give every source of prompts a `domain`."
 
 
 def _files(stage: Stage) -> Iterator[str]:
@@ -310,5 +322,6 @@ CHECKS = (
     _teachers,
     _crossing,
     _evaluation,
+    _selected,
     _files,
 )

@@ -76,10 +76,10 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
-    known: dict[str, str] = {}  # stage -> the model it starts from: same shapes as the one it will save
+    known: dict[str, str] = {}  # stage:NAME, merge:NAME -> a model of the same shapes that is there already
 
     def resolve(name: str) -> str:
-        return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
+        return known.get(name, name)
 
     plans, asked = [], dict[str, list[PromptSource]]()
     with plugin_errors():
@@ -87,8 +87,12 @@ def make_plan(recipe: Recipe) -> list[Plan]:
             # of a stage whose rollouts are taken up again, what it asks is all that is known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
+            if (merge := stage.student.merge) is not None:
+                if not any(part.startswith(STAGE_PREFIX) for part in merge.reads()):  # else they are not there yet
+                    merge.require(lambda name: (name, None))
+                known[stage.student.model] = resolve(merge.reads()[0])
             plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
-            known[stage.name] = resolve(stage.student.model)
+            known[STAGE_PREFIX + stage.name] = resolve(stage.student.model)
     return plans
 
 

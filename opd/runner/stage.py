@@ -16,6 +16,7 @@ import torch
 
 from opd.config import Stage
 from opd.data.render import render_prompts, response_text
+from opd.data.shares import DomainSeen
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models.identity import weights_hash
@@ -92,6 +93,7 @@ class StageRun:
         self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
         self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
+        self.stream.steer(spec.shares)
         models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent, self.world)
         self.pager = models.pager
         self.student = models.student(spec, sharded=self.world.sharded)
@@ -266,6 +268,23 @@ class StageRun:
     def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
         """What came with their rewards, from the store."""
         return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+
+    def divide_prompts(self, gaps: Mapping[str, float]) -> None:
+        """Before a step: shares of the domains, where they follow a need. `gaps`: how far behind its teacher each scores."""
+        if (keeper := self.stream.keeper) is not None:
+            self.stream.reshare(self.world.share(lambda: keeper.shares(gaps)))
+
+    def note_needs(self, rollouts: Sequence[Rollout], metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """After a step: what it showed of the domains. Returns the shares that it had."""
+        if (keeper := self.stream.keeper) is None:
+            return {}
+        sizes: dict[str, list[int]] = {}
+        for rollout in rollouts:
+            sizes.setdefault(rollout.domain, []).append(int(rollout.response_ids.size))
+        keeper.observe(
+            {name: DomainSeen(len(size), sum(size), metrics.get(f"kl/{name}")) for name, size in sizes.items()}
+        )
+        return {f"share/{domain}": share for domain, share in self.stream.shares.items()}
 
     def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
         """Tokens that whoever writes something about a prompt can read."""

@@ -53,9 +53,9 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in gathered.counts.items()}
     extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
-    return step_metrics(
-        run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
-    )
+    facts = (rollouts, result.statistics, rewards, clock.seconds, extra)
+    metrics = step_metrics(run.spec.name, step, *facts, updates=len(result.norms))
+    return metrics | run.note_needs(rollouts, metrics)
 
 
 class Updates(Protocol):
