@@ -282,7 +282,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
         # The phases follow one another, so a phase lasts until the next begins.
         for (phase, begun), (_, ended) in zip(marks, [*marks[1:], ("end", end)], strict=True):
             for index in range(2):
-                clock.spent["sample" if phase == "judge" else phase][index] += ended.start[index] - begun.start[index]
+                clock.spent["sample" if phase == "reward" else phase][index] += ended.start[index] - begun.start[index]
         pipe.send({**clock.result(), "loss": metrics["loss"], "tokens": metrics["tokens"], "peak": memory("VmHWM")})
 
 

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
     from opd.objective.objective import Objective
+    from opd.rewards import Reward
     from opd.sampling.sampler import Sampler
     from opd.trainer.trainer import Trainer
-    from opd.types import Judgement, Prompt, Rollout, Sample, Teacher
+    from opd.types import Prompt, RewardResult, Rollout, Sample, Teacher
 
 __version__ = "0.1.0"
 PLACES = {
@@ -63,15 +64,15 @@ PLACES = {
     "opd.models.language_model": ("LanguageModel",),
     "opd.models.packing": ("Pack",),
     "opd.objective.objective": ("Objective",),
+    "opd.rewards": ("Reward",),
     "opd.sampling.sampler": ("Sampler",),
     "opd.trainer.trainer": ("Trainer",),
-    "opd.types": ("Judgement", "Prompt", "Rollout", "Sample", "Teacher"),
+    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample", "Teacher"),
 }
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [
     "DataError",
     "DiskError",
-    "Judgement",
     "LanguageModel",
     "Mixture",
     "ModelError",
@@ -83,6 +84,8 @@ __all__ = [
     "Prompt",
     "Recipe",
     "RecipeError",
+    "Reward",
+    "RewardResult",
     "Rollout",
     "Run",
     "RunDirectoryError",

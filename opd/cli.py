@@ -142,7 +142,7 @@ def evaluate(
         Split | None, typer.Option(help="Which prompts; default: all of a file, a task's held-out ones.")
     ] = None,
     rewards: Annotated[
-        str | None, typer.Option(help="How answers are judged, as in a recipe: a kind, YAML, or a file with it.")
+        str | None, typer.Option(help="How answers are rewarded, as in a recipe: a kind, YAML, or a file with it.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the samples of --k; default 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -173,9 +173,9 @@ def evaluate(
         return
     from rich.console import Console
 
-    from opd.runner.evaluate import scores_table
+    from opd.runner.evaluate import measures_table
 
-    Console().print(scores_table(model, measured.scores, measured.what))
+    Console().print(measures_table(model, measured.domains, measured.what))
 
 
 @app.command()

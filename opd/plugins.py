@@ -23,6 +23,7 @@ GROUP = "opd.plugins"
 FOLDER = "plugins"  # of a run directory
 NAMES = "opd_plugins"  # files are modules below this name
 _loaded: dict[str, str] = {}  # module -> sha256 of the file it was made from
+_files: dict[str, str] = {}  # module -> the file it was last asked for as: a run's own copy, once there is one
 _announced = False
 
 
@@ -52,12 +53,23 @@ def load_announced() -> None:
 
 def versions(plugins: Sequence[str]) -> dict[str, str]:
     """Package -> version, of the modules that a recipe names."""
-    owners = importlib.metadata.packages_distributions()
     packages = [name.split(".")[0] for name in plugins if not name.endswith(".py")]
+    owners = importlib.metadata.packages_distributions() if packages else {}  # reads about every package there is
     return {
         package: importlib.metadata.version(owners[package][0]) if package in owners else "unknown"
         for package in packages
     }
+
+
+def origin(kind: type) -> str | None:
+    """What `load` imports the class's plugin by in another process; None: it is one of ours."""
+    module = kind.__module__
+    return _files.get(module) or (None if module.split(".")[0] == "opd" else module)
+
+
+def moved(path: Path) -> None:
+    """The run has its own copy of a file that is loaded: from now on other processes import that."""
+    _files[f"{NAMES}.{path.stem}"] = str(path)
 
 
 def _load_file(path: Path) -> None:
@@ -71,6 +83,7 @@ def _load_file(path: Path) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", path.stem):
         raise RecipeError(f"plugins: {path.name} is not the name of a Python module. Use letters, digits and `_`.")
     name, digest = f"{NAMES}.{path.stem}", hashlib.sha256(source).hexdigest()
+    _files[name] = str(path)
     if _loaded.get(name) == digest:
         return
     spec = importlib.util.spec_from_file_location(name, path)

@@ -101,11 +101,15 @@ class StageView:
     roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
     term: Term | None = None
     device: str = "auto"
+    teachers_evaluated: bool = True
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
         roles = frozenset(teacher.role for teacher in stage.teachers.values())
-        return cls(stage.rollout, stage.train, stage.objective, roles, device=stage.device)
+        evaluated = bool(stage.eval.prompts and stage.eval.teachers)
+        return cls(
+            stage.rollout, stage.train, stage.objective, roles, device=stage.device, teachers_evaluated=evaluated
+        )
 
 
 class Choice(BaseModel):

@@ -6,7 +6,7 @@ parallel lists to get out of step. Axis suffixes: T = response tokens, P = promp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
@@ -159,14 +159,14 @@ class EnvironmentRecord:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A verdict on one sample. `score` None means it could not be judged: masked and counted, never a zero.
+class RewardResult:
+    """The reward for one sample. None means there is none: the sample is masked and counted, never a zero.
 
-    `by_answer`: the answer itself brought its scorer down; an evaluation counts it as wrong. `full`: the least score that
-    an evaluation counts as right.
+    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward that an
+    evaluation counts as right.
     """
 
-    score: float | None
+    reward: float | None
     per_turn: tuple[float, ...] = ()
     feedback: str = ""
     error: str = ""
@@ -209,5 +209,4 @@ class Teacher(Protocol):
     def observe(self, step: int, weights: WeightsRef) -> None: ...
 
 
-class Reward(Protocol):
-    def __call__(self, samples: Sequence[Sample]) -> list[Judgement]: ...
+Rewarding = Callable[[Sequence[Sample]], list[RewardResult]]

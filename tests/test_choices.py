@@ -54,6 +54,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
     "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
+    "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
     "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},

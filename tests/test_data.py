@@ -197,10 +197,10 @@ def test_completions_end_in_the_stop_token_and_decode_without_it() -> None:
         render_completion(Prompt(id="t", domain="d", text="x"), tokenizer, 10, (EOS,))
 
 
-def test_what_cannot_be_judged_is_not_a_zero() -> None:
-    (judgement,) = verify([Sample(Prompt(id="t", domain="d", text="x"), "y")])
-    assert judgement.score is None
-    assert judgement.error
+def test_what_cannot_be_rewarded_is_not_a_zero() -> None:
+    (result,) = verify([Sample(Prompt(id="t", domain="d", text="x"), "y")])
+    assert result.reward is None
+    assert result.error
 
 
 def test_sources_name_the_files_they_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""pass@k, standard errors, and verdicts that could not be reached."""
+"""pass@k, standard errors, and rewards that could not be given."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from opd.errors import UserError
-from opd.evaluation.passk import Score, _score, mean_and_stderr, pass_at_k
-from opd.runner.evaluate import evaluate_model, scores_table
+from opd.evaluation.passk import Measures, mean_and_stderr, measure, pass_at_k
+from opd.runner.evaluate import evaluate_model, measures_table
 from opd.runner.results import StageResult, results_table, watched
-from opd.types import Judgement
+from opd.types import RewardResult
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
@@ -33,7 +33,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(right: list[bool]
         assert value == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
 
 
-def test_unjudged_samples_are_left_out() -> None:
+def test_unrewarded_samples_are_left_out() -> None:
     assert pass_at_k(np.array([np.nan, 1.0, 0.0]), 2) == 1.0
     assert math.isnan(pass_at_k(np.array([np.nan, np.nan]), 1))
     assert mean_and_stderr([math.nan]) == (None, None)
@@ -42,33 +42,33 @@ def test_unjudged_samples_are_left_out() -> None:
     assert stderr == pytest.approx(np.std([1, 0, 1, 0], ddof=1) / 2)
 
 
-BOMB = Judgement(None, error="took too long", by_answer=True)
-BROKEN = Judgement(None, error="its worker could not start")
+BOMB = RewardResult(None, error="took too long", by_answer=True)
+BROKEN = RewardResult(None, error="its worker could not start")
 
 
-def score(*judgements: Judgement) -> Score:
-    return _score({"greedy": [[judgement] for judgement in judgements]}, [3] * len(judgements), 0, 10)
+def score(*results: RewardResult) -> Measures:
+    return measure({"greedy": [[result] for result in results]}, [3] * len(results), 0, 10)
 
 
 def test_an_answer_that_brings_its_scorer_down_is_wrong() -> None:
-    found = score(*[Judgement(1.0)] * 2, *[BOMB] * 8)
-    assert (found.value, found.n, found.failed, found.unjudged, found.score) == (0.2, 10, 8, 0, 0.2)
-    sampled = _score({"sampled": [[Judgement(1.0), BOMB], [BOMB, BOMB]]}, [3] * 4, 2, 10)
+    found = score(*[RewardResult(1.0)] * 2, *[BOMB] * 8)
+    assert (found.value, found.n, found.failed, found.unrewarded, found.reward) == (0.2, 10, 8, 0, 0.2)
+    sampled = measure({"sampled": [[RewardResult(1.0), BOMB], [BOMB, BOMB]]}, [3] * 4, 2, 10)
     assert (sampled.value, sampled.pass_at_k, sampled.failed) == (0.25, 0.5, 3)
 
 
 def test_what_the_machine_did_is_left_out_and_counted() -> None:
-    found = score(Judgement(1.0), Judgement(0.0), BROKEN, BROKEN)
-    assert (found.value, found.n, found.failed, found.unjudged) == (0.5, 2, 0, 2)
+    found = score(RewardResult(1.0), RewardResult(0.0), BROKEN, BROKEN)
+    assert (found.value, found.n, found.failed, found.unrewarded) == (0.5, 2, 0, 2)
 
 
 def test_only_full_marks_count_and_the_raw_score_stands_apart() -> None:
-    found = score(Judgement(1.0), Judgement(0.99), Judgement(0.05), Judgement(0.0))
+    found = score(RewardResult(1.0), RewardResult(0.99), RewardResult(0.05), RewardResult(0.0))
     assert found.value == 0.25
-    assert found.score == pytest.approx(0.51)
-    weighted = [Judgement(0.25, full=0.25), Judgement(0.1 + 0.2 + 0.7), Judgement(1.2, full=1.0)]
+    assert found.reward == pytest.approx(0.51)
+    weighted = [RewardResult(0.25, full=0.25), RewardResult(0.1 + 0.2 + 0.7), RewardResult(1.2, full=1.0)]
     assert score(*weighted).value == 1.0
-    assert found.to_json()["score"] == found.score
+    assert found.to_json()["reward"] == found.reward
 
 
 def test_partial_credit_is_shown_beside_pass_at_1() -> None:
@@ -78,20 +78,20 @@ def test_partial_credit_is_shown_beside_pass_at_1() -> None:
         return console.export_text()
 
     whole, half = (
-        Score(n=4, greedy=0.5, greedy_stderr=0.1, score=0.5),
-        Score(n=4, greedy=0.0, greedy_stderr=0.0, score=0.25),
+        Measures(n=4, greedy=0.5, greedy_stderr=0.1, reward=0.5),
+        Measures(n=4, greedy=0.0, greedy_stderr=0.0, reward=0.25),
     )
-    assert "mean reward" not in shown(scores_table("m", {"d": whole}))
-    assert "mean reward" in shown(scores_table("m", {"d": half}))
-    assert "0.25" in shown(scores_table("m", {"d": half}))
+    assert "mean reward" not in shown(measures_table("m", {"d": whole}))
+    assert "mean reward" in shown(measures_table("m", {"d": half}))
+    assert "0.25" in shown(measures_table("m", {"d": half}))
     assert "mean reward" not in shown(results_table(StageResult("main", before={"d": whole}, after={"d": whole})))
     found = shown(results_table(StageResult("main", before={"[/x]": half}, after={"[/x]": whole})))
     assert "mean reward of [/x], partial credit included: 0.25 before, 0.5 after" in " ".join(found.split())
 
 
-def test_without_an_answer_judged_there_is_no_value() -> None:
+def test_without_an_answer_rewarded_there_is_no_value() -> None:
     nothing = score(BROKEN, BROKEN)
-    assert (nothing.value, nothing.stderr, nothing.score, nothing.n) == (None, None, None, 0)
+    assert (nothing.value, nothing.stderr, nothing.reward, nothing.n) == (None, None, None, 0)
     assert watched({"d": nothing}, "pass@1") is None
     result = StageResult("main", before={"d": nothing}, after={"d": nothing})
     assert not result.note_evaluation(1, {"d": nothing}, watched({"d": nothing}, "pass@1"))
@@ -100,7 +100,7 @@ def test_without_an_answer_judged_there_is_no_value() -> None:
     console.print(results_table(result))
     assert "–" in console.export_text()
     assert (
-        Score(**{"n": 3, "greedy": 0.5, "k": 0, "unjudged": 1, "length": 2.0, "truncated": 0.0}).value == 0.5
+        Measures.of_json({"n": 3, "greedy": 0.5, "k": 0, "unjudged": 1, "length": 2.0, "truncated": 0.0}).value == 0.5
     )  # as older runs wrote it
 
 
@@ -118,18 +118,18 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
         return evaluate_model("tiny/arithmetic", [source], **ask | changes)
 
     whole = measure(str(path))
-    assert (whole.scores["sums"].n, whole.splits) == (19, {"sums": "all"})
+    assert (whole.domains["sums"].n, whole.splits) == (19, {"sums": "all"})
     assert whole.what == f"19 prompts of {path} (split all)"
-    assert whole.notes == (f"evaluation: 1 prompts of {path} have nothing to be judged by",)
+    assert whole.notes == (f"evaluation: 1 prompts of {path} have nothing to be rewarded by",)
     assert whole.to_json()["sums"]["split"] == "all"
-    assert measure(str(path), split="heldout").scores["sums"].n == 1
-    assert measure(str(path), split="train").scores["sums"].n == 18
-    assert measure(str(path), count=3).scores["sums"].n == 3
-    assert measure(str(path), rewards="{kind: format, pattern: '[0-9]+'}").scores["sums"].n == 20
+    assert measure(str(path), split="heldout").domains["sums"].n == 1
+    assert measure(str(path), split="train").domains["sums"].n == 18
+    assert measure(str(path), count=3).domains["sums"].n == 3
+    assert measure(str(path), rewards="{kind: format, pattern: '[0-9]+'}").domains["sums"].n == 20
     (tmp_path / "rewards.yaml").write_text("sums: [numeric]\n")
-    assert measure(str(path), rewards=str(tmp_path / "rewards.yaml"), count=2).scores["sums"].n == 2
+    assert measure(str(path), rewards=str(tmp_path / "rewards.yaml"), count=2).domains["sums"].n == 2
     task = measure("task:addition", count=5)
-    assert (task.scores["arithmetic"].n, task.splits) == (5, {"arithmetic": "heldout"})
+    assert (task.domains["arithmetic"].n, task.splits) == (5, {"arithmetic": "heldout"})
     for changes, words in (
         ({"source": "task:addition", "split": "all"}, "no end"),
         ({"source": str(path), "rewards": "numerical"}, "--rewards"),

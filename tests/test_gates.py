@@ -1,4 +1,4 @@
-"""Gates, verdicts and denominators: what each lets through, what it weighs, and what it reports."""
+"""Gates, rewards and denominators: what each lets through, what it weighs, and what it reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answers(count: int = 6, per_group: int = 2) -> list[Rollout]:
     ]
 
 
-def judged(rollouts: list[Rollout], rewards: dict[str, float | None] | None = None, **first: Any) -> TrainingBatch:
+def rewarded(rollouts: list[Rollout], rewards: dict[str, float | None] | None = None, **first: Any) -> TrainingBatch:
     generator = np.random.default_rng(1)
     signals = {
         (role, "logprobs_at"): {
@@ -69,7 +69,7 @@ def opened(found: PreparedTerm) -> list[str]:
     return [name for name, factor in found.factor.items() if factor.any()]
 
 
-VERDICTS: dict[str, float | None] = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0, "r4": 1.0, "r5": None}
+REWARDS: dict[str, float | None] = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0, "r4": 1.0, "r5": None}
 
 
 @pytest.mark.parametrize(
@@ -83,29 +83,29 @@ VERDICTS: dict[str, float | None] = {"r0": 1.0, "r1": 0.0, "r2": 0.0, "r3": 0.0,
     ],
 )
 def test_correctness_gates_of_either_polarity(gate: str, wanted: list[str]) -> None:
-    found = plan({"gate": gate}, judged(answers(), VERDICTS))
+    found = plan({"gate": gate}, rewarded(answers(), REWARDS))
     assert opened(found) == wanted
-    assert found.metrics[f"gate/0/{gate}"] == pytest.approx(1 - len(wanted) / 5)  # r5 was out before: not judged
-    assert found.metrics["unjudged/0"] == pytest.approx(1 / 6)
+    assert found.metrics[f"gate/0/{gate}"] == pytest.approx(1 - len(wanted) / 5)  # r5 was out before: not rewarded
+    assert found.metrics["unrewarded/0"] == pytest.approx(1 / 6)
 
 
-def test_a_failed_verdict_is_masked_and_never_a_zero() -> None:
+def test_a_failed_reward_is_masked_and_never_a_zero() -> None:
     rollouts = answers()
     advantage = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group"}
-    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS))
+    found = plan({"form": "policy_gradient", "advantage": advantage}, rewarded(rollouts, REWARDS))
     assert "r5" not in opened(found)
     assert not found.counted["r5"].any()  # and it is in no denominator
     assert outcomes(found)["r4"] == 0  # alone in its group: nothing to be compared with, as if r5 did not exist
-    zero = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, VERDICTS | {"r5": 0.0}))
+    zero = plan({"form": "policy_gradient", "advantage": advantage}, rewarded(rollouts, REWARDS | {"r5": 0.0}))
     assert outcomes(zero)["r4"] == 0.5
 
 
-def test_a_prompt_nobody_can_judge_keeps_its_teacher() -> None:
+def test_a_prompt_nobody_can_reward_keeps_its_teacher() -> None:
     rollouts, known = answers(), {"r0": 1.0, "r1": 0.0}
     term = {"form": "policy_gradient", "advantage": {"outcome_weight": 2.0, "baseline": "group"}}
-    found = plan(term, judged(rollouts, known))  # type: ignore[arg-type]
+    found = plan(term, rewarded(rollouts, known))  # type: ignore[arg-type]
     assert len(opened(found)) == 6
-    batch = judged(rollouts)
+    batch = rewarded(rollouts)
     gaps = batch.logprobs("teacher", rollouts)[3] - rollouts[3].logprob
     np.testing.assert_allclose(advantages(found, rollouts)["r3"], gaps)
     np.testing.assert_allclose(
@@ -116,10 +116,10 @@ def test_a_prompt_nobody_can_judge_keeps_its_teacher() -> None:
 def test_top_shares_are_of_the_whole_batch_and_of_what_is_open() -> None:
     rollouts = answers()
     entropy = {item.id: np.arange(LENGTH) + 10.0 * index for index, item in enumerate(rollouts)}
-    found = plan({"gate": {"kind": "entropy", "share": 0.5}}, judged(rollouts, entropy=entropy))
+    found = plan({"gate": {"kind": "entropy", "share": 0.5}}, rewarded(rollouts, entropy=entropy))
     assert opened(found) == ["r3", "r4", "r5"]
     assert found.metrics["gate/0/entropy"] == 0.5
-    both = plan({"gate": ["correct", {"kind": "entropy", "share": 0.5}]}, judged(rollouts, VERDICTS, entropy=entropy))
+    both = plan({"gate": ["correct", {"kind": "entropy", "share": 0.5}]}, rewarded(rollouts, REWARDS, entropy=entropy))
     assert opened(both) == ["r4"]  # half of what `correct` left: four of eight tokens
 
 
@@ -128,7 +128,7 @@ def test_soft_or_keeps_the_unsure_and_the_disagreeing() -> None:
     entropy = {"r0": np.array([1.0, 0, 0, 0]), "r1": np.zeros(4)}
     divergence = {"r0": np.array([0.0, 0, 0, 2.0]), "r1": np.zeros(4)}
     survey = {"entropy": entropy, "reverse_kl": {"teacher": divergence}}
-    found = plan({"gate": {"kind": "soft_or", "share": 0.25}}, judged(rollouts, **survey))
+    found = plan({"gate": {"kind": "soft_or", "share": 0.25}}, rewarded(rollouts, **survey))
     assert found.factor["r0"].tolist() == [1, 0, 0, 1]
     assert not found.factor["r1"].any()
 
@@ -154,8 +154,8 @@ def test_the_random_gate_has_the_same_budget_and_is_the_same_again() -> None:
 def test_teacher_confidence() -> None:
     rollouts = answers(1)
     survey = {"teacher_entropy": {"teacher": {"r0": np.array([0.1, 0.5, 0.9, 2.0])}}}
-    sure = plan({"gate": {"kind": "teacher_entropy", "below": 0.8}}, judged(rollouts, **survey))
-    unsure = plan({"gate": {"kind": "teacher_entropy", "above": 0.8}}, judged(rollouts, **survey))
+    sure = plan({"gate": {"kind": "teacher_entropy", "below": 0.8}}, rewarded(rollouts, **survey))
+    unsure = plan({"gate": {"kind": "teacher_entropy", "above": 0.8}}, rewarded(rollouts, **survey))
     assert sure.factor["r0"].tolist() == [1, 1, 0, 0]
     assert unsure.factor["r0"].tolist() == [0, 0, 1, 1]
 
@@ -163,7 +163,7 @@ def test_teacher_confidence() -> None:
 def test_selectkd_weighs_what_the_teacher_rejects() -> None:
     rollouts = answers(1)
     survey = {"accepted": {("teacher", 5): {"r0": np.array([1.0, 0, 1, 0])}}}
-    found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, judged(rollouts, **survey))
+    found = plan({"gate": {"kind": "selectkd", "rejected": 0.01}}, rewarded(rollouts, **survey))
     assert found.factor["r0"].tolist() == [1, 0.01, 1, 0.01]
     assert found.metrics["gate/0/selectkd"] == 0.5
 
@@ -187,7 +187,7 @@ def test_speculative_acceptance_has_the_right_rate() -> None:
 
 
 def test_paced_weighs_the_frontier() -> None:
-    found = plan({"gate": "paced", "aggregate": "sequence_mean"}, judged(answers(), VERDICTS))
+    found = plan({"gate": "paced", "aggregate": "sequence_mean"}, rewarded(answers(), REWARDS))
     assert found.factor["r0"].tolist() == [0.25] * LENGTH
     assert not found.factor["r2"].any()
     assert found.counted["r2"].all()  # a weight of 0 is a weight: it stays in the mean
@@ -198,7 +198,7 @@ def test_paced_weighs_the_frontier() -> None:
 @pytest.mark.parametrize(("of", "power", "sign"), [("student", 1.0, 1), ("teacher", -1.0, -1)])
 def test_scope_weighs_by_perplexity_in_the_direction_of_the_formula(of: str, power: float, sign: int) -> None:
     rollouts = answers(6, per_group=6)
-    batch = judged(rollouts)
+    batch = rewarded(rollouts)
     found = plan({"gate": {"kind": "perplexity", "of": of, "power": power}}, batch)
     source = [item.logprob for item in rollouts] if of == "student" else batch.logprobs("teacher", rollouts)
     perplexity = np.array([np.exp(-values.mean()) for values in source])
@@ -209,7 +209,7 @@ def test_scope_weighs_by_perplexity_in_the_direction_of_the_formula(of: str, pow
 
 def test_turn_weights_fall_where_the_student_left_the_teacher() -> None:
     item = replace(answers(1)[0], author=np.array([0, 3, 0, 0], dtype=np.uint8))  # two turns, the environment between
-    batch = judged([item])
+    batch = rewarded([item])
     found = plan({"form": "policy_gradient", "gate": "turns"}, batch)
     gap = np.abs(item.logprob - batch.logprobs("teacher", [item])[0])
     first, second = gap[0], gap[2:].mean()
@@ -219,14 +219,14 @@ def test_turn_weights_fall_where_the_student_left_the_teacher() -> None:
 def test_finished_drops_what_the_limit_cut_off() -> None:
     rollouts = answers(2)
     rollouts[1] = replace(rollouts[1], stop="length")
-    assert opened(plan({"gate": "finished"}, judged(rollouts))) == ["r0"]
+    assert opened(plan({"gate": "finished"}, rewarded(rollouts))) == ["r0"]
 
 
 def test_closed_tokens_leave_the_denominator_or_stay() -> None:
     entropy = {item.id: np.arange(LENGTH, dtype=float) for item in answers()}
     for gated, mass in (("drop", 1.0), ("zero", 0.25)):
         gate = {"kind": "entropy", "share": 0.25}
-        found = plan({"gate": gate, "gated": gated}, judged(answers(), entropy=entropy))
+        found = plan({"gate": gate, "gated": gated}, rewarded(answers(), entropy=entropy))
         assert sum(value.sum() for value in found.weights(answers()).values()) == pytest.approx(mass)
 
 
@@ -234,10 +234,10 @@ def test_overlong_answers_are_masked_or_penalised() -> None:
     rollouts = [replace(answers()[0], stop="length"), answers()[1]]
     scores: dict[str, float | None] = {"r0": 1.0, "r1": 0.0}
     base = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "none"}
-    masked = plan({"form": "policy_gradient", "advantage": base | {"overlong": "mask"}}, judged(rollouts, scores))
+    masked = plan({"form": "policy_gradient", "advantage": base | {"overlong": "mask"}}, rewarded(rollouts, scores))
     assert opened(masked) == ["r1"]
     advantage = base | {"overlong": "penalise", "overlong_buffer": 8}
-    found = plan({"form": "policy_gradient", "advantage": advantage}, judged(rollouts, scores))
+    found = plan({"form": "policy_gradient", "advantage": advantage}, rewarded(rollouts, scores))
     assert outcomes(found)["r0"] == pytest.approx(1.0 - 0.5)  # four of eight tokens, and the buffer is all eight
 
 
@@ -248,7 +248,7 @@ def test_advantages_add_up() -> None:
     advantage = {
         "extrapolation": 1.25, "clip": 0.7, "reference_weight": 0.1, "outcome_weight": 0.5, "baseline": "leave_one_out",
     }  # fmt: skip
-    batch = judged(rollouts, scores)
+    batch = rewarded(rollouts, scores)
     found = plan({"form": "policy_gradient", "advantage": advantage}, batch)
     students = [item.logprob.astype(np.float64) for item in rollouts]
     teachers, references = batch.logprobs("teacher", rollouts), batch.logprobs("reference", rollouts)
@@ -261,4 +261,4 @@ def test_advantages_add_up() -> None:
 
 def test_data_tokens_are_left_alone() -> None:
     item = replace(answers(1)[0], author=np.full(LENGTH, Author.DATA, dtype=np.uint8))
-    assert not opened(plan({"form": "policy_gradient"}, judged([item])))
+    assert not opened(plan({"form": "policy_gradient"}, rewarded([item])))

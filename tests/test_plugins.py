@@ -19,6 +19,8 @@ from opd.cli import app
 from opd.config import load_recipe, recipe_schema
 from opd.errors import RecipeError, RunDirectoryError
 from opd.files import read_sealed
+from opd.rewards import Rewarder
+from opd.types import Prompt, Sample
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 OWN = (
@@ -28,6 +30,7 @@ OWN = (
     "form.unlikelihood",
     "writer.echo",
     "tracker.table",
+    "reward.brief",
     "source.doubles",
 )
 SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", "sampler.slots=8"]
@@ -68,6 +71,9 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
+    assert resolved["stages"][0]["rewards"]["domains"]["default"][1]["longest"] == 20
+    assert line["rewards/given"] == 24
+    assert plugins.origin(families.find("reward", "brief")) == str(run.directory / "plugins" / "mine.py")
     assert resolved["stages"][0]["prompts"][1]["by"] == 2
     assert len(read_sealed(run.directory / "run.json")["inputs"]["main"]["doubles:60"]["fingerprint"]) == 64
     assert {entry.prompt_id.split("/")[0] for entry in run.rollouts.entries.values()} == {"task:addition", "doubles:60"}
@@ -86,13 +92,17 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     shown = CliRunner().invoke(app, ["schema", str(recipe)])
     assert shown.exit_code == 0, shown.output
-    assert {"Late", "Brevity", "Unlikelihood", "Doubles"} <= set(json.loads(shown.output)["$defs"])
-    assert {"Late", "Brevity", "Unlikelihood"} <= set(recipe_schema()["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Doubles", "Brief"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Brief"} <= set(recipe_schema()["$defs"])
+    stop = ["eval={every: 1, early_stop: {kind: drop, by: 0.1}}"]
+    assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == families.find("stop_rule", "drop")(by=0.1)
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
         ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
         ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("rewards.1.longest=0", r"rewards\.domains\.default\.1\.longest"),
+        ("rewards.1.tolerance=1", "tolerance belongs to reward numeric, not to brief"),
         ("rollout.writers.0.share=0", "no share"),
         ("rollout.data_share=0.8", "more than 1"),
         ("prompts.1.by=0", r"prompts\.1\.by: .*greater than or equal to 1"),
@@ -175,6 +185,35 @@ def test_packages_announce_theirs_and_are_recorded_by_version(
     assert importlib.metadata.version("my-opd") == "1.2"
     assert plugins.versions(["my_opd"]) == {"my_opd": "1.2"}
     del sys.modules["my_opd"]
+
+
+HOSTILE = """
+import os, time, opd
+
+@opd.register
+class Moody(opd.Reward):
+    name = "moody"
+    calm: float = 1.0
+
+    def reward(self, sample):
+        if sample.text == "hang": time.sleep(60)
+        if sample.text == "die": os._exit(1)
+        return {"nan": float("nan"), "huge": 1e300, "none": None}.get(sample.text, self.calm)
+"""
+
+
+def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> None:
+    """Workers go by the file that was last named: the one in the run directory, which the recipe's own may differ from later."""
+    for name, text in (("recipe", HOSTILE), ("run", HOSTILE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(text)
+    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 1}}
+    rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
+    plugins.moved(tmp_path / "run" / "mine.py")
+    (tmp_path / "recipe" / "mine.py").write_text("raise RuntimeError('not the copy')")
+    texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
+    found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
+    assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
 
 
 def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_a_reference_penalty_is_the_kl_to_the_reference() -> None:
     std=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_failed_verdicts_enter_no_baseline(scores: list[float | None], size: int, std: bool) -> None:
+def test_failed_rewards_enter_no_baseline(scores: list[float | None], size: int, std: bool) -> None:
     groups = [str(index // size) for index in range(len(scores))]
     found = outcome_advantages(scores, groups, "group", std)
     for index, score in enumerate(scores):

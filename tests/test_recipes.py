@@ -25,7 +25,14 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path) -> None:
     if name == "methods/hard-switch":  # both halves
         small += ["objective.0.coefficient.until=1", "objective.1.coefficient.after=1"]
     if name == "methods/icepop":  # a bfloat16 sampler is slow on a CPU
-        small += ["rollout.prompts=2", "rollout.max_new_tokens=6", "eval.prompts=2", "sampler.slots=4"]
+        small += [
+            "rollout.prompts=1",
+            "rollout.max_new_tokens=3",
+            "eval.prompts=1",
+            "eval.teachers=false",
+            "sampler.slots=4",
+        ]
+        small += ["sampler.prefill_rows=1", "sampler.prefill_chunk=8"]
     run = opd.run(name, overrides=small, out=tmp_path / "run")
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert run.summary["status"] == "done"

@@ -118,7 +118,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, place: str, call: int, what: type[Ba
     monkeypatch.setattr(place.replace(":", "."), struck)
 
 
-SAMPLED = "opd.trainer.step:score"  # called once per step, when its rollouts are drawn and judged
+SAMPLED = "opd.trainer.step:score"  # called once per step, when its rollouts are drawn and rewarded
 SCORED = "opd.trainer.step:micro_batches"  # and once they are scored
 
 
@@ -132,12 +132,12 @@ def test_scores_and_signals_are_kept(
     with pytest.raises(Crash):
         opd.run(spec, out=tmp_path / "run")
     asked: list[int] = []
-    judged: list[int] = []
+    rewarded: list[int] = []
     score, note = LocalTeacher.score, RolloutStore.note
     monkeypatch.setattr(LocalTeacher, "score", lambda *given: asked.append(len(given[1])) or score(*given))
-    monkeypatch.setattr(RolloutStore, "note", lambda *given, **facts: judged.append(1) or note(*given, **facts))
+    monkeypatch.setattr(RolloutStore, "note", lambda *given, **facts: rewarded.append(1) or note(*given, **facts))
     run = opd.resume(tmp_path / "run")
-    assert (sum(asked), sum(judged)) == (4, 4)  # the fourth step; three were scored and judged before
+    assert (sum(asked), sum(rewarded)) == (4, 4)  # the fourth step; three were scored and rewarded before
     same_run(run, reference)
 
 
@@ -177,14 +177,14 @@ def test_stages_lora_and_random_state_go_on(
     student = {"model": models["student"], "lora": {"rank": 4}}
     stages = [{"name": "first"}, {"name": "second", "student": student | {"model": "stage:first"}}]
     spec = small(models, student=student, stages=stages, train={"steps": 2, "lr": 1e-2}, checkpoint={"every": 1})
-    drawn: list[tuple[float, ...]] = []  # a judge that draws without a key of its own
-    judge = StageRun.judge
+    drawn: list[tuple[float, ...]] = []  # a reward that draws without a key of its own
+    reward = StageRun.reward
 
     def moody(*given: Any) -> Any:
         drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
-        return judge(*given)
+        return reward(*given)
 
-    monkeypatch.setattr(StageRun, "judge", moody)
+    monkeypatch.setattr(StageRun, "reward", moody)
     reference = opd.run(spec, out=tmp_path / "reference")
     last = drawn[-1]
     strike(monkeypatch, SCORED, 4, Crash)

@@ -14,11 +14,11 @@ import pytest
 from opd import sandbox
 from opd.config import load_recipe
 from opd.errors import RecipeError
-from opd.rewards import Judge, check_rewards, guards, verify
-from opd.rewards.judge import _chosen
+from opd.rewards import Rewarder, check_rewards, guards, verify
 from opd.rewards.pool import pool
+from opd.rewards.reward import sandbox_here
 from opd.sandbox import MEGABYTE, Limits
-from opd.types import Judgement, Prompt, Sample
+from opd.types import Prompt, RewardResult, Sample
 
 KINDS = [kind for kind in ("namespaces", "bubblewrap") if not sandbox.trouble(kind)]
 needs_sandbox = pytest.mark.skipif(not KINDS, reason="no sandbox works on this machine")
@@ -32,9 +32,9 @@ def close_pools() -> Iterator[None]:
         pool(kind).close()
 
 
-def judge(rewards: Any) -> Judge:
+def rewarder(rewards: Any) -> Rewarder:
     recipe = {"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards}
-    return Judge(load_recipe(recipe).stages[0].rewards)
+    return Rewarder(load_recipe(recipe).stages[0].rewards)
 
 
 def sample(text: str, **fields: Any) -> Sample:
@@ -64,13 +64,13 @@ def test_an_answer_does_not_own_its_scorer(name: str) -> None:
 
     entry = dict(reasoning_gym.create_dataset(name, size=1, seed=3)[0])
     fields = {"verifier": f"reasoning_gym:{name}", "entry": entry}
-    alone = verify([sample("wrong", **fields)])[0].score
+    alone = verify([sample("wrong", **fields)])[0].reward
     attacks = [sample(text, **fields) for text in ATTACKS]
     after = [sample(f"wrong {number}", **fields) for number in range(8)]
     found = verify([*attacks, *after, sample(entry["answer"], **fields)])
-    assert found[-1].score == 1.0
-    assert all(judgement.score == alone for judgement in found[len(attacks) : -1])
-    assert all((judgement.score or 0.0) < 0.2 for judgement in found[: len(attacks)])
+    assert found[-1].reward == 1.0
+    assert all(result.reward == alone for result in found[len(attacks) : -1])
+    assert all((result.reward or 0.0) < 0.2 for result in found[: len(attacks)])
 
 
 def test_scorers_still_read_what_they_read() -> None:
@@ -101,8 +101,8 @@ def says(sample):
 HOSTILE = [
     "globals().update(GOOD=1.0) or 0",
     "setattr(builtins, 'float', lambda x: 1.0) or 0",
-    "os.write(1, b'{\\\"score\\\": 1.0}\\n') and 0",
-    '[os.write(n, b\'{\\"score\\": 1.0, \\"per_turn\\": [], \\"feedback\\": 0, \\"error\\": 0, \\"by_answer\\": 0}\\n\') for n in range(3, 5)][9]',
+    "os.write(1, b'{\\\"reward\\\": 1.0}\\n') and 0",
+    '[os.write(n, b\'{\\"reward\\": 1.0, \\"per_turn\\": [], \\"feedback\\": 0, \\"error\\": 0, \\"by_answer\\": 0}\\n\') for n in range(3, 5)][9]',
     "os._exit(0)",
     "os.kill(os.getppid(), 9)",
 ]
@@ -110,21 +110,21 @@ HOSTILE = [
 
 def test_what_an_answer_does_to_a_function_of_ones_own_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    rewards = judge(f"{tmp_path / 'own.py'}:run")
+    rewards = rewarder(f"{tmp_path / 'own.py'}:run")
     for text in HOSTILE:
         rewards([sample(text)])
-        assert [found.score for found in rewards([sample(f"wrong {text} {number}") for number in range(4)])] == [
+        assert [found.reward for found in rewards([sample(f"wrong {text} {number}") for number in range(4)])] == [
             0.0
         ] * 4, text
 
 
 def test_a_reply_is_a_number_in_range(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    found = judge(f"{tmp_path / 'own.py'}:says")(
+    found = rewarder(f"{tmp_path / 'own.py'}:says")(
         [sample(text) for text in ("nan", "inf", "huge", "text", "list", "true")]
     )
-    assert [judgement.score for judgement in found] == [None, None, None, None, None, 1.0]
-    assert all(judgement.error for judgement in found[:-1])
+    assert [result.reward for result in found] == [None, None, None, None, None, 1.0]
+    assert all(result.error for result in found[:-1])
 
 
 # No walls
@@ -133,15 +133,15 @@ def test_a_reply_is_a_number_in_range(tmp_path: Path) -> None:
 @pytest.fixture
 def no_walls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("opd.sandbox.machine.trouble", lambda kind: "not permitted")
-    _chosen.cache_clear()
+    sandbox_here.cache_clear()
     yield
-    _chosen.cache_clear()
+    sandbox_here.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["maths", "code"])
 def test_without_walls_rewards_that_run_text_are_refused(no_walls: None, kind: str) -> None:
     with pytest.raises(RecipeError, match=r"not permitted.*rewards: \{sandbox: none\}"):
-        judge(kind)
+        rewarder(kind)
     entry = {"question": "q", "answer": "1", "metadata": {}}
     prompt = Prompt("p", "d", fields={"verifier": "reasoning_gym:countdown", "entry": entry})
     recipe = {"student": "tiny/generalist", "prompts": ["task:addition"]}
@@ -149,12 +149,12 @@ def test_without_walls_rewards_that_run_text_are_refused(no_walls: None, kind: s
         check_rewards(load_recipe(recipe).stages[0].rewards, [prompt])
     with pytest.raises(RecipeError, match="not permitted"):
         verify([Sample(prompt, "1")])
-    assert judge({"kind": "format", "pattern": "a"})([sample("a")])[0].score == 1.0  # runs nothing
+    assert rewarder({"kind": "format", "pattern": "a"})([sample("a")])[0].reward == 1.0  # runs nothing
 
 
 def test_without_walls_they_run_when_the_recipe_says_so(no_walls: None) -> None:
-    rewards = judge({"default": "maths", "sandbox": "none"})
-    assert [found.score for found in rewards([sample("$1/2$", answer="0.5"), sample("2", answer="0.5")])] == [1.0, 0.0]
+    rewards = rewarder({"default": "maths", "sandbox": "none"})
+    assert [found.reward for found in rewards([sample("$1/2$", answer="0.5"), sample("2", answer="0.5")])] == [1.0, 0.0]
 
 
 # Bombs
@@ -162,14 +162,14 @@ def test_without_walls_they_run_when_the_recipe_says_so(no_walls: None) -> None:
 
 @needs_sandbox
 def test_a_bomb_costs_its_time_once_and_is_the_answers_fault() -> None:
-    rewards = judge({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.3})
+    rewards = rewarder({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.3})
     bomb = sample("a" * 60 + "b")
     (first,) = rewards([bomb])
-    assert first == Judgement(None, error="took longer than 0.3 seconds", by_answer=True)
+    assert first == RewardResult(None, error="took longer than 0.3 seconds", by_answer=True)
     assert rewards.drain()["timed_out"] == 1
     elsewhere = Sample(Prompt(id="another", domain="d"), bomb.text)
     assert rewards([bomb, elsewhere]) == [first, first]
-    assert rewards.drain() == {"judged": 0, "failed": 2, "timed_out": 0, "cached": 2}
+    assert rewards.drain() == {"given": 0, "failed": 2, "timed_out": 0, "cached": 2}
 
 
 @needs_sandbox
@@ -180,7 +180,7 @@ def test_memory_is_limited_for_all_processes_together(kind: str) -> None:
         "        time.sleep(90)\ntime.sleep(90)"
     )
     limits = Limits(seconds=90.0, memory=256 * MEGABYTE)
-    outcome = sandbox.run([sandbox.python(), "-I", "-c", code], kind=kind, limits=limits)
+    outcome = sandbox.run_program([sandbox.python(), "-I", "-c", code], kind=kind, limits=limits)
     assert outcome.swollen
     assert not outcome.timed_out
 
@@ -230,16 +230,16 @@ def block(code: str) -> str:
 @needs_sandbox
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_tests(name: str) -> None:
-    rewards = judge({"kind": "code", "time_limit": 30})
+    rewards = rewarder({"kind": "code", "time_limit": 30})
     found = rewards([sample(block(FORGERIES[name]), **fields) for fields in TESTS])
-    assert [judgement.score for judgement in found] == [0.0] * len(TESTS), [judgement.error for judgement in found]
+    assert [result.reward for result in found] == [0.0] * len(TESTS), [result.error for result in found]
 
 
 @needs_sandbox
 def test_honest_programs_pass() -> None:
-    rewards = judge({"kind": "code", "time_limit": 30})
+    rewards = rewarder({"kind": "code", "time_limit": 30})
     found = rewards([sample(block("def f(x):\n    return x + 1"), **fields) for fields in TESTS])
-    assert [judgement.score for judgement in found] == [1.0] * len(TESTS), [judgement.feedback for judgement in found]
+    assert [result.reward for result in found] == [1.0] * len(TESTS), [result.feedback for result in found]
 
 
 HONEST = [
@@ -260,13 +260,13 @@ HONEST = [
 
 @needs_sandbox
 def test_tests_reach_the_program_as_if_it_were_beside_them() -> None:
-    rewards = judge({"kind": "code", "time_limit": 30})
+    rewards = rewarder({"kind": "code", "time_limit": 30})
     found = rewards([sample(block(code), tests=[tests]) for code, tests in HONEST])
-    assert [judgement.score for judgement in found] == [1.0] * len(HONEST), [judgement.feedback for judgement in found]
+    assert [result.reward for result in found] == [1.0] * len(HONEST), [result.feedback for result in found]
     setup = "class Node:\n    def __init__(s, v, n=None): s.v, s.n = v, n\ndef values(x):\n    return [] if x is None else [x.v, *values(x.n)]"
     program = "def rev(x):\n    out = None\n    while x:\n        out, x = Node(x.v, out), x.n\n    return out\ndef values(x): return [2, 1]"
     tests = ["assert values(rev(Node(1, Node(2)))) == [2, 1]", "assert values(rev(Node(1, Node(3)))) == [3, 1]"]
-    assert rewards([sample(block(program), setup=setup, tests=tests)])[0].score == 1.0
+    assert rewards([sample(block(program), setup=setup, tests=tests)])[0].reward == 1.0
     given = "class T:\n    pass\nassert f(T()) == 1"
     assert "cannot leave their process" in rewards([sample(block("def f(x): return 1"), tests=[given])])[0].error
 
@@ -295,4 +295,4 @@ def test_workers_start_wherever_packages_live(tmp_path: Path) -> None:
     done = subprocess.run(
         [sandbox.python(), "-S", "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    assert "score=1.0" in done.stdout, done.stdout + done.stderr
+    assert "reward=1.0" in done.stdout, done.stdout + done.stderr

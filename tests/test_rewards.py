@@ -1,4 +1,4 @@
-"""Rewards: what each accepts, where the line between wrong and not judged runs, and that no verification takes the run down."""
+"""Rewards: what each accepts, where the line between wrong and not rewarded runs, and that no verification takes the run down."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from hypothesis import strategies as st
 
 import opd
 from opd import sandbox
-from opd.config import RewardSpec, load_recipe
+from opd.config import load_recipe
 from opd.errors import RecipeError, TrainingError
-from opd.rewards import Judge, answers, check_rewards, verify
-from opd.rewards.pool import Pool, Task, pool
-from opd.rewards.travel import Request, pack, read_request, unpack, write_request
+from opd.rewards import Rewarder, answers, check_rewards, verify
+from opd.rewards.custom import Custom
+from opd.rewards.pool import Errand, Pool, pool
+from opd.rewards.protocol import Request, read_request, tagged, untagged, write_request
+from opd.rewards.texts import Exact
 from opd.runner.plan import make_plan
-from opd.types import Judgement, Prompt, Sample
+from opd.types import Prompt, RewardResult, Sample
 from tests.helpers import save_tiny
 from tests.malformed import malformed
 
@@ -42,21 +44,21 @@ def close_pools() -> Iterator[None]:
         pool(kind).close()
 
 
-def judge(rewards: Any, **fields: Any) -> Judge:
+def rewarder(rewards: Any, **fields: Any) -> Rewarder:
     recipe = {"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards}
-    return Judge(load_recipe(recipe).stages[0].rewards, **fields)
+    return Rewarder(load_recipe(recipe).stages[0].rewards, **fields)
 
 
 def sample(text: str, domain: str = "d", **fields: Any) -> Sample:
     return Sample(Prompt(id="p", domain=domain, text="q", fields=fields), text)
 
 
-def score(rewards: Any, text: str, **fields: Any) -> float | None:
-    return judge(rewards)([sample(text, **fields)])[0].score
+def reward(rewards: Any, text: str, **fields: Any) -> float | None:
+    return rewarder(rewards)([sample(text, **fields)])[0].reward
 
 
-def only(rewards: Any, text: str, **fields: Any) -> Judgement:
-    return judge(rewards)([sample(text, **fields)])[0]
+def only(rewards: Any, text: str, **fields: Any) -> RewardResult:
+    return rewarder(rewards)([sample(text, **fields)])[0]
 
 
 # Exact and numeric
@@ -79,7 +81,7 @@ def only(rewards: Any, text: str, **fields: Any) -> Judgement:
     ],
 )
 def test_exact(settings: Mapping[str, Any], text: str, answer: Any, expected: float | None) -> None:
-    assert score({"kind": "exact", **settings}, text, answer=answer) == expected
+    assert reward({"kind": "exact", **settings}, text, answer=answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,23 +118,23 @@ def test_exact(settings: Mapping[str, Any], text: str, answer: Any, expected: fl
     ],
 )
 def test_numeric(text: str, answer: Any, expected: float | None) -> None:
-    assert score("numeric", text, answer=answer) == expected
+    assert reward("numeric", text, answer=answer) == expected
 
 
 def test_numeric_settings() -> None:
-    assert score({"kind": "numeric", "tolerance": 0.01}, "41.9", answer=42) == 1.0
-    assert score({"kind": "numeric", "tolerance": 0, "absolute": 0.2}, "41.9", answer=42) == 1.0
-    assert score({"kind": "numeric", "extract": "all"}, "42", answer=42) == 1.0
-    assert score({"kind": "numeric", "extract": "all"}, "it is 42", answer=42) == 0.0
-    assert score({"kind": "numeric", "extract": "last_line"}, "42\nno", answer=42) == 0.0
-    assert score({"kind": "numeric", "field": "target"}, "42", target=42) == 1.0
+    assert reward({"kind": "numeric", "tolerance": 0.01}, "41.9", answer=42) == 1.0
+    assert reward({"kind": "numeric", "tolerance": 0, "absolute": 0.2}, "41.9", answer=42) == 1.0
+    assert reward({"kind": "numeric", "extract": "all"}, "42", answer=42) == 1.0
+    assert reward({"kind": "numeric", "extract": "all"}, "it is 42", answer=42) == 0.0
+    assert reward({"kind": "numeric", "extract": "last_line"}, "42\nno", answer=42) == 0.0
+    assert reward({"kind": "numeric", "field": "target"}, "42", target=42) == 1.0
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 6))
 def test_every_way_to_write_a_number(digits: int, places: int) -> None:
     value = digits / 10**places
     for text in (f"{value:.{places}f}", f"{value:,.{places}f}", f"x = {value!r}", f"\\boxed{{{value:.{places}f}}}"):
-        assert score("numeric", text, answer=value) == 1.0, text
+        assert reward("numeric", text, answer=value) == 1.0, text
 
 
 # In the workers
@@ -141,9 +143,9 @@ def test_every_way_to_write_a_number(digits: int, places: int) -> None:
 def test_format() -> None:
     pattern = r"<think>.*</think>\s*<answer>.*</answer>"
     text = "<think>a\nb</think>\n<answer>1</answer>"
-    assert score({"kind": "format", "pattern": pattern}, f"well {text}") == 1.0
-    assert score({"kind": "format", "pattern": pattern, "whole": True}, f"well {text}") == 0.0
-    assert score({"kind": "format", "pattern": pattern, "whole": True}, f"{text}\n") == 1.0
+    assert reward({"kind": "format", "pattern": pattern}, f"well {text}") == 1.0
+    assert reward({"kind": "format", "pattern": pattern, "whole": True}, f"well {text}") == 0.0
+    assert reward({"kind": "format", "pattern": pattern, "whole": True}, f"{text}\n") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -158,21 +160,21 @@ def test_format() -> None:
     ],
 )
 def test_maths(text: str, answer: str | None, expected: float | None) -> None:
-    assert score("maths", text, answer=answer) == expected
+    assert reward("maths", text, answer=answer) == expected
 
 
 def test_json() -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     inline = {"kind": "json", "json_schema": schema}
-    assert score(inline, '{"a": 1}') == 1.0
-    assert score(inline, 'Here:\n```json\n{"a": 1}\n```') == 1.0
-    assert score(inline, '{"a": "1"}') == 0.0
-    assert score(inline, '{"a": NaN}') == 0.0
-    assert score(inline, '{"a": 1') == 0.0
-    assert score(inline, "[" * 200_000) == 0.0
-    assert score("json", '{"a": 1}', schema=schema) == 1.0
-    assert score("json", '{"a": 1}', schema=json.dumps(schema)) == 1.0
-    assert score("json", '{"a": 1}') is None
+    assert reward(inline, '{"a": 1}') == 1.0
+    assert reward(inline, 'Here:\n```json\n{"a": 1}\n```') == 1.0
+    assert reward(inline, '{"a": "1"}') == 0.0
+    assert reward(inline, '{"a": NaN}') == 0.0
+    assert reward(inline, '{"a": 1') == 0.0
+    assert reward(inline, "[" * 200_000) == 0.0
+    assert reward("json", '{"a": 1}', schema=schema) == 1.0
+    assert reward("json", '{"a": 1}', schema=json.dumps(schema)) == 1.0
+    assert reward("json", '{"a": 1}') is None
     assert "SchemaError" in only("json", '{"a": 1}', schema={"type": "nonsense"}).error
 
 
@@ -182,9 +184,9 @@ def test_reasoning_gym() -> None:
     entry = dict(reasoning_gym.create_dataset("knights_knaves", size=1, seed=1)[0])
     fields = {"verifier": "reasoning_gym:knights_knaves", "entry": entry}
     right, wrong = verify([sample(entry["answer"], **fields), sample("who knows", **fields)])
-    assert right.score == 1.0
-    assert wrong.score is not None
-    assert wrong.score < 1.0
+    assert right.reward == 1.0
+    assert wrong.reward is not None
+    assert wrong.reward < 1.0
 
 
 @needs_sandbox
@@ -199,21 +201,21 @@ def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
     attack = f"int(open({str(secret)!r}).read()) + __import__('os').system('touch {loot}')"
     inside = "__import__('os').getuid()"
     read, ran, right = verify([sample(text, **fields) for text in (attack, inside, entry["answer"])])
-    assert right.score == 1.0
-    assert ran.score == read.score == 0.01  # neither is arithmetic: refused before it runs
+    assert right.reward == 1.0
+    assert ran.reward == read.reward == 0.01  # neither is arithmetic: refused before it runs
     assert not loot.exists()
 
 
 CUSTOM = """
 import os, sys, time
-from opd.types import Judgement
+from opd.types import RewardResult
 
 def length(sample):
     print("noise on stdout that must not reach the pipe")
     return len(sample.text) / sample.prompt.fields["longest"]
 
 def detailed(sample):
-    return Judgement(0.5, (0.25, 0.75), "so so")
+    return RewardResult(0.5, (0.25, 0.75), "so so")
 
 def misbehave(sample):
     kind = sample.text
@@ -248,59 +250,61 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_functions_of_ones_own(own_module: str) -> None:
-    assert score(f"{own_module}:length", "abcd", longest=8) == 0.5
-    assert only({"kind": "custom", "function": f"{own_module}:detailed"}, "x") == Judgement(0.5, (0.25, 0.75), "so so")
+    assert reward(f"{own_module}:length", "abcd", longest=8) == 0.5
+    assert only({"kind": "custom", "function": f"{own_module}:detailed"}, "x") == RewardResult(
+        0.5, (0.25, 0.75), "so so"
+    )
 
 
 def test_whatever_a_verification_does_costs_one_sample(own_module: str) -> None:
     bad = ["hang", "stubborn", "die", "exit", "raise", "memory", "recursion", "nothing", "nan", "text", "closes"]
     texts = [text for kind in bad for text in (kind, f"fine after {kind}")]
-    rewards = judge({"kind": "custom", "function": f"{own_module}:misbehave", "time_limit": 2})
+    rewards = rewarder({"kind": "custom", "function": f"{own_module}:misbehave", "time_limit": 2})
     found = dict(zip(texts, rewards([sample(text) for text in texts]), strict=True))
     for kind in bad:
-        assert found[f"fine after {kind}"].score == 1.0
-        assert found[kind].score is None, kind
+        assert found[f"fine after {kind}"].reward == 1.0
+        assert found[kind].reward is None, kind
         assert found[kind].error, kind
-    assert rewards.drain() == {"judged": len(bad), "failed": len(bad), "timed_out": 2, "cached": 0}
-    assert rewards.drain()["judged"] == 0
+    assert rewards.drain() == {"given": len(bad), "failed": len(bad), "timed_out": 2, "cached": 0}
+    assert rewards.drain()["given"] == 0
     assert "boom" in found["raise"].error
 
 
 def test_a_regular_expression_that_explodes_is_not_a_zero() -> None:
-    rewards = judge({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.5})
+    rewards = rewarder({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.5})
     hung, fine = rewards([sample("a" * 50 + "b"), sample("aaa")])
-    assert (hung.score, fine.score) == (None, 1.0)
+    assert (hung.reward, fine.reward) == (None, 1.0)
     assert "longer than 0.5 seconds" in hung.error
 
 
-def test_verdicts_are_cached_by_content(own_module: str) -> None:
-    rewards = judge(f"{own_module}:length")
+def test_rewards_are_cached_by_content(own_module: str) -> None:
+    rewards = rewarder(f"{own_module}:length")
     samples = [sample("ab", longest=4), sample("ab", longest=4), sample("ab", longest=8)]
-    assert [found.score for found in rewards(samples)] == [0.5, 0.5, 0.25]
+    assert [found.reward for found in rewards(samples)] == [0.5, 0.5, 0.25]
     assert rewards.drain()["cached"] == 1
     rewards(samples)
-    assert rewards.drain() == {"judged": 3, "failed": 0, "timed_out": 0, "cached": 3}
+    assert rewards.drain() == {"given": 3, "failed": 0, "timed_out": 0, "cached": 3}
 
 
-def task(spec: RewardSpec, length: int) -> Task:
-    request = Request("custom", spec, sample("x" * length, longest=1), 10.0)
-    return Task(write_request(request), "custom", 10.0)
+def errand(kind: Custom, length: int) -> Errand:
+    request = Request(kind, "auto", sample("x" * length, longest=1), 10.0)
+    return Errand(write_request(request), kind.bounds, 10.0)
 
 
 def test_workers_stay_and_keep_their_order(own_module: str) -> None:
     small = Pool("none", size=2)
     try:
-        spec = RewardSpec(kind="custom", function=f"{own_module}:length")
+        kind = Custom(function=f"{own_module}:length")
         for _ in range(3):
-            tasks = [task(spec, n) for n in range(20)]
-            small.run(tasks)
-            assert [done.reply and done.reply.judgement.score for done in tasks] == [float(n) for n in range(20)]
+            errands = [errand(kind, n) for n in range(20)]
+            small.run(errands)
+            assert [done.reply and done.reply.result.reward for done in errands] == [float(n) for n in range(20)]
         pids = {worker.process.pid for worker in small.workers}
         assert len(pids) == 2
         os.kill(next(iter(pids)), signal.SIGKILL)  # an idle worker dies: nobody's sample
-        tasks = [task(spec, n) for n in range(20)]
-        small.run(tasks)
-        assert [done.reply and done.reply.judgement.score for done in tasks] == [float(n) for n in range(20)]
+        errands = [errand(kind, n) for n in range(20)]
+        small.run(errands)
+        assert [done.reply and done.reply.result.reward for done in errands] == [float(n) for n in range(20)]
     finally:
         small.close()
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
@@ -309,9 +313,9 @@ def test_workers_stay_and_keep_their_order(own_module: str) -> None:
 def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
-        "from opd.config import Rewards, RewardSpec\nfrom opd.rewards import Judge\nfrom opd.types import Prompt, Sample\n"
-        f"spec = RewardSpec(kind='custom', function='{own_module}:misbehave', time_limit=100)\n"
-        "Judge(Rewards(domains={'default': [spec]}))([Sample(Prompt('p', 'd'), 'hang')])\n"
+        "from opd.rewards import Rewarder, Rewards\nfrom opd.rewards.custom import Custom\nfrom opd.types import Prompt, Sample\n"
+        f"spec = Custom(function='{own_module}:misbehave', time_limit=100)\n"
+        "Rewarder(Rewards(domains={'default': [spec]}))([Sample(Prompt('p', 'd'), 'hang')])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = subprocess.Popen([sys.executable, str(script)], env=environment)
@@ -341,7 +345,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_workers_import_no_torch() -> None:
-    code = "import sys, opd.rewards.worker, opd.rewards.judge; sys.exit('torch' in sys.modules)"
+    code = "import sys, opd.rewards.worker, opd.rewards.rewarder; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
@@ -354,18 +358,13 @@ values = st.recursive(
 
 @given(values)
 def test_fields_arrive_as_they_left(value: Any) -> None:
-    assert unpack(json.loads(json.dumps(pack(value)))) == value
+    assert untagged(json.loads(json.dumps(tagged(value)))) == value
 
 
 def test_texts_arrive_as_they_left() -> None:
     for text in malformed(200, longest=2000):
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # pairs count as one
-        assert (
-            read_request(
-                write_request(Request("exact", RewardSpec(kind="exact"), sample(text, answer="x"), 1.0))
-            ).sample.text
-            == whole
-        )
+        assert read_request(write_request(Request(Exact(), "auto", sample(text, answer="x"), 1.0))).sample.text == whole
 
 
 # Sums and domains
@@ -373,29 +372,29 @@ def test_texts_arrive_as_they_left() -> None:
 
 def test_weighted_sums() -> None:
     rewards = [{"kind": "exact", "weight": 0.8}, {"kind": "format", "pattern": "^\\d+$", "weight": 0.2}]
-    assert score(rewards, "42", answer=42) == 1.0
-    assert score(rewards, "43", answer=42) == pytest.approx(0.2)
-    assert score(rewards, "x", answer=42) == 0.0
-    assert score(rewards, "42") is None  # one part could not be judged: nor can the whole
+    assert reward(rewards, "42", answer=42) == 1.0
+    assert reward(rewards, "43", answer=42) == pytest.approx(0.2)
+    assert reward(rewards, "x", answer=42) == 0.0
+    assert reward(rewards, "42") is None  # one part could not be given: nor can the whole
     three = [{"kind": "exact", "weight": weight} for weight in (0.7, 0.2, 0.1)]
-    assert score(three, "42", answer=42) == 1.0
+    assert reward(three, "42", answer=42) == 1.0
 
 
 def test_by_domain_with_a_default() -> None:
-    rewards = judge({"sums": "numeric", "default": "exact"})
+    rewards = rewarder({"sums": "numeric", "default": "exact"})
     found = rewards([sample("it is 42", "sums", answer=42), sample("it is 42", "names", answer=42)])
-    assert [judgement.score for judgement in found] == [1.0, 0.0]
+    assert [result.reward for result in found] == [1.0, 0.0]
 
 
 def test_the_prompts_own_verifier_is_the_default() -> None:
-    rewards = judge({"sums": "numeric"})
+    rewards = rewarder({"sums": "numeric"})
     own = sample("42", "other", answer=42, verifier="exact")
     nobody = sample("42", "other", answer=42)
-    assert [found.score for found in rewards([own, nobody])] == [1.0, None]
-    assert rewards.judges(own.prompt)
-    assert not rewards.judges(nobody.prompt)
-    assert rewards.judges(sample("", "sums").prompt)
-    assert verify([sample("it is 42", answer=42, verifier="numeric")])[0].score == 1.0
+    assert [found.reward for found in rewards([own, nobody])] == [1.0, None]
+    assert rewards.covers(own.prompt)
+    assert not rewards.covers(nobody.prompt)
+    assert rewards.covers(sample("", "sums").prompt)
+    assert verify([sample("it is 42", answer=42, verifier="numeric")])[0].reward == 1.0
     assert "unknown verifier" in verify([sample("42", verifier="os:system")])[0].error
 
 
@@ -403,19 +402,19 @@ def test_the_prompts_own_verifier_is_the_default() -> None:
     ("rewards", "message"),
     [
         ("numerical", "'numeric'"),
-        ({"kind": "exact", "tolerance": 0.1}, "tolerance belongs to numeric"),
+        ({"kind": "exact", "tolerance": 0.1}, "tolerance belongs to reward numeric"),
         ({"kind": "format"}, "needs a pattern"),
         ({"kind": "format", "pattern": "("}, "not a regular expression"),
         ({"kind": "custom"}, "needs a function"),
         ("a b:c", "expected module:function"),
         ("no_such_module_anywhere:f", "no module 'no_such_module_anywhere'"),
-        ({"sums": {"kind": "code", "time_limt": 1}}, "Did you mean 'time_limit'"),
+        ({"sums": {"kind": "code", "time_limt": 1}}, "did you mean 'time_limit'"),
         ({"elsewhere": "numeric"}, "no prompt has this domain"),
     ],
 )
 def test_mistakes_are_named(rewards: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        judge(rewards, domains=["sums"])
+        rewarder(rewards, domains=["sums"])
 
 
 BROKEN = """
@@ -437,7 +436,7 @@ def later(sample):
         ("raises", r"KeyError: 'no such thing' \(broken.py, line 3\)"),
         ("two", "missing 1 required positional argument: 'more'"),
         ("hangs", "took longer than 0.5 seconds"),
-        ("nan", "gave nan; a score is a number from"),
+        ("nan", "gave nan; a reward is a number from"),
     ],
 )
 def test_broken_rewards_are_found_before_the_first_step(tmp_path: Path, function: str, message: str) -> None:
@@ -457,7 +456,7 @@ def test_a_plan_tries_the_rewards_too(tmp_path: Path) -> None:
         "prompts": ["task:addition"],
         "rewards": f"{tmp_path / 'broken.py'}:raises",
     }
-    with pytest.raises(RecipeError, match="gives no score in domain 'arithmetic'"):
+    with pytest.raises(RecipeError, match="gives no reward in domain 'arithmetic'"):
         make_plan(load_recipe(recipe))
     with pytest.raises(RecipeError, match="there is no file"):
         make_plan(load_recipe({**recipe, "rewards": f"{tmp_path / 'nowhere.py'}:raises"}))
@@ -489,15 +488,15 @@ def test_a_run_without_rewards_stops_and_says_why(tmp_path: Path) -> None:
 
 def test_long_integers_and_odd_fields() -> None:
     long = 10**5000 + 7
-    assert score("exact", "1" + "0" * 4999 + "7", answer=long) == 1.0
-    assert score("numeric", "3", answer=long) is None
-    assert score({"kind": "format", "pattern": "a"}, "a", answer=long) == 1.0
+    assert reward("exact", "1" + "0" * 4999 + "7", answer=long) == 1.0
+    assert reward("numeric", "3", answer=long) is None
+    assert reward({"kind": "format", "pattern": "a"}, "a", answer=long) == 1.0
     nested: list[Any] = []
     for _ in range(5000):
         nested = [nested]
     assert "fields cannot be used" in only({"kind": "format", "pattern": "a"}, "a", answer=nested).error
-    assert only("exact", "a", answer=[[long]]).score is None
-    assert unpack(json.loads(json.dumps(pack({"x": long})))) == {"x": long}
+    assert only("exact", "a", answer=[[long]]).reward is None
+    assert untagged(json.loads(json.dumps(tagged({"x": long})))) == {"x": long}
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1, "1e999"])
@@ -506,7 +505,7 @@ def test_numbers_that_are_none_are_refused(key: str, value: Any) -> None:
     if (key, value) == ("weight", -1):
         return
     with pytest.raises(RecipeError, match=key):
-        judge({"kind": "numeric", key: value})
+        rewarder({"kind": "numeric", key: value})
 
 
 def test_rewards_survive_a_resolved_recipe() -> None:
@@ -525,7 +524,7 @@ def test_rewards_survive_a_resolved_recipe() -> None:
     )
 
 
-def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:
+def test_a_run_is_rewarded_by_its_rewards(tmp_path: Path) -> None:
     """In training and in evaluation: the length of an answer of random weights is known to be above 0, its sum is not right."""
     student = save_tiny(tmp_path / "student")
     recipe = {
@@ -542,8 +541,8 @@ def test_a_run_is_judged_by_its_rewards(tmp_path: Path) -> None:
     evals = run.summary["stages"][0]["evals"]
     assert evals["sums"]["after"] == 0.0
     assert evals["words"]["after"] >= 0.5  # full marks are 0.25
-    assert evals["words"]["score"] == pytest.approx(0.25, abs=0.13)
-    assert 0.0 < run.metrics[0]["score"] <= 0.125
+    assert evals["words"]["reward"] == pytest.approx(0.25, abs=0.13)
+    assert 0.0 < run.metrics[0]["reward"] <= 0.125
 
 
 # Code
@@ -557,42 +556,42 @@ def block(code: str) -> str:
 def test_code_against_tests_and_cases() -> None:
     right, wrong = block("def f(x):\n    return x + 1"), block("def f(x):\n    return 2")
     tests = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) >= 0"]
-    assert score("code", right, tests=tests) == 1.0
-    assert score("code", wrong, tests=tests) == 0.0
-    assert score({"kind": "code", "partial": True}, wrong, tests=tests) == pytest.approx(2 / 3)
+    assert reward("code", right, tests=tests) == 1.0
+    assert reward("code", wrong, tests=tests) == 0.0
+    assert reward({"kind": "code", "partial": True}, wrong, tests=tests) == pytest.approx(2 / 3)
     check = "def check(candidate):\n    assert candidate(1) == 2\n"
-    assert score("code", right, tests=check, entry_point="f") == 1.0
-    assert score("code", wrong.replace("2", "3"), tests=check, entry_point="f") == 0.0
+    assert reward("code", right, tests=check, entry_point="f") == 1.0
+    assert reward("code", wrong.replace("2", "3"), tests=check, entry_point="f") == 0.0
     loop = "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == n + 1\n"
-    assert score("code", right, tests=loop, entry_point="f") == 1.0
-    assert score("code", wrong, tests=loop, entry_point="f") == 0.0
+    assert reward("code", right, tests=loop, entry_point="f") == 1.0
+    assert reward("code", wrong, tests=loop, entry_point="f") == 0.0
     assert "entry_point" in only("code", right, tests=check).error
     helper = [
         "import math\nMETADATA = {}\ndef check(c):\n    assert c(math.floor(1.5)) == 2\n    assert abs(c(1) - 2) < 1e-6\n"
     ]
-    assert score("code", right, tests=helper, entry_point="f") == 1.0
+    assert reward("code", right, tests=helper, entry_point="f") == 1.0
     assert (
-        score("code", block("class Solution:\n    def g(self, x): return x"), tests=["assert Solution().g(3) == 3"])
+        reward("code", block("class Solution:\n    def g(self, x): return x"), tests=["assert Solution().g(3) == 3"])
         == 1.0
     )
-    assert score("code", right, setup="import math", tests=["x = f(1)\nassert math.isclose(x, 2)"]) == 1.0
-    assert score("code", right, cases=[{"call": "[f(n) for n in range(3)]", "output": [1, 2, 3]}]) == 1.0
+    assert reward("code", right, setup="import math", tests=["x = f(1)\nassert math.isclose(x, 2)"]) == 1.0
+    assert reward("code", right, cases=[{"call": "[f(n) for n in range(3)]", "output": [1, 2, 3]}]) == 1.0
     cases = [{"input": "3\n", "output": "6\n"}, {"input": "4", "output": "8"}]
-    assert score("code", block("print(int(input()) * 2)"), cases=cases) == 1.0
-    assert score("code", block("print(6)"), cases=cases) == 0.0
-    assert score({"kind": "code", "partial": True}, block("print(6)"), cases=cases) == 0.5
-    assert score("code", "I cannot do that", tests=tests) == 0.0
-    assert score("code", right) is None
+    assert reward("code", block("print(int(input()) * 2)"), cases=cases) == 1.0
+    assert reward("code", block("print(6)"), cases=cases) == 0.0
+    assert reward({"kind": "code", "partial": True}, block("print(6)"), cases=cases) == 0.5
+    assert reward("code", "I cannot do that", tests=tests) == 0.0
+    assert reward("code", right) is None
     assert "cannot be read" in only("code", right, tests=["assert f("]).error
 
 
 @needs_sandbox
 def test_values_are_compared_by_what_they_are() -> None:
     tests = ["assert f() == {'a': (1, 2.5), 'b': [None, {3}]}"]
-    assert score("code", block("def f(): return {'b': [None, {3}], 'a': (1, 2.5)}"), tests=tests) == 1.0
+    assert reward("code", block("def f(): return {'b': [None, {3}], 'a': (1, 2.5)}"), tests=tests) == 1.0
     counted = block("import collections\ndef f(): return collections.Counter('aab')")
-    assert score("code", counted, tests=["assert f() == {'a': 2, 'b': 1}"]) == 1.0
-    assert score("code", block("def f(): return 0.1 + 0.2"), tests=["assert f() == 0.3"]) == 1.0
+    assert reward("code", counted, tests=["assert f() == {'a': 2, 'b': 1}"]) == 1.0
+    assert reward("code", block("def f(): return 0.1 + 0.2"), tests=["assert f() == 0.3"]) == 1.0
 
 
 @needs_sandbox
@@ -616,20 +615,20 @@ def test_values_are_compared_by_what_they_are() -> None:
         "\ud800",
     ],
 )  # fmt: skip
-def test_forged_verdicts(code: str) -> None:
+def test_forged_rewards(code: str) -> None:
     """Neither an early exit nor a marker nor a value that equals everything passes: the comparison happens outside."""
     plain = sample(block(code), tests=["assert f(1) == 2", "assert f(2) == 3"])
     check = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
     checked = sample(block(code), tests=check, entry_point="f")
-    found = judge({"kind": "code", "time_limit": 1})([plain, checked])
-    assert [judgement.score for judgement in found] == [0.0, 0.0]
+    found = rewarder({"kind": "code", "time_limit": 1})([plain, checked])
+    assert [result.reward for result in found] == [0.0, 0.0]
 
 
 @needs_sandbox
 @pytest.mark.parametrize("code", ["import os; os._exit(0)", "raise SystemExit", "print('passed')", "assert False"])
 def test_asserts_that_never_ran_do_not_pass(code: str) -> None:
     check = "def check(candidate):\n    assert candidate(1) > 1\n"
-    assert score("code", block(f"{code}\ndef f(x): return 0"), tests=check, entry_point="f") == 0.0
+    assert reward("code", block(f"{code}\ndef f(x): return 0"), tests=check, entry_point="f") == 0.0
 
 
 # Anything at all
@@ -674,7 +673,7 @@ def test_many_malformed_outputs(name: str) -> None:
 
 
 def shower(name: str, texts: list[str]) -> None:
-    """Raises nothing, hangs nothing, and every text has a verdict or a reason."""
+    """Raises nothing, hangs nothing, and every text has a reward or a reason."""
     entry = {"question": "q", "answer": "1", "metadata": {"numbers": [1, 2], "target": 918273645, "expression": "1"}}
     fields = {
         "answer": "918273645.25",
@@ -684,29 +683,29 @@ def shower(name: str, texts: list[str]) -> None:
         "verifier": "reasoning_gym:countdown",
     }
     count = len(texts)
-    rewards = judge(everything()[name])
+    rewards = rewarder(everything()[name])
     found = rewards([sample(text, **fields) for text in texts])
     assert len(found) == count
-    failed = [judgement for judgement in found if judgement.score is None]
-    assert all(judgement.error for judgement in failed)
-    assert all(judgement.score is None or 0.0 <= judgement.score < 0.1 for judgement in found)
+    failed = [result for result in found if result.reward is None]
+    assert all(result.error for result in failed)
+    assert all(result.reward is None or 0.0 <= result.reward < 0.1 for result in found)
     if name not in ("maths", "gym"):  # libraries that hang or trip over some texts: masked, a few in a hundred
         assert not failed
     assert len(failed) <= max(4, 0.1 * count)
     counts = rewards.drain()
-    assert counts["judged"] + len(failed) == count
+    assert counts["given"] + len(failed) == count
 
 
 def test_no_text_takes_long_in_process() -> None:
     """Rewards that run in the training process are linear in the text."""
-    size = 200_000
+    size = 60_000
     pieces = ["1,111", "\\frac{1", "\\boxed{", "1e", "1 ", "-", "1/", "```\n", "9", "."]
     texts = [*(piece * (size // len(piece)) for piece in pieces), "\\boxed{" + "{" * size, "1" + " " * size + "/"]
     for text in texts:
         begun = time.process_time()
         assert (
-            score([{"kind": "exact", "ignore": ["case", "space", "punctuation"]}, "numeric"], text, answer="3.25")
+            reward([{"kind": "exact", "ignore": ["case", "space", "punctuation"]}, "numeric"], text, answer="3.25")
             == 0.0
         )
         answers.blocks(text)
-        assert time.process_time() - begun < 5, text[:20]
+        assert time.process_time() - begun < 2, text[:20]

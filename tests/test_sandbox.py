@@ -52,7 +52,7 @@ def run(kind: str, code: str, *arguments: str, **limits: float) -> Outcome:
     program = PRELUDE + textwrap.dedent(code)
     command = [sandbox.python(), "-I", "-B", "main.py", *arguments]
     values = {"seconds": 10.0, "memory": 256 * MEGABYTE, **limits}
-    outcome = sandbox.run(command, kind=kind, limits=Limits(**values), files={"main.py": program})  # type: ignore[arg-type]
+    outcome = sandbox.run_program(command, kind=kind, limits=Limits(**values), files={"main.py": program})  # type: ignore[arg-type]
     assert not outcome.error
     return outcome
 
@@ -87,7 +87,7 @@ def gone(marker: str, seconds: float = 60.0) -> bool:
 def test_an_honest_program_runs(kind: str) -> None:
     outcome = run(kind, "import json, math; print(json.dumps({'pi': math.floor(math.pi)}))\nexit(3)")
     assert (outcome.stdout, outcome.code) == (b'{"pi": 3}\n', 3)
-    echo = sandbox.run(
+    echo = sandbox.run_program(
         [sandbox.python(), "-I", "-c", "print(len(input()))"], kind=kind, limits=Limits(), stdin=b"x" * 200_000
     )
     assert echo.stdout == b"200000\n"
@@ -414,7 +414,7 @@ def test_the_sandbox_dies_with_its_owner(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import sys\nfrom opd import sandbox\n"
-        f"sandbox.run([sandbox.python(), '-I', '-c', 'import time; time.sleep(60)', {marker!r}], kind={kind!r},"
+        f"sandbox.run_program([sandbox.python(), '-I', '-c', 'import time; time.sleep(60)', {marker!r}], kind={kind!r},"
         " limits=sandbox.Limits(seconds=60))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

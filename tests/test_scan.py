@@ -232,7 +232,7 @@ def test_a_domain_in_the_last_row_needs_its_teacher(models: dict[str, str], tmp_
 
 
 def test_evaluation_is_decided_row_by_row(models: dict[str, str], tmp_path: Path) -> None:
-    """A first row without an answer switches nothing off; rows that cannot be judged are left out, and counted."""
+    """A first row without an answer switches nothing off; rows that cannot be rewarded are left out, and counted."""
     rows = [{"prompt": f"{number}+1="} | ({"answer": str(number + 1)} if number % 2 else {}) for number in range(40)]
     path = write(tmp_path / "rows.jsonl", rows)
     source = open_source(prompt_source(str(path)))
@@ -242,4 +242,4 @@ def test_evaluation_is_decided_row_by_row(models: dict[str, str], tmp_path: Path
     assert "2 prompts of" in (run.directory / "log.txt").read_text()
     write(path, [{"prompt": "1+1="}] * 10)
     run = opd.run(settings(models, path, eval={"prompts": 10}, train={"steps": 1}), out=tmp_path / "none")
-    assert (run.directory / "log.txt").read_text().count("no held-out prompt can be judged") == 1
+    assert (run.directory / "log.txt").read_text().count("no answer to a held-out prompt can be rewarded") == 1

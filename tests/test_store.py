@@ -27,7 +27,7 @@ def test_round_trip_of_interleaved_rollouts(tmp_path: Path) -> None:
     store.finish("b", "length")
     store.append(token("a", 5))
     store.finish("a", "stop")
-    store.note("a", score=1.0)
+    store.note("a", reward=1.0)
     store.commit(sync=True)
     reader = RolloutStore(tmp_path, read_only=True)  # beside the living writer
     store.close()
@@ -42,7 +42,7 @@ def test_round_trip_of_interleaved_rollouts(tmp_path: Path) -> None:
         assert set(a.author) == {Author.STUDENT}
         assert set(a.version) == {3}
         assert (a.visit, a.sample, a.group, a.domain) == (1, 2, "g", "d")
-        assert opened.entries["a"].notes == {"score": 1.0}
+        assert opened.entries["a"].notes == {"reward": 1.0}
         assert opened.entries["a"].length == 6
         assert [entry.id for entry in reversed(opened.entries.values())] == ["b", "a"]
         assert [rollout.id for rollout in iterate(opened)] == ["a", "b"]
@@ -177,14 +177,14 @@ def test_notes(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path)
     for name in "abc":
         write_rollout(store, name, 1)
-    store.note("a", score=0.1)
+    store.note("a", score=0.1)  # as older runs wrote it
     store.note("b", score=None, why="unreadable")
-    store.note("c", score=1)
-    store.note("c", judge="x")
+    store.note("c", reward=1)
+    store.note("c", by="x")
     store.close()
     for opened in (RolloutStore(tmp_path), RolloutStore(tmp_path, read_only=True)):
         notes = [entry.notes for entry in opened.entries.values()]
-        assert notes == [{"score": 0.1}, {"score": None, "why": "unreadable"}, {"score": 1.0, "judge": "x"}]
+        assert notes == [{"reward": 0.1}, {"reward": None, "why": "unreadable"}, {"reward": 1.0, "by": "x"}]
         np.testing.assert_array_equal(opened.index["reward"], [0.1, np.nan, 1.0])
 
 

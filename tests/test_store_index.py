@@ -21,7 +21,7 @@ def filled(directory: Path) -> RolloutStore:
     for number in range(12):
         write_rollout(store, f"r{number}", number, domain="math" if number % 3 else "code")
         if number != 5:
-            store.note(f"r{number}", score=number % 2, judge="strict" if number < 6 else "mild")
+            store.note(f"r{number}", reward=number % 2, manner="strict" if number < 6 else "mild")
     begin(store, "unfinished", domain="math")
     store.append(token("unfinished", 1))
     return store
@@ -37,7 +37,7 @@ def test_where(tmp_path: Path) -> None:
         assert store.where(reward=None).ids == ["r5"]
         assert store.where(length=lambda n: n > 9).ids == ["r10", "r11"]
         assert store.where(domain=lambda name: name.startswith("c"), length=9).ids == ["r9"]
-        assert store.where(judge="strict", reward=1).ids == ["r1", "r3"]
+        assert store.where(manner="strict", reward=1).ids == ["r1", "r3"]
         assert store.where(prompt_id="p/r7").where(stop="stop").ids == ["r7"]
         assert [rollout.id for rollout in store.where(version_max=3, domain="code")] == ["r3", "r6", "r9"]
         assert len(store.where()) == 12

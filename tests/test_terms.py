@@ -236,9 +236,9 @@ def test_dynamic_sampling_keeps_only_groups_with_contrast(models: dict[str, str]
     assert line["tokens"] == kept
 
 
-def test_dynamic_sampling_leaves_alone_what_nobody_judges() -> None:
-    unjudged, equal = some_rollouts(count=2), some_rollouts(count=2)
-    assert contrasts(unjudged, {})
+def test_dynamic_sampling_leaves_alone_what_nobody_rewards() -> None:
+    unrewarded, equal = some_rollouts(count=2), some_rollouts(count=2)
+    assert contrasts(unrewarded, {})
     assert not contrasts(equal, {item.id: 1.0 for item in equal})
     assert contrasts([replace(item, source="data") for item in equal], {item.id: 1.0 for item in equal})
     assert contrasts(equal, {equal[0].id: 1.0, equal[1].id: 0.0})
@@ -248,7 +248,7 @@ def test_rewards_that_nobody_can_give_are_found_before_the_first_token(models: d
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "add 1+1"}\n' * 8)
     objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
-    with pytest.raises(RecipeError, match="no prompt can be judged"):
+    with pytest.raises(RecipeError, match="no prompt's answers can be rewarded"):
         opd.run(
             recipe(models, prompts=[{"source": str(path), "domain": "a"}], objective=objective), out=tmp_path / "run"
         )

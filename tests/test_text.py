@@ -19,8 +19,8 @@ from rich.console import Console
 
 from opd import cli
 from opd.config import load_recipe
-from opd.evaluation import Score
-from opd.runner.evaluate import scores_table
+from opd.evaluation import Measures
+from opd.runner.evaluate import measures_table
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult, results_table
 from opd.runner.stage import model_card
@@ -31,7 +31,7 @@ from tests.test_progress import METRICS
 HOSTILE = ["[/x]", "[red]", "[link=file:///]x", ":smile:", "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\u202eabc", "a\u200bb",
            "\ud800", "x\ny", "x\r", "\x00", "\u2028", "\u3164", "`", "``", "](x)", "---", "<b>", "x" * 3000]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=8)), max_size=5).map("".join)
-SCORE = Score(n=4, greedy=0.5, greedy_stderr=0.1)
+SCORE = Measures(n=4, greedy=0.5, greedy_stderr=0.1)
 
 
 def raw(text: str, allowed: str = "\n") -> list[str]:
@@ -83,7 +83,7 @@ def test_code_cannot_be_left(text: str) -> None:
 @given(texts, texts)
 def test_tables_read_no_markup(domain: str, teacher: str) -> None:
     result = StageResult(domain, {domain: SCORE}, {domain: SCORE}, {teacher: {domain: SCORE}}, {domain: teacher})
-    for table in (results_table(result), scores_table(teacher, {domain: SCORE})):
+    for table in (results_table(result), measures_table(teacher, {domain: SCORE})):
         for terminal in (False, True):
             out = io.StringIO()
             Console(file=out, force_terminal=terminal, width=400).print(table)

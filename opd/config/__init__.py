@@ -13,12 +13,10 @@ from opd.config.read import (
     shipped_recipes,
     validate,
 )
-from opd.config.rewards import Rewards, RewardSpec
 from opd.config.schema import recipe_schema
 from opd.config.stage import (
     Checkpoint,
     Data,
-    EarlyStop,
     Eval,
     Hub,
     Log,
@@ -37,14 +35,11 @@ __all__ = [
     "STAGE_PREFIX",
     "Checkpoint",
     "Data",
-    "EarlyStop",
     "Eval",
     "Hub",
     "Log",
     "Lora",
     "Recipe",
-    "RewardSpec",
-    "Rewards",
     "Rollouts",
     "Stage",
     "Store",

@@ -104,6 +104,10 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.temperature is of the sampled evaluation, and eval.k is 0. Set k, or drop it."
     if spec.early_stop is not None and not periodic:
         yield "eval.early_stop watches periodic evaluations: set eval.every and eval.prompts, or drop it."
+    elif spec.early_stop is not None:
+        yield from spec.early_stop.refuse(StageView.of(stage))
+    if "metric" in given and not spec.prompts:
+        yield f"eval.metric {spec.metric!r} is watched in evaluations, and eval.prompts is 0. Set it, or drop the metric."
     waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
     if "plateau" in given and not waits:
         yield "eval.plateau is for coefficients that wait for one (`until: plateau`), and none does. Drop it."

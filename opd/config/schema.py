@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from opd.config.names import NAME_PATTERN
-from opd.config.rewards import rewards_schema
 from opd.config.stage import Stage
 from opd.plugins import load_announced
 
@@ -85,7 +84,6 @@ SHORT_FORMS: dict[
     "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
     "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
     "objective": lambda whole, words: _one_or_list(whole["items"]),
-    "rewards": lambda whole, words: rewards_schema(whole),
     "log": lambda whole, words: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
 }
 

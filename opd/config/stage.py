@@ -9,11 +9,12 @@ import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd.config.names import check_name
-from opd.config.rewards import Rewards, read_rewards
 from opd.data.source import SOURCES, PromptSource
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
+from opd.objective.stopping import STOP_RULES, StopRule
 from opd.objective.term import AnyTerm, Term
+from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
@@ -88,11 +89,6 @@ class Train(BaseModel):
         return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
-class EarlyStop(BaseModel):
-    model_config = SETTINGS
-    patience: Positive = Field(3, description="evaluations without a better metric")
-
-
 class Eval(BaseModel):
     """pass@1 and pass@k on held-out prompts, before, after and every `every` steps."""
 
@@ -106,7 +102,9 @@ class Eval(BaseModel):
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
     weight_average: bool = Field(False, description="evaluate the plain average of the teachers' weights")
     metric: Word = Field("pass@1", description="what `best` and early stopping watch: pass@1, or pass@1/DOMAIN")
-    early_stop: EarlyStop | None = None
+    early_stop: Annotated[StopRule, STOP_RULES] | None = Field(
+        None, description="when to stop before the last step: patience, target, or a rule of your own"
+    )
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )
@@ -175,7 +173,7 @@ class Stage(BaseModel):
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
     objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
-    rewards: Rewards = Rewards()
+    rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -252,11 +250,6 @@ class Stage(BaseModel):
     @classmethod
     def _objective(cls, value: Any) -> Any:
         return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _rewards(cls, value: Any) -> Any:
-        return read_rewards(value)
 
     @field_validator("log", mode="before")
     @classmethod

@@ -1,5 +1,5 @@
 """How good is a model: pass@k on held-out prompts."""
 
-from opd.evaluation.passk import Question, Score, evaluate
+from opd.evaluation.passk import Measures, Question, evaluate
 
-__all__ = ["Question", "Score", "evaluate"]
+__all__ = ["Measures", "Question", "evaluate"]

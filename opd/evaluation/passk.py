@@ -13,9 +13,10 @@ from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
-from opd.types import Judgement, Prompt, Reward, Sample, SampleRequest, Sampling, TokenSampler
+from opd.types import Prompt, Rewarding, RewardResult, Sample, SampleRequest, Sampling, TokenSampler
 
 ROUNDING = 1e-9  # of weighted sums
+FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in the files of older runs
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
 
@@ -26,11 +27,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Score:
+class Measures:
     """One domain's result over `n` prompts; `stderr` belongs to `value`.
 
-    An answer is right with full marks and wrong otherwise, also where it brought its scorer down. Answers that could not be
-    judged for another reason are left out of everything. Where no answer is left, there is no value.
+    An answer is right with full marks and wrong otherwise, also where it brought its reward down. Answers that could not be
+    rewarded for another reason are left out of everything. Where no answer is left, there is no value.
     """
 
     n: int
@@ -41,11 +42,11 @@ class Score:
     pass_at_k: float | None = None
     pass_at_k_stderr: float | None = None
     k: int = 0
-    unjudged: int = 0  # answers that could not be judged, not for their own sake: left out
+    unrewarded: int = 0  # answers that could not be rewarded, not for their own sake: left out
     length: float = 0.0
     truncated: float = 0.0
-    score: float | None = None  # mean reward as it is, partial credit included
-    failed: int = 0  # answers that brought their scorer down: counted as wrong
+    reward: float | None = None  # mean reward as it is, partial credit included
+    failed: int = 0  # answers that brought their reward down: counted as wrong
 
     @property
     def value(self) -> float | None:
@@ -59,18 +60,22 @@ class Score:
     @property
     def partial(self) -> bool:
         """Whether the mean reward says something that pass@1 does not."""
-        return self.score is not None and self.value is not None and abs(self.score - self.value) > 1e-9
+        return self.reward is not None and self.value is not None and abs(self.reward - self.value) > 1e-9
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Measures:
+        return cls(**{FORMER.get(key, key): value for key, value in found.items()})
 
 
 def evaluate(
     sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
-    reward: Reward = verify,
-) -> dict[str, Score]:  # fmt: skip
-    """Score a model on every domain: greedily, and with k samples per prompt where k > 0."""
+    reward: Rewarding = verify,
+) -> dict[str, Measures]:  # fmt: skip
+    """Measures a model on every domain: greedily, and with k samples per prompt where k > 0."""
     runs: dict[str, Sampling] = {}
     if greedy:
         runs["greedy"] = Sampling(sampling.max_new_tokens, 0.0, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
@@ -78,15 +83,15 @@ def evaluate(
         runs["sampled"] = Sampling(
             sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings
         )
-    results: dict[str, dict[str, list[list[Judgement]]]] = {domain: {} for domain in questions}
+    results: dict[str, dict[str, list[list[RewardResult]]]] = {domain: {} for domain in questions}
     lengths: dict[str, list[int]] = {domain: [] for domain in questions}
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
         for domain, asked in questions.items():
-            results[domain][name] = _judge(asked, answers, tokenizer, how.stop_ids, reward)
+            results[domain][name] = _rewarded(asked, answers, tokenizer, how.stop_ids, reward)
             lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
     return {
-        domain: _score(results[domain], lengths[domain], k, sampling.max_new_tokens)
+        domain: measure(results[domain], lengths[domain], k, sampling.max_new_tokens)
         for domain in questions
         if questions[domain]
     }
@@ -117,75 +122,75 @@ def _answers(
     return found
 
 
-def _judge(
+def _rewarded(
     asked: Sequence[Question],
     answers: Mapping[str, Sequence[np.ndarray]],
     tokenizer: Any,
     stop_ids: tuple[int, ...],
-    reward: Reward,
-) -> list[list[Judgement]]:
-    """Per prompt, one judgement per sample."""
+    reward: Rewarding,
+) -> list[list[RewardResult]]:
+    """Per prompt, one result per sample."""
     samples = [
         [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
-    judged = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
-    return [[next(judged) for _ in group] for group in samples]
+    found = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
+    return [[next(found) for _ in group] for group in samples]
 
 
-def verdict(judgement: Judgement) -> float:
-    """1 right, 0 wrong, NaN could not be judged for no fault of the answer."""
-    if judgement.score is None:
-        return 0.0 if judgement.by_answer else math.nan
-    return float(judgement.score >= judgement.full * (1 - ROUNDING))
+def is_right(result: RewardResult) -> float:
+    """1 right, 0 wrong, NaN could not be rewarded for no fault of the answer."""
+    if result.reward is None:
+        return 0.0 if result.by_answer else math.nan
+    return float(result.reward >= result.full * (1 - ROUNDING))
 
 
-def _score(results: Mapping[str, list[list[Judgement]]], lengths: Sequence[int], k: int, limit: int) -> Score:
+def measure(results: Mapping[str, list[list[RewardResult]]], lengths: Sequence[int], k: int, limit: int) -> Measures:
     found: dict[str, Any] = {}
-    verdicts = {name: [np.array([verdict(one) for one in group]) for group in run] for name, run in results.items()}
-    if "greedy" in verdicts:
-        found["greedy"], found["greedy_stderr"] = mean_and_stderr([right[0] for right in verdicts["greedy"]])
-    if "sampled" in verdicts:
-        found["sampled"], found["sampled_stderr"] = mean_and_stderr([_mean(right) for right in verdicts["sampled"]])
-        whole = [pass_at_k(right, k) for right in verdicts["sampled"]]
+    marks = {name: [np.array([is_right(one) for one in group]) for group in run] for name, run in results.items()}
+    if "greedy" in marks:
+        found["greedy"], found["greedy_stderr"] = mean_and_stderr([right[0] for right in marks["greedy"]])
+    if "sampled" in marks:
+        found["sampled"], found["sampled_stderr"] = mean_and_stderr([_mean(right) for right in marks["sampled"]])
+        whole = [pass_at_k(right, k) for right in marks["sampled"]]
         found["pass_at_k"], found["pass_at_k_stderr"] = mean_and_stderr(whole)
         found["k"] = k
-    first, first_verdicts = next(iter(results.values())), next(iter(verdicts.values()))
-    every = [judgement for run in results.values() for group in run for judgement in group]
-    rewards = [judgement.score or 0.0 for group in first for judgement in group if not math.isnan(verdict(judgement))]
-    return Score(
-        n=sum(1 for right in first_verdicts if not np.isnan(right).all()),
-        unjudged=sum(judgement.score is None and not judgement.by_answer for judgement in every),
-        failed=sum(judgement.score is None and judgement.by_answer for judgement in every),
-        score=float(np.mean(rewards)) if rewards else None,
+    first, first_marks = next(iter(results.values())), next(iter(marks.values()))
+    every = [result for run in results.values() for group in run for result in group]
+    rewards = [result.reward or 0.0 for group in first for result in group if not math.isnan(is_right(result))]
+    return Measures(
+        n=sum(1 for right in first_marks if not np.isnan(right).all()),
+        unrewarded=sum(result.reward is None and not result.by_answer for result in every),
+        failed=sum(result.reward is None and result.by_answer for result in every),
+        reward=float(np.mean(rewards)) if rewards else None,
         length=float(np.mean(lengths)),
         truncated=float(np.mean(np.asarray(lengths) >= limit)),
         **found,
     )
 
 
-def _mean(scores: np.ndarray) -> float:
-    judged = scores[~np.isnan(scores)]
-    return float(judged.mean()) if judged.size else math.nan
+def _mean(marks: np.ndarray) -> float:
+    known = marks[~np.isnan(marks)]
+    return float(known.mean()) if known.size else math.nan
 
 
-def pass_at_k(scores: np.ndarray, k: int) -> float:
+def pass_at_k(marks: np.ndarray, k: int) -> float:
     """Chance that at least one of k samples is right, unbiased from n >= k samples: 1 - C(n - c, k) / C(n, k).
 
     >>> pass_at_k(np.array([1, 0, 0, 0]), 2)
     0.5
     """
-    judged = scores[~np.isnan(scores)]
-    n, correct = judged.size, int((judged >= 1).sum())
+    known = marks[~np.isnan(marks)]
+    n, correct = known.size, int((known >= 1).sum())
     if n < k:
         return math.nan
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean over prompts and its standard error; None where nothing could be judged."""
-    judged = np.asarray([value for value in values if not math.isnan(value)])
-    if not judged.size:
+    """Mean over prompts and its standard error; None where nothing could be rewarded."""
+    known = np.asarray([value for value in values if not math.isnan(value)])
+    if not known.size:
         return None, None
-    spread = float(judged.std(ddof=1)) if judged.size > 1 else 0.0
-    return float(judged.mean()), spread / math.sqrt(judged.size)
+    spread = float(known.std(ddof=1)) if known.size > 1 else 0.0
+    return float(known.mean()), spread / math.sqrt(known.size)

@@ -177,7 +177,7 @@ class Pairwise(Term):
     def _answers(self, prepared: PreparedTerm, micro: MicroBatch, rows: np.ndarray, owner: np.ndarray) -> Answers:
         """Of all rollouts of the micro-batch; those without a trained token are empty."""
         student = micro.policy(rows)
-        micro.note_mismatch(rows, student.detach().cpu().numpy())
+        micro.note_mismatch(rows, student)
         factor_N = np.concatenate([prepared.factor[rollout.id] for rollout in micro.pack.rollouts])
         segment, count = micro.tensor(owner), len(micro.pack.rollouts)
         factor = micro.tensor(factor_N[rows]).to(student.dtype)

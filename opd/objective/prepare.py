@@ -46,7 +46,7 @@ def prepare_term(
     left_out = term.leaves_out(batch)
     if term.needs().rewards:  # a reward that failed is not a zero
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
-        metrics[f"unjudged/{name}"] = len(unrewarded) / max(len(rollouts), 1)
+        metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
     masks = [mask & (rollout.id not in left_out) for mask, rollout in zip(eligible, rollouts, strict=True)]
     is_open, factors = masks, [mask.astype(np.float64) for mask in masks]

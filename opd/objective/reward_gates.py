@@ -86,7 +86,7 @@ class Paced(RewardGate):
 
 
 def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold: float) -> np.ndarray:
-    """(B,) share of each rollout's group that passed, among those that could be judged; NaN where none could.
+    """(B,) share of each rollout's group that passed, among those that could be rewarded; NaN where none could.
 
     >>> pass_rates([1.0, 0.0, None, 0.0], ["a", "a", "a", "b"], 0.5).tolist()
     [0.5, 0.5, 0.5, 0.0]

@@ -1,6 +1,8 @@
-"""Verdicts on finished answers: rewards, and the workers they run in."""
+"""Rewards for finished answers, and the workers they run in."""
 
 from opd.rewards.check import check_rewards
-from opd.rewards.judge import Judge, verify
+from opd.rewards.reward import Reward
+from opd.rewards.rewarder import Rewarder, verify
+from opd.rewards.settings import Rewards
 
-__all__ = ["Judge", "check_rewards", "verify"]
+__all__ = ["Reward", "Rewarder", "Rewards", "check_rewards", "verify"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from opd.config import Rewards, RewardSpec
 from opd.errors import RecipeError
-from opd.rewards.judge import Judge, printable
+from opd.rewards.reward import RewardKind
+from opd.rewards.rewarder import Rewarder
+from opd.rewards.settings import Rewards
+from opd.text import plain
 from opd.types import Prompt, Sample
 
 TRIED = 4  # prompts of each domain that every reward is tried on
@@ -19,30 +21,31 @@ def check_rewards(
     *,
     domains: Collection[str] | None = None,
     say: Callable[[str], None] | None = None,
-) -> Judge:
-    """The judge of a stage, after each of its rewards has scored an answer to a prompt of each domain.
+) -> Rewarder:
+    """The rewarder of a stage, after each of its rewards has been tried on an answer to a prompt of each domain.
 
     Files, functions, packages and the sandbox are there, and a function takes one sample and returns a number in range; or
-    the error carries what the reward said. Some of the prompts may be such that nothing can judge them, not all.
+    the error carries what the reward said. Some of the prompts may be such that nothing can reward them, not all.
     """
-    judge = Judge(rewards, domains or list(dict.fromkeys(prompt.domain for prompt in prompts)), say=say)
-    judge.require(prompts)
-    tried: dict[tuple[str, int], list[tuple[RewardSpec, Sample]]] = {}
+    rewarder = Rewarder(rewards, domains or list(dict.fromkeys(prompt.domain for prompt in prompts)))
+    rewarder.require(prompts)
+    tried: dict[tuple[str, int], list[tuple[RewardKind, Sample]]] = {}
     for prompt in prompts:
-        if judge.judges(prompt):
-            for number, spec in enumerate(judge.rewards(prompt)):
-                tried.setdefault((prompt.domain, number), []).append((spec, Sample(prompt, likely_answer(prompt))))
+        if rewarder.covers(prompt):
+            for number, kind in enumerate(rewarder.kinds(prompt)):
+                tried.setdefault((prompt.domain, number), []).append((kind, Sample(prompt, likely_answer(prompt))))
     for (domain, _), parts in tried.items():
         some = parts[:: max(1, len(parts) // TRIED)][:TRIED]
-        found = judge.parts(some)
-        if all(judgement.score is None for judgement in found):
-            spec, sample = some[0]
+        found = rewarder.each(some)
+        if all(result.reward is None for result in found):
+            kind, sample = some[0]
             raise RecipeError(
-                f"rewards: {spec.function or spec.kind} gives no score in domain {printable(domain)!r}, tried on {len(some)} prompts. "
-                f"The first, {printable(sample.prompt.id)}: {printable(found[0].error)}. Mend the reward or the prompts' fields."
+                f"rewards: {kind.label} gives no reward in domain {plain(domain)!r}, tried on {len(some)} prompts. "
+                f"The first, {plain(sample.prompt.id)}: {plain(found[0].error)}. Mend the reward or the prompts' fields."
             )
-    judge.drain()
-    return judge
+    rewarder.drain()
+    rewarder.say = say  # only now: what is wrong here is told once, by the error
+    return rewarder
 
 
 def likely_answer(prompt: Prompt) -> str:

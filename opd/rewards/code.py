@@ -15,29 +15,53 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from opd import sandbox
-from opd.config import RewardSpec
 from opd.rewards.answers import blocks
+from opd.rewards.reward import RewardKind, sandbox_here
+from opd.rewards.settings import Sandbox
 from opd.sandbox.harness import decode
-from opd.types import Judgement, Sample
+from opd.settings import Positive
+from opd.types import RewardResult, Sample
 
 HARNESS = Path(sandbox.__file__).with_name("harness.py")
 MISTAKES = (ValueError, SyntaxError, KeyError, TypeError, IndexError, RecursionError, MemoryError)  # of tests
 PYTHON = ("python", "py", "python3", "")
 
 
-def code(spec: RewardSpec, sample: Sample) -> Judgement:
-    try:
-        checks, prepare = _checks(sample.prompt.fields)
-    except MISTAKES as error:
-        return Judgement(None, error=f"the prompt's tests cannot be read: {type(error).__name__}: {error}")
-    if not checks:
-        return Judgement(None, error="the prompt has neither `cases` nor `tests`")
-    program = last_program(sample.text)
-    if program is None:
-        return Judgement(0.0, feedback="no Python block")
-    setup, entry = (str(sample.prompt.fields.get(key) or "") for key in ("setup", "entry_point"))
-    return _Run(spec, program, {"setup": setup, "prepare": prepare, "own": [entry]}).judge(checks)
+class Code(RewardKind):
+    """The last Python block passes its tests."""
+
+    name = "code"
+    partial: bool = Field(False, description="reward the share of passed tests instead of all or nothing")
+    sandbox: Sandbox = Field("auto", description="of this reward's programs; auto: as `rewards.sandbox` says")
+    memory: Positive = Field(512, le=1 << 20, description="megabytes of a program, all its processes together")
+    processes: Positive = Field(8, le=4096, description="processes and threads of a program")
+    disk: Positive = Field(16, le=1 << 20, description="megabytes a program can write")
+
+    def within(self, sandbox: str) -> RewardKind:
+        return self.model_copy(update={"sandbox": sandbox}) if self.sandbox == "auto" else self
+
+    def require(self, sandbox: str) -> None:
+        sandbox_here(sandbox if self.sandbox == "auto" else self.sandbox)
+
+    def limit(self, sample: Sample) -> float:
+        """Programs have their own limit in the sandbox: this one is the second net."""
+        return self.time_limit * test_count(sample.prompt.fields) + sandbox.START
+
+    def reward(self, sample: Sample) -> RewardResult:
+        try:
+            checks, prepare = _checks(sample.prompt.fields)
+        except MISTAKES as error:
+            return RewardResult(None, error=f"the prompt's tests cannot be read: {type(error).__name__}: {error}")
+        if not checks:
+            return RewardResult(None, error="the prompt has neither `cases` nor `tests`")
+        program = last_program(sample.text)
+        if program is None:
+            return RewardResult(0.0, feedback="no Python block")
+        setup, entry = (str(sample.prompt.fields.get(key) or "") for key in ("setup", "entry_point"))
+        return _Run(self, program, {"setup": setup, "prepare": prepare, "own": [entry]}).reward(checks)
 
 
 def last_program(text: str) -> str | None:
@@ -99,56 +123,56 @@ def _assertion(statement: ast.Assert) -> dict[str, Any]:
 
 
 class _Run:
-    def __init__(self, spec: RewardSpec, program: str, around: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Code, program: str, around: Mapping[str, Any]) -> None:
         self.spec, self.program = spec, program
         self.task = {"sources": [around["setup"], program], **around}
         size = sandbox.MEGABYTE
         self.kind = sandbox.choose(spec.sandbox)
         self.limits = sandbox.Limits(spec.time_limit, spec.memory * size, spec.processes, spec.disk * size)
 
-    def judge(self, checks: list[dict[str, Any]]) -> Judgement:
+    def reward(self, checks: list[dict[str, Any]]) -> RewardResult:
         passed, feedback = 0, ""
         inputs = [check for check in checks if "input" in check]
         for check in inputs:
             outcome = self._start(["main.py"], {"main.py": self.program}, check["input"].encode(errors="replace"))
             if outcome.error:
-                return Judgement(None, error=f"sandbox: {outcome.error}")
+                return RewardResult(None, error=f"sandbox: {outcome.error}")
             said = outcome.stdout.decode(errors="replace")
             if outcome.code == 0 and _same_text(said, str(check["output"])):
                 passed += 1
                 continue
             feedback = feedback or _story(outcome) or f"expected {str(check['output'])[:100]!r}, got {said[:100]!r}"
             if not self.spec.partial:
-                return Judgement(0.0, feedback=feedback)
+                return RewardResult(0.0, feedback=feedback)
         others = [check for check in checks if "input" not in check]
         if others:
-            judgement = self._harness(others)
-            if judgement.score is None:
-                return judgement
-            passed += round(judgement.score * len(others))
-            feedback = feedback or judgement.feedback
+            rest = self._harness(others)
+            if rest.reward is None:
+                return rest
+            passed += round(rest.reward * len(others))
+            feedback = feedback or rest.feedback
         share = passed / len(checks)
-        return Judgement(share if self.spec.partial else float(share == 1.0), feedback=feedback)
+        return RewardResult(share if self.spec.partial else float(share == 1.0), feedback=feedback)
 
-    def _harness(self, checks: list[dict[str, Any]]) -> Judgement:
-        """All expressions and asserts in one go. Score: the share that passed."""
+    def _harness(self, checks: list[dict[str, Any]]) -> RewardResult:
+        """All expressions and asserts in one go. Reward: the share that passed."""
         work = [{key: check[key]} for check in checks for key in ("call", "run") if key in check]
         files = {"harness.py": HARNESS.read_text(encoding="utf-8")}
         outcome = self._start(["harness.py"], files, json.dumps({**self.task, "work": work}).encode(), processes=1)
         if outcome.error:
-            return Judgement(None, error=f"sandbox: {outcome.error}")
+            return RewardResult(None, error=f"sandbox: {outcome.error}")
         feedback, passed = "", 0
         lines = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith(b"\n")]
         for check, line in zip(checks, lines, strict=False):
             if "unsupported" in line:
-                return Judgement(None, error=f"the prompt's tests cannot be used: {line['unsupported']}")
+                return RewardResult(None, error=f"the prompt's tests cannot be used: {line['unsupported']}")
             if _same_value(line.get("value"), check["output"]) if "value" in line else line.get("passed", False):
                 passed += 1
             elif not feedback:
                 feedback = f"{(check.get('call') or 'tests')[:100]}: {str(line.get('error', line.get('value')))[:100]}"
         if not feedback and passed < len(checks):
             feedback = _story(outcome) or "it ended before its tests did"
-        return Judgement(passed / len(checks), feedback=feedback)
+        return RewardResult(passed / len(checks), feedback=feedback)
 
     def _start(
         self, arguments: list[str], files: Mapping[str, str], stdin: bytes, processes: int = 0
@@ -156,7 +180,7 @@ class _Run:
         """`processes` beside the program's own."""
         command = [sandbox.python(), "-I", "-B", *arguments]
         limits = replace(self.limits, processes=self.limits.processes + processes)
-        return sandbox.run(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
+        return sandbox.run_program(command, kind=self.kind, limits=limits, files=files, stdin=stdin)
 
 
 def _story(outcome: sandbox.Outcome) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from opd import sandbox
+from opd.rewards.callables import RewardFunction
+from opd.rewards.worker import serve_fork
 
 PACKAGE = "/opd-package"  # where confined workers find opd, and packages that no entry of sys.path holds
 ROOTS = (
@@ -29,7 +35,7 @@ BOOT = (
 )
 
 
-def plain() -> subprocess.Popen[bytes]:
+def unconfined() -> subprocess.Popen[bytes]:
     """A worker with all rights of this user."""
     path = [os.path.abspath(entry) for entry in sys.path]
     source = str(Path(__file__).resolve().parents[2])
@@ -42,6 +48,36 @@ def plain() -> subprocess.Popen[bytes]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
+
+
+class Fork:
+    """A worker that is a fork of this process, and so has its functions; else it is what `Popen` would give."""
+
+    stderr = None
+
+    def __init__(self, functions: Mapping[str, RewardFunction]) -> None:
+        asked, questions = os.pipe()
+        replies, answers = os.pipe()
+        owner = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none of them
+            self.pid = os.fork()
+        if not self.pid:
+            try:
+                serve_fork(asked, answers, functions, owner)
+            finally:  # whatever happens, the fork must not go on as the process it came from
+                os._exit(0)
+        os.close(asked)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(questions, "wb", buffering=0), os.fdopen(replies, "rb", buffering=0)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 def confined(kind: str) -> tuple[subprocess.Popen[bytes], int]:

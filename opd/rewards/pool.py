@@ -1,7 +1,7 @@
-"""Worker processes that can be killed: a scorer that hangs costs one sample, never the run. No threads, no signals.
+"""Worker processes that can be killed: a reward that hangs costs one sample, never the run. No threads, no signals.
 
-`kind` says what a pool's workers stand behind: the walls of a sandbox, or none. Workers start when first needed, stay, and
-end with this process; each answer is judged in a fork of its worker (`worker`).
+`kind` says what a pool's workers stand behind: the walls of a sandbox, or none; `fork`: they are forks of this process. Workers start when first needed, stay, and
+end with this process; answers that may do harm are rewarded in a fork of their worker (`worker`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import contextlib
 import logging
 import os
 import selectors
+import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from opd import sandbox
 from opd.rewards import launch
-from opd.rewards.travel import READY, Reply, failure, read_reply
+from opd.rewards.callables import RewardFunction
+from opd.rewards.protocol import READY, Reply, failure, read_reply
 from opd.sandbox.memory import resident
-from opd.types import Judgement
+from opd.types import RewardResult
 
-START = 120.0  # seconds for a worker to start or to load a scorer
+START = 120.0  # seconds for a worker to start or to load a reward
 LONGEST_REPLY = 1 << 20
 TRIES = 2  # workers for one sample, if the first one dies with it
 SLACK = 10.0  # seconds beyond twice its limit after which a worker that keeps the time itself is given up
@@ -33,11 +35,11 @@ log = logging.getLogger("opd.rewards")
 
 
 @dataclass
-class Task:
-    """One sample to judge. `own_time`: the worker forks and keeps the limit itself."""
+class Errand:
+    """One sample to reward. `own_time`: the worker forks and keeps the limit itself."""
 
     message: bytes
-    name: str
+    bounds: tuple[float, float]
     limit: float
     own_time: bool = True
     tries: int = 0
@@ -46,12 +48,15 @@ class Task:
 
 
 class Worker:
-    """One process, and what passes through its pipes. States: starting, idle, loading, judging."""
+    """One process, and what passes through its pipes. States: starting, idle, loading, rewarding."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, functions: Mapping[str, RewardFunction]) -> None:
         self.status: int | None = None
+        self.process: subprocess.Popen[bytes] | launch.Fork
         if kind == "none":
-            self.process = launch.plain()
+            self.process = launch.unconfined()
+        elif kind == "fork":
+            self.process = launch.Fork(functions)
         else:
             self.process, self.status = launch.confined(kind)
         assert self.process.stdin is not None
@@ -59,16 +64,16 @@ class Worker:
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.task: Task | None = None
+        self.errand: Errand | None = None
         self.ready = False
         self.pending = memoryview(b"")
         self.received = b""
         self.deadline = time.monotonic() + START
 
-    def give(self, task: Task) -> None:
-        self.task, task.begun = task, False
+    def give(self, errand: Errand) -> None:
+        self.errand, errand.begun = errand, False
         self.deadline = time.monotonic() + START
-        self.pending = memoryview(task.message)
+        self.pending = memoryview(errand.message)
         self.received = b""
 
     def write(self) -> None:
@@ -99,43 +104,47 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, kind: str, size: int | None = None) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: str, size: int | None = None, *, functions: Mapping[str, RewardFunction] | None = None
+    ) -> None:
+        self.kind, self.functions = kind, functions or {}
+        self.confined = kind not in ("none", "fork")
         self.size = size or max(1, min(8, os.cpu_count() or 1))
         self.workers: list[Worker] = []
         self.failures = 0  # starts that failed, in a row
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Judge every task, each within its limit. Replies are left on the tasks."""
+    def run(self, errands: Sequence[Errand]) -> None:
+        """Reward every sample, each within its limit. Replies are left on the errands."""
         with self._lock, selectors.DefaultSelector() as selector:
-            waiting = deque(tasks)
-            while waiting or any(worker.task for worker in self.workers):
+            waiting = deque(errands)
+            while waiting or any(worker.errand for worker in self.workers):
                 self._assign(waiting)
                 self._listen(selector, waiting)
 
-    def _assign(self, waiting: deque[Task]) -> None:
-        idle = [worker for worker in self.workers if worker.ready and worker.task is None]
+    def _assign(self, waiting: deque[Errand]) -> None:
+        idle = [worker for worker in self.workers if worker.ready and worker.errand is None]
         starting = sum(not worker.ready for worker in self.workers)
         for worker in idle[: len(waiting)]:
             worker.give(waiting.popleft())
-        for _ in range(min(len(waiting) - starting, self.size - len(self.workers))):
+        missing = self.size - len(self.workers)  # forks all begin at once, before this process grows
+        for _ in range(missing if self.kind == "fork" else min(len(waiting) - starting, missing)):
             try:
-                self.workers.append(Worker(self.kind))
+                self.workers.append(Worker(self.kind, self.functions))
             except OSError as error:  # no memory or no descriptors left for another process
                 if not self.workers:
                     self._unstarted(waiting, str(error))
                 return
 
-    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Task]) -> None:
-        busy = [worker for worker in self.workers if worker.task or not worker.ready]
+    def _listen(self, selector: selectors.BaseSelector, waiting: deque[Errand]) -> None:
+        busy = [worker for worker in self.workers if worker.errand or not worker.ready]
         for worker in busy:
             selector.register(worker.output, selectors.EVENT_READ, (worker, False))
             if worker.pending:
                 selector.register(worker.input, selectors.EVENT_WRITE, (worker, True))
         left = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
-        events = selector.select(max(0.0, left if self.kind == "none" else min(left, TICK)))
+        events = selector.select(max(0.0, min(left, TICK) if self.confined else left))
         for key in list(selector.get_map().values()):
             selector.unregister(key.fd)
         for key, _ in events:
@@ -150,8 +159,8 @@ class Pool:
         for worker in [worker for worker in busy if worker in self.workers]:
             if worker.deadline <= now:
                 self._late(worker, waiting)
-            elif self.kind != "none" and worker.task and resident(worker.process.pid) > launch.MEMORY:
-                worker.task.tries = TRIES
+            elif self.confined and worker.errand and resident(worker.process.pid) > launch.MEMORY:
+                worker.errand.tries = TRIES
                 self._lost(worker, waiting, "ran out of memory")
 
     def _read(self, worker: Worker) -> bool:
@@ -167,53 +176,55 @@ class Pool:
             worker.ready = worker.received.startswith(READY)
             self.failures = 0 if worker.ready else self.failures
             return worker.ready or READY.startswith(worker.received)
-        if worker.task is None:
+        if worker.errand is None:
             return False
         loaded, _, rest = worker.received.partition(b"\n")
-        if loaded == READY.strip() and not worker.task.begun:
-            worker.task.begun = True
-            own = worker.task.own_time
-            worker.deadline = time.monotonic() + (2 * worker.task.limit + SLACK if own else worker.task.limit)
+        if loaded == READY.strip() and not worker.errand.begun:
+            worker.errand.begun = True
+            own = worker.errand.own_time
+            worker.deadline = time.monotonic() + (2 * worker.errand.limit + SLACK if own else worker.errand.limit)
         last = rest if loaded == READY.strip() else worker.received
         if last.endswith(b"\n"):
-            worker.task.reply = read_reply(last, worker.task.name)
-            if worker.task.reply is None:
+            worker.errand.reply = read_reply(last, worker.errand.bounds)
+            if worker.errand.reply is None:
                 return False
-            worker.task = None
+            worker.errand = None
         return True
 
-    def _lost(self, worker: Worker, waiting: deque[Task], how: str = "died") -> None:
+    def _lost(self, worker: Worker, waiting: deque[Errand], how: str = "died") -> None:
         """A worker died. Another one gets its sample; if that dies too, it is the answer's doing."""
-        task, self.workers = worker.task, [other for other in self.workers if other is not worker]
+        errand, self.workers = worker.errand, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if task is None:
+        if errand is None:
             self._unstarted(waiting, said)
-        elif task.tries < TRIES - 1:
-            task.tries += 1
-            waiting.appendleft(task)
-        elif task.begun:
-            task.reply = failure(f"its worker {how}")
+        elif errand.tries < TRIES - 1:
+            errand.tries += 1
+            waiting.appendleft(errand)
+        elif errand.begun:
+            errand.reply = failure(f"its worker {how}")
         else:
-            task.reply = Reply(Judgement(None, error=f"its worker {how} before it began. {said}"))
+            errand.reply = Reply(RewardResult(None, error=f"its worker {how} before it began. {said}"))
 
-    def _late(self, worker: Worker, waiting: deque[Task]) -> None:
-        task, self.workers = worker.task, [other for other in self.workers if other is not worker]
+    def _late(self, worker: Worker, waiting: deque[Errand]) -> None:
+        errand, self.workers = worker.errand, [other for other in self.workers if other is not worker]
         said = worker.end()
-        if task is None:
+        if errand is None:
             self._unstarted(waiting, said or f"nothing heard for {START:.0f} seconds")
-        elif task.begun:
-            task.reply = failure(f"took longer than {task.limit:g} seconds", timed_out=True)
+        elif errand.begun:
+            errand.reply = failure(f"took longer than {errand.limit:g} seconds", timed_out=True)
         else:
-            task.reply = Reply(Judgement(None, error=f"its scorer did not load in {START:.0f} seconds"), timed_out=True)
+            errand.reply = Reply(
+                RewardResult(None, error=f"its reward did not load in {START:.0f} seconds"), timed_out=True
+            )
 
-    def _unstarted(self, waiting: deque[Task], said: str) -> None:
+    def _unstarted(self, waiting: deque[Errand], said: str) -> None:
         """A worker could not start. Once may be bad luck; after that what waits is given up, not the run."""
         self.failures += 1
         if self.failures < TRIES:
             return
         log.warning("rewards: their workers cannot start. %s", said)
         while waiting:
-            waiting.popleft().reply = Reply(Judgement(None, error=f"its worker could not start. {said}"))
+            waiting.popleft().reply = Reply(RewardResult(None, error=f"its worker could not start. {said}"))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -221,11 +232,11 @@ class Pool:
         self.workers = []
 
 
-def pool(kind: str, function: str = "") -> Pool:
-    """The pool that rewards of this process share. A function that keeps its process shares it with no other."""
-    return _pool(kind, function)
+def pool(kind: str, keeper: str = "") -> Pool:
+    """The pool that rewards of this process share; a `keeper` of its process shares it with no other."""
+    return _pool(kind, keeper)
 
 
 @cache
-def _pool(kind: str, function: str) -> Pool:
+def _pool(kind: str, keeper: str) -> Pool:
     return Pool(kind)

@@ -1,9 +1,9 @@
-"""A worker: reads samples, writes judgements, imports no torch.
+"""A worker: reads samples, writes rewards, imports no torch.
 
-An answer whose scorer may run it is judged in a fork of its own, and whatever it does to its process ends with it: the worker
+An answer whose reward may run it is rewarded in a fork of its own, and whatever it does to its process ends with it: the worker
 itself loads libraries and never touches such an answer. The fork has neither the worker's pipes nor access to its memory; it can only reply
-for itself, and what it replies must be a number in range. For each sample two lines go back: that the scorer is loaded, then
-the judgement. A worker ends with its parent: on the end of its input, and by the kernel's hand if it happens to hang.
+for itself, and what it replies must be a number in range. For each sample two lines go back: that what it needs is loaded, then
+the result. A worker ends with its parent: on the end of its input, and by the kernel's hand if it happens to hang.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from opd.rewards.scorers import SCORERS, forks, load
-from opd.rewards.travel import READY, Reply, Request, failure, read_reply, read_request, write_reply
-from opd.types import Judgement
+from opd.rewards.callables import RewardFunction, known
+from opd.rewards.protocol import READY, Reply, Request, failure, read_reply, read_request, write_reply
+from opd.rewards.reward import RewardKind, give
+from opd.types import RewardResult, Sample
 
 MEMORY = 4 << 30
 LONGEST_REPLY = 1 << 16
 TRIES = 2  # forks for one answer, if the first one is killed
 SET_PDEATHSIG, SET_DUMPABLE = 1, 4
+LAST_STANDARD = 2  # descriptor that programs expect to be open
 
 
 def main(parent: int) -> None:
@@ -36,40 +38,78 @@ def main(parent: int) -> None:
     _tie_to_parent()
     if parent and os.getppid() != parent:
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or hard > MEMORY:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    answers = os.dup(1)  # what scorers print must not mix with what is answered
+    _limit_memory(MEMORY)
+    answers = os.dup(1)  # what rewards print must not mix with what is answered
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
-    lines = os.fdopen(os.dup(0), "rb")
+    asked = os.dup(0)
     os.dup2(nowhere, 0)
     os.write(answers, READY)
     os.dup2(nowhere, 2)
-    for line in lines:
-        os.write(answers, write_reply(_judge(line, confined=not parent, answers=answers, asked=lines.fileno())))
+    _serve(asked, answers, confined=not parent)
 
 
-def _judge(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
+def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction], owner: int) -> None:
+    """The same in a fork of the process that the functions were made in. Nothing that is open there stays so, but the pipes."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    _limit_memory(_address_space() + MEMORY)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor not in (asked, answers, nowhere):
+            os.dup2(nowhere, descriptor, inheritable=descriptor <= LAST_STANDARD)
+    _tie_to_parent()
+    if os.getppid() != owner:
+        return
+    known.update(functions)
+    os.write(answers, READY)
+    _serve(asked, answers, confined=False)
+
+
+def _serve(asked: int, answers: int, *, confined: bool) -> None:
+    with os.fdopen(asked, "rb") as lines:
+        for line in lines:
+            os.write(answers, write_reply(_answer(line, confined=confined, answers=answers, asked=asked)))
+
+
+def _limit_memory(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > size:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return 1 << 40
+
+
+def _answer(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
     try:
         request = read_request(line)
-        load(request.name, request.spec)
+        kind = request.chosen()
+        kind.load()
     except Exception as error:  # the border to foreign code: a library or a function that cannot be loaded
-        return Reply(Judgement(None, error=story(error)))
+        return Reply(RewardResult(None, error=story(error)))
     os.write(answers, READY)
-    if not forks(request.name, request.spec):
-        return Reply(_score(request))
-    found = Reply(Judgement(None))
+    if not kind.forks:
+        return Reply(_reward(kind, request.sample))
+    found = Reply(RewardResult(None))
     gc.freeze()  # the fork shares what is loaded
     for _ in range(TRIES):
-        found, killed = _fork(request, (answers, asked))
+        found, killed = _fork(kind, request, (answers, asked))
         _clear(confined)
         if not killed:
             break
     return found
 
 
-def _fork(request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
+def _fork(kind: RewardKind, request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
     """The reply of a fork, and whether it ended without one."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -79,7 +119,7 @@ def _fork(request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
         for descriptor in (reading, *private):
             os.close(descriptor)
         with contextlib.suppress(OSError):
-            os.write(writing, write_reply(Reply(_score(request))))
+            os.write(writing, write_reply(Reply(_reward(kind, request.sample))))
         os._exit(0)
     os.close(writing)
     said, late = _listen(reading, time.monotonic() + request.limit)
@@ -91,11 +131,11 @@ def _fork(request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
     _, status = os.waitpid(child, 0)
     if late:
         return failure(f"took longer than {request.limit:g} seconds", timed_out=True), False
-    found = read_reply(said, request.name)
+    found = read_reply(said, kind.bounds)
     if found is not None:
-        return Reply(found.judgement), False
+        return Reply(found.result), False
     if said:
-        return failure("the reply is no score in range"), False
+        return failure("the reply is no reward in range"), False
     return failure(f"its process died ({os.waitstatus_to_exitcode(status)})"), True
 
 
@@ -134,12 +174,11 @@ def _clear(confined: bool) -> None:
             os.unlink(entry.path)
 
 
-def _score(request: Request) -> Judgement:
+def _reward(kind: RewardKind, sample: Sample) -> RewardResult:
     try:
-        scorer: Callable[..., Judgement] = SCORERS[request.name]
-        return scorer(request.spec, request.sample)
-    except (Exception, SystemExit) as error:  # the border to foreign code: the sample could not be judged
-        return Judgement(None, error=story(error), by_answer=True)
+        return give(kind, sample)
+    except (Exception, SystemExit) as error:  # the border to foreign code: there is no reward for the sample
+        return RewardResult(None, error=story(error), by_answer=True)
 
 
 def story(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
 from opd.models.tokenizers import require_same
-from opd.rewards import Judge, check_rewards
+from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.teachers.router import routes
@@ -32,7 +32,7 @@ class Checked:
     sources: list[Source]
     domains: list[str]
     routes: dict[str, dict[str, str]]
-    rewards: Judge
+    rewarder: Rewarder
     configs: dict[str, Any]  # of the student, "", and of the teachers by name
     inputs: Looked
 
@@ -66,14 +66,14 @@ def check_stage(
     table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles])
     if spec.eval.prompts and spec.eval.weight_average:
         _require_same_shapes([names[key] for key in dict.fromkeys(table.get("teacher", {}).values())])
-    rewards = check_rewards(spec.rewards, examples, domains=domains, say=say)
-    if any(term.needs().rewards for term in spec.objective) and not any(map(rewards.judges, examples)):
+    rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
+    if any(term.needs().rewards for term in spec.objective) and not any(map(rewarder.covers, examples)):
         raise RecipeError(
-            "the objective uses rewards, but no prompt can be judged. Give rows an `answer`, use a task, or set `rewards:`."
+            "the objective uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
-    inputs = look_at_prompts(spec, sources, tokenizers[""], rewards.judges, context, told)
-    return Checked(device, sources, domains, table, rewards, configs, inputs)
+    inputs = look_at_prompts(spec, sources, tokenizers[""], rewarder.covers, context, told)
+    return Checked(device, sources, domains, table, rewarder, configs, inputs)
 
 
 def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from rich.text import Text
 
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
-from opd.config.rewards import Rewards, read_rewards
-from opd.data.source import Split, prompt_source
+from opd.data.source import Source, Split, prompt_source
 from opd.data.sources import open_sources
 from opd.errors import DataError, RecipeError
-from opd.evaluation import Question, Score, evaluate
+from opd.evaluation import Measures, Question, evaluate
 from opd.models import load_model
-from opd.rewards import check_rewards
+from opd.rewards import Rewards, check_rewards
+from opd.rewards.settings import spelt_out
 from opd.runner.checks import pick_device
 from opd.runner.prompts import HeldOutFilter
 from opd.sampling.samplers import BuiltInSampler
@@ -30,16 +30,16 @@ GENERATED = 200  # prompts of a source without end
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Scores by domain, which prompts they are of, and what was left out."""
+class Evaluation:
+    """What was measured, which prompts it is of, and what was left out."""
 
-    scores: dict[str, Score]
+    domains: dict[str, Measures]
     splits: dict[str, str]  # domain -> all, heldout or train
     what: str  # in words
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {domain: score.to_json() | {"split": self.splits[domain]} for domain, score in self.scores.items()}
+        return {domain: found.to_json() | {"split": self.splits[domain]} for domain, found in self.domains.items()}
 
 
 def evaluate_model(
@@ -54,65 +54,71 @@ def evaluate_model(
     seed: int,
     split: Split | None = None,
     rewards: str | None = None,
-) -> Measured:
+) -> Evaluation:
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     if temperature is not None and not k:
         raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
-    specs = [prompt_source(source) for source in sources]
-    judged = parse_rewards(rewards)
-    opened = open_sources(specs, rewarded=bool(judged.domains))
+    specs, chosen = [prompt_source(source) for source in sources], parse_rewards(rewards)
+    opened = open_sources(specs, rewarded=bool(chosen.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
-    judge = check_rewards(judged, examples)
-    chosen = [split or ("heldout" if source.size is None else "all") for source in opened]
-    if not any(map(judge.judges, examples)):
+    rewarder = check_rewards(chosen, examples)
+    if not any(map(rewarder.covers, examples)):
         raise DataError(
             f"prompts {', '.join(sources)}: no prompt has an answer to check. Give rows an `answer` column, or set --rewards."
         )
     model = load_model(name, device=str(pick_device(device)))
-    limit, why = (
-        model.context - max_new_tokens,
-        f"the context is {model.context:,} and --max-new-tokens {max_new_tokens:,}",
-    )
-    questions: dict[str, list[Question]] = {}
-    splits: dict[str, dict[str, None]] = {}
-    what, notes = [], []
-    for spec, source, part in zip(specs, opened, chosen, strict=True):
-        usable = HeldOutFilter(
-            spec, judge.judges, model.tokenizer, limit, why, remedy="Shorten it, or lower --max-new-tokens."
-        )
-        for prompt in source.prompts(part, count or (GENERATED if source.size is None else None), usable):
-            questions.setdefault(prompt.domain, []).append(Question(prompt, usable.ids[prompt.id]))
-            splits.setdefault(prompt.domain, {})[part] = None
-        what.append(f"{len(usable.ids):,} prompts of {plain(source.name)} (split {part})")
-        notes += usable.notes(source.name)
-    if not questions:
+    why = f"the context is {model.context:,} and --max-new-tokens {max_new_tokens:,}"
+    asked = Asked()
+    for spec, source in zip(specs, opened, strict=True):
+        remedy = "Shorten it, or lower --max-new-tokens."
+        usable = HeldOutFilter(spec, rewarder.covers, model.tokenizer, model.context - max_new_tokens, why, remedy)
+        asked.add(source, split or ("heldout" if source.size is None else "all"), count, usable)
+    if not asked.questions:
         raise DataError(
-            f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be judged. Choose another --split, or set --rewards."
+            f"prompts {', '.join(sources)}: nothing in the split {split or 'heldout'} can be rewarded. "
+            "Choose another --split, or set --rewards."
         )
-    longest = max(question.prompt_ids.size for asked in questions.values() for question in asked)
-    engine = BuiltInSampler().open(model.inference_copy(), longest + max_new_tokens, merge_stop=model.stop_ids)
-    sampling = Sampling(max_new_tokens, stop_ids=model.stop_ids)
-    scores = evaluate(
-        engine,
-        questions,
-        sampling,
+    found = evaluate(
+        BuiltInSampler().open(model.inference_copy(), asked.longest + max_new_tokens, merge_stop=model.stop_ids),
+        asked.questions,
+        Sampling(max_new_tokens, stop_ids=model.stop_ids),
         model.tokenizer,
         greedy=True,
         k=k,
         temperature=temperature or 1.0,
         seed=seed,
-        reward=judge,
+        reward=rewarder,
     )
-    notes += [note for domain, score in scores.items() for note in _left_out(domain, score)]
-    return Measured(
-        scores, {domain: "+".join(found) for domain, found in splits.items()}, "; ".join(what), tuple(notes)
-    )
+    notes = [*asked.notes, *(note for domain, measures in found.items() for note in _left_out(domain, measures))]
+    splits = {domain: "+".join(parts) for domain, parts in asked.splits.items()}
+    return Evaluation(found, splits, "; ".join(asked.what), tuple(notes))
 
 
-def _left_out(domain: str, score: Score) -> list[str]:
+@dataclass
+class Asked:
+    """The questions by domain, and in words what they are and what was left out."""
+
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    splits: dict[str, dict[str, None]] = field(default_factory=dict)
+    what: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, source: Source, split: Split, count: int | None, usable: HeldOutFilter) -> None:
+        for prompt in source.prompts(split, count or (GENERATED if source.size is None else None), usable):
+            self.questions.setdefault(prompt.domain, []).append(Question(prompt, usable.ids[prompt.id]))
+            self.splits.setdefault(prompt.domain, {})[split] = None
+        self.what.append(f"{len(usable.ids):,} prompts of {plain(source.name)} (split {split})")
+        self.notes += usable.notes(source.name)
+
+    @property
+    def longest(self) -> int:
+        return max(question.prompt_ids.size for asked in self.questions.values() for question in asked)
+
+
+def _left_out(domain: str, found: Measures) -> list[str]:
     said = (
-        (score.failed, "answers brought their scorer down and count as wrong"),
-        (score.unjudged, "answers could not be judged, for no fault of theirs, and are left out"),
+        (found.failed, "answers brought their reward down and count as wrong"),
+        (found.unrewarded, "answers could not be rewarded, for no fault of theirs, and are left out"),
     )
     return [f"evaluation: {plain(domain)}: {count} {what}" for count, what in said if count]
 
@@ -127,7 +133,7 @@ def parse_rewards(text: str | None) -> Rewards:
     raw: dict[str, Any] = {}
     apply_override(raw, f"rewards={text}", base)
     try:
-        return Rewards.model_validate(read_rewards(raw["rewards"]))
+        return Rewards.model_validate(spelt_out(raw["rewards"]))
     except ValidationError as error:
         raise RecipeError(f"--rewards: {_first(error)}") from None
 
@@ -138,27 +144,27 @@ def _first(error: ValidationError) -> str:
     return f"{where}: {detail['msg'].removeprefix('Value error, ')}; got {detail['input']!r}."
 
 
-def scores_table(name: str, scores: Mapping[str, Score], what: str = "held-out prompts") -> Table:
+def measures_table(name: str, domains: Mapping[str, Measures], what: str = "held-out prompts") -> Table:
     table = Table(title=Text.assemble(cell(name), ": ", plain(what)), title_justify="left")
-    sampled = any(score.k for score in scores.values())
-    partial = any(score.partial for score in scores.values())
+    sampled = any(found.k for found in domains.values())
+    partial = any(found.partial for found in domains.values())
     for column in (
         "domain",
         "n",
         "pass@1 (greedy)",
-        *(("pass@1 (sampled)", f"pass@{next(iter(scores.values())).k}") if sampled else ()),
+        *(("pass@1 (sampled)", f"pass@{next(iter(domains.values())).k}") if sampled else ()),
         *(("mean reward",) if partial else ()),
         "length",
         "truncated",
     ):
         table.add_column(column, justify="left" if column == "domain" else "right")
-    for domain, score in scores.items():
-        cells = [_cell(score.greedy, score.greedy_stderr)]
+    for domain, found in domains.items():
+        cells = [_cell(found.greedy, found.greedy_stderr)]
         if sampled:
-            cells += [_cell(score.sampled, score.sampled_stderr), _cell(score.pass_at_k, score.pass_at_k_stderr)]
+            cells += [_cell(found.sampled, found.sampled_stderr), _cell(found.pass_at_k, found.pass_at_k_stderr)]
         if partial:
-            cells.append("–" if score.score is None else f"{score.score:.3g}")
-        table.add_row(cell(domain), str(score.n), *cells, f"{score.length:.1f}", f"{score.truncated:.0%}")
+            cells.append("–" if found.reward is None else f"{found.reward:.3g}")
+        table.add_row(cell(domain), str(found.n), *cells, f"{found.length:.1f}", f"{found.truncated:.0%}")
     return table
 
 

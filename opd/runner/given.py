@@ -1,6 +1,8 @@
-"""Prompts that `opd.run` was given in memory: files in the run's own directory, which the run reads as it reads any other.
+"""What `opd.run` was given in memory.
 
-`resolved.yaml` names them relative to itself, so that a run goes on wherever its directory lies.
+Prompts become files in the run's own directory, which the run reads as it reads any other. `resolved.yaml` names them relative to
+itself, so that a run goes on wherever its directory lies. Rewards are Python callables, which no file can hold: it names them, and
+they are given again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from opd.files import write_whole
 
 if TYPE_CHECKING:
     from opd.config import Recipe
+    from opd.rewards.callables import GivenRewards
 
 FOLDER = "inputs"  # of a run directory
 
@@ -76,6 +79,39 @@ class GivenPrompts:
                     f"{path} holds other prompts than those given now. Go on with them: opd.resume({str(directory)!r}). "
                     "Or give these another directory."
                 )
+
+
+def with_rewards(recipe: Recipe, given: GivenRewards | None) -> Recipe:
+    """The recipe with these rewards in every stage. Refuses callables that are named and not given."""
+    from opd.rewards.callables import callables, with_callables
+
+    if given is not None:
+        stages = [stage.model_copy(update={"rewards": with_callables(stage.rewards, given)}) for stage in recipe.stages]
+        recipe = recipe.model_copy(update={"stages": stages})
+    for stage in recipe.stages:
+        for reward in callables(stage.rewards):
+            reward.require(stage.rewards.sandbox)
+    return recipe
+
+
+def with_rewards_again(recipe: Recipe, given: GivenRewards | None, directory: Path) -> Recipe:
+    """The recipe of a run that goes on, with the callables that it was begun with."""
+    from opd.rewards.callables import callables
+
+    begun = list(dict.fromkeys(reward.label for stage in recipe.stages for reward in callables(stage.rewards)))
+    if given is None and begun:
+        raise RunDirectoryError(
+            f"{directory} was begun with rewards that no file can hold: {', '.join(begun)}. Give them again, from Python: "
+            f"opd.resume({str(directory)!r}, rewards=…)."
+        )
+    again = with_rewards(recipe, given)
+    if again.stages != recipe.stages:
+        found = list(dict.fromkeys(reward.label for stage in again.stages for reward in callables(stage.rewards)))
+        raise RunDirectoryError(
+            f"{directory} was begun with {', '.join(begun) or 'the rewards of its recipe'}, and not with {', '.join(found)}. "
+            "Give the rewards that it was begun with, under the same names and domains, or start a new run."
+        )
+    return again
 
 
 def _numbered(stem: str, number: int) -> str:

@@ -109,11 +109,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
             yield path, str(path.absolute()), "prompts"
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in _model_files(model))
-    for function in [
-        reward.function for rewards in stage.rewards.domains.values() for reward in rewards if reward.function
-    ]:
-        if (module := _module_file(function)) is not None:
-            yield module, str(module.absolute()), f"reward {function.rpartition(':')[2]}"
+    for reward in (reward for rewards in stage.rewards.domains.values() for reward in rewards):
+        if (module := reward.file()) is not None:
+            yield module, str(module.absolute()), f"reward {reward.label.rpartition(':')[2]}"
 
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
@@ -167,19 +165,6 @@ def _base(directory: Path) -> str | None:
     return (
         str(directory / found) if (directory / found).is_dir() else found
     )  # as it is loaded: beside the adapter first
-
-
-def _module_file(function: str) -> Path | None:
-    """`file.py:function`, or the module's file where Python would find it."""
-    module = function.rpartition(":")[0]
-    if module.endswith(".py"):
-        path = Path(module).expanduser()
-        return path if path.is_file() else None
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None  # the check of rewards says so
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _hub_name(location: Location) -> str:

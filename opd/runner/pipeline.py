@@ -181,6 +181,7 @@ class Pipeline:
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
+            run.rewarder.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
@@ -225,7 +226,7 @@ class Pipeline:
 
     def _enough(self, run: StageRun, result: StageResult) -> bool:
         stop = run.spec.eval.early_stop
-        return stop is not None and result.evaluations_since_best >= stop.patience
+        return stop is not None and stop.should_stop(result.evaluations(run.spec.eval.metric))
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:
@@ -253,7 +254,7 @@ class Pipeline:
         scores = run.evaluate(run.engine)
         metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
         better = result.note_evaluation(step, scores, watched(scores, spec.metric))
-        if result.plateau is None and result.evaluations_since_best >= spec.plateau:
+        if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better
 

@@ -21,7 +21,7 @@ from opd.text import cell, plain
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ROWS = 12  # domains shown at once
-RECENT = 20  # steps, evaluations and saves that the time left is judged by
+RECENT = 20  # steps, evaluations and saves that the time left is estimated by
 
 
 class Progress:
@@ -87,15 +87,15 @@ class Progress:
         self._tokens += 1
 
     def evaluated(self, step: int, scores: Mapping[str, float | None]) -> None:
-        """pass@1 on held-out prompts, by domain; None where no answer could be judged."""
+        """pass@1 on held-out prompts, by domain; None where no answer could be rewarded."""
         self._evaluated = step, {name: value for name, value in scores.items() if value is not None}
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)
         if metrics["reverse_kl"] is not None:
             self._history.append(metrics["reverse_kl"])
-        if metrics.get("score") is not None:
-            self._rewards.append(metrics["score"])
+        if metrics.get("reward") is not None:
+            self._rewards.append(metrics["reward"])
         scores = _by_domain(metrics, "eval/")
         if scores:
             self.evaluated(metrics["step"], scores)
@@ -121,8 +121,8 @@ class Progress:
         if metrics["reverse_kl"] is not None:
             domains = _listed(_by_domain(metrics, "kl/"), _number)
             parts.append(f"KL to teacher {_number(metrics['reverse_kl'])} nats" + (f" ({domains})" if domains else ""))
-        if metrics.get("score") is not None:
-            parts.append(f"mean reward {metrics['score']:.3g}")
+        if metrics.get("reward") is not None:
+            parts.append(f"mean reward {metrics['reward']:.3g}")
         if scores:
             parts.append(f"held-out pass@1 ({_listed(scores, '{:.1%}'.format)})")
         parts.append(f"length {metrics['response_length']:.1f}")
@@ -162,8 +162,8 @@ class Progress:
         table.add_row("loss", _number(metrics["loss"]), f"responses: {response}")
         if metrics["reverse_kl"] is not None:
             table.add_row("KL to teacher, nats", _number(metrics["reverse_kl"]), sparkline(self._history))
-        if metrics.get("score") is not None:
-            table.add_row("mean reward", f"{metrics['score']:.3g}", sparkline(self._rewards))
+        if metrics.get("reward") is not None:
+            table.add_row("mean reward", f"{metrics['reward']:.3g}", sparkline(self._rewards))
         return table
 
     def _domains(self) -> Table:

@@ -34,19 +34,18 @@ class Looked:
 
 
 def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
-    judged = any(reward.kind != "verifier" for rewards in spec.rewards.domains.values() for reward in rewards)
-    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, rewarded=judged, told=told)
+    return open_sources(spec.prompts, bad_rows=spec.data.bad_rows, rewarded=spec.rewards.need_no_answer, told=told)
 
 
 def look_at_prompts(
     spec: Stage,
     sources: Sequence[Source],
     tokenizer: Any,
-    judges: Callable[[Prompt], bool],
+    covers: Callable[[Prompt], bool],
     context: int,
     told: Told = silent,
 ) -> Looked:
-    """`context` is the shortest of student and teachers; `judges` says what a reward can judge."""
+    """`context` is the shortest of student and teachers; `covers` says whose answers can be rewarded."""
     limit, why = prompt_limit(spec, context)
     bad_rows, count = spec.data.bad_rows, spec.eval.prompts
     found = scan(
@@ -62,7 +61,7 @@ def look_at_prompts(
     held = HeldOut()
     if count:
         held = choose_held_out(
-            sources, spec.prompts, judges, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+            sources, spec.prompts, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
         )
     questions = {domain: asked for domain, asked in held.questions.items() if asked}
     if questions:
@@ -103,18 +102,18 @@ class HeldOutFilter:
     """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
 
     spec: PromptSource
-    judges: Callable[[Prompt], bool]
+    covers: Callable[[Prompt], bool]
     tokenizer: Any
     limit: int
     why: str
     remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
     ids: dict[str, np.ndarray] = field(default_factory=dict)
-    unjudged: int = 0
+    unrewarded: int = 0
     too_long: int = 0
 
     def __call__(self, prompt: Prompt) -> bool:
-        if not self.judges(prompt):
-            self.unjudged += 1
+        if not self.covers(prompt):
+            self.unrewarded += 1
             return False
         ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs)
         if ids.size > self.limit:
@@ -128,14 +127,14 @@ class HeldOutFilter:
 
     def notes(self, source: str) -> list[str]:
         """What was left out, in words."""
-        left = {"have nothing to be judged by": self.unjudged, f"are too long ({self.why})": self.too_long}
+        left = {"have nothing to be rewarded by": self.unrewarded, f"are too long ({self.why})": self.too_long}
         return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
 
 
 def choose_held_out(
     sources: Sequence[Source],
     specs: Sequence[PromptSource],
-    judges: Callable[[Prompt], bool],
+    covers: Callable[[Prompt], bool],
     tokenizer: Any,
     *,
     count: int,
@@ -148,7 +147,7 @@ def choose_held_out(
     for spec, source in zip(specs, sources, strict=True):
         mend = bad_rows == "stop" and source.size is not None
         remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
-        chosen = HeldOutFilter(spec, judges, tokenizer, limit, why, remedy)
+        chosen = HeldOutFilter(spec, covers, tokenizer, limit, why, remedy)
         for prompt in source.held_out(count, chosen):
             asked = found.questions.setdefault(prompt.domain, [])
             if len(asked) < count:
@@ -156,6 +155,6 @@ def choose_held_out(
         found.notes += chosen.notes(source.name)
     if not any(found.questions.values()):
         found.notes.append(
-            "evaluation: there is none, since no held-out prompt can be judged. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
+            "evaluation: there is none, since no answer to a held-out prompt can be rewarded. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
         )
     return found

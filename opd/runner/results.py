@@ -11,22 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from opd.errors import RecipeError
-from opd.evaluation import Score
+from opd.evaluation import Measures
+from opd.objective.stopping import EvaluationHistory
 from opd.text import cell, plain
 
 SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "evaluations_since_best", "plateau", "history", "skipped")  # fmt: skip
+         "plateau", "history", "skipped")  # fmt: skip
 
 
 @dataclass
 class StageResult:
     name: str
-    before: dict[str, Score] = field(default_factory=dict)
-    after: dict[str, Score] = field(default_factory=dict)
-    teachers: dict[str, dict[str, Score]] = field(default_factory=dict)
+    before: dict[str, Measures] = field(default_factory=dict)
+    after: dict[str, Measures] = field(default_factory=dict)
+    teachers: dict[str, dict[str, Measures]] = field(default_factory=dict)
     teacher_of: dict[str, str] = field(default_factory=dict)  # domain -> teacher
-    weight_average: dict[str, Score] = field(default_factory=dict)
+    weight_average: dict[str, Measures] = field(default_factory=dict)
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
@@ -34,21 +35,27 @@ class StageResult:
     best: Path | None = None
     best_value: float | None = None
     best_step: int | None = None
-    evaluations_since_best: int = 0
     plateau: int | None = None  # the step after which evaluation had stopped improving
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
 
-    def note_evaluation(self, step: int, scores: Mapping[str, Score], value: float | None) -> bool:
+    def note_evaluation(self, step: int, scores: Mapping[str, Measures], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
         self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
         better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
             self.best_value, self.best_step = value, step
-        self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
         return better
 
-    def teacher_score(self, domain: str) -> Score | None:
+    def evaluations(self, metric: str) -> EvaluationHistory:
+        """What stop rules look at."""
+        values = [
+            _mean(metric, {key: value for key, value in line.items() if key in self.before}) for line in self.history
+        ]
+        level = _mean(metric, {domain: score.value for domain in self.before if (score := self.teacher_score(domain))})
+        return EvaluationHistory(values, level)
+
+    def teacher_score(self, domain: str) -> Measures | None:
         return self.teachers.get(self.teacher_of.get(domain, ""), {}).get(domain)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,9 +84,10 @@ class StageResult:
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
         result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs know less
         for name in SCORES:
-            setattr(result, name, {key: Score(**score) for key, score in state[name].items()})
+            setattr(result, name, {key: Measures.of_json(score) for key, score in state[name].items()})
         result.teachers = {
-            name: {key: Score(**score) for key, score in scores.items()} for name, scores in state["teachers"].items()
+            name: {key: Measures.of_json(score) for key, score in scores.items()}
+            for name, scores in state["teachers"].items()
         }
         result.best = folder / state["best"] if state["best"] else None
         return result
@@ -88,7 +96,7 @@ class StageResult:
         before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)
         line: dict[str, Any] = {
             "before": before.value, "after": after.value if after else None, "teacher": teacher.value if teacher else None,
-            "n": before.n, "stderr": (after or before).stderr, "score": (after or before).score,
+            "n": before.n, "stderr": (after or before).stderr, "reward": (after or before).reward,
         }  # fmt: skip
         if domain in self.weight_average:
             line["weight_average"] = self.weight_average[domain].value
@@ -112,14 +120,20 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
     return [domain] if domain else list(domains)
 
 
-def watched(scores: Mapping[str, Score], metric: str) -> float | None:
-    """None: nothing of it could be judged."""
-    values = [scores[domain].value for domain in watched_domains(metric, list(scores))]
-    known = [value for value in values if value is not None]
+def watched(scores: Mapping[str, Measures], metric: str) -> float | None:
+    """None: nothing of it could be rewarded."""
+    watched_domains(metric, list(scores))
+    return _mean(metric, {domain: score.value for domain, score in scores.items()})
+
+
+def _mean(metric: str, values: Mapping[str, float | None]) -> float | None:
+    """Over the domains behind the metric, as far as they are known."""
+    domain = metric.partition("/")[2]
+    known = [value for name, value in values.items() if value is not None and domain in ("", name)]
     return sum(known) / len(known) if known else None
 
 
-def normalised(before: Score, after: Score | None, teacher: Score | None) -> float | None:
+def normalised(before: Measures, after: Measures | None, teacher: Measures | None) -> float | None:
     """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
     start, end, goal = (score.value if score is not None else None for score in (before, after, teacher))
     if start is None or end is None or goal is None or goal <= start:
@@ -151,16 +165,16 @@ def results_table(result: StageResult) -> Table:
     notes = ["norm.: 0 = before, 1 = the domain's own teacher (*)"] if result.teachers else []
     notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
     notes += [
-        f"mean reward of {plain(domain)}, partial credit included: {before.score:.3g} before, {after.score:.3g} after"
+        f"mean reward of {plain(domain)}, partial credit included: {before.reward:.3g} before, {after.reward:.3g} after"
         for domain, before in result.before.items()
         if (after := result.after.get(domain)) and (before.partial or after.partial)
-        if before.score is not None and after.score is not None
+        if before.reward is not None and after.reward is not None
     ]
     table.caption, table.caption_justify = Text("\n".join(notes), style="table.caption") if notes else None, "left"
     return table
 
 
-def _cell(score: Score | None, own: bool) -> Text:
+def _cell(score: Measures | None, own: bool) -> Text:
     """The domain's own teacher has a star, which a log and a pipe keep."""
     if score is None or score.value is None:
         return Text("– ")

@@ -25,10 +25,11 @@ from opd.files import (
     write_whole,
 )
 from opd.plugins import FOLDER as PLUGINS
+from opd.plugins import moved as plugin_moved
 from opd.plugins import versions as plugin_versions
 from opd.runner.directory import Run
 from opd.runner.given import FOLDER as INPUTS
-from opd.runner.given import GivenPrompts
+from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
 from opd.runner.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
 from opd.text import plain
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
 
     from opd.config import Recipe
+    from opd.rewards.callables import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
 
@@ -59,6 +61,7 @@ def run(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     *,
     prompts: Any = None,
+    rewards: GivenRewards | None = None,
     overrides: Iterable[str] = (),
     out: str | Path | None = None,
     resume: bool = False,
@@ -76,6 +79,9 @@ def run(
     `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
     The run keeps them in its directory, so `opd.resume` needs no more.
 
+    `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`. It runs in forks of
+    this process, and `opd.resume` has to be given it again.
+
     Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
@@ -90,13 +96,13 @@ def run(
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     overrides = tuple(overrides)
     given = None if prompts is None else GivenPrompts.of(prompts)
-    loaded = load_recipe(recipe, overrides, prompts=None if given is None else given.sources)
+    loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
         if (lock.directory / SEALS).exists():
             _require_same(lock.directory, loaded, given)
-            _go_on(lock, None, hooks, quiet, shown)
+            _go_on(lock, None, rewards, hooks, quiet, shown)
         else:
             _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown)
     finally:
@@ -153,6 +159,7 @@ def resume(
     directory: str | Path,
     *,
     mode: Literal["prefill", "exact"] | None = None,
+    rewards: GivenRewards | None = None,
     on_step: OnStep | None = None,
     on_rollouts: OnRollouts | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -162,21 +169,26 @@ def resume(
     """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is.
 
     `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished. Callbacks are those of `run`; the run
-    does not remember which it had.
+    does not remember which it had. `rewards` are the Python callables that it was begun with, if it was.
     """
     from rich.console import Console
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
     with RunLock(found.directory) as lock:
-        _go_on(lock, mode, hooks, quiet, console or Console())
+        _go_on(lock, mode, rewards, hooks, quiet, console or Console())
     return found
 
 
 def _go_on(
-    lock: RunLock, mode: Literal["prefill", "exact"] | None, hooks: Hooks, quiet: bool, console: Console
+    lock: RunLock,
+    mode: Literal["prefill", "exact"] | None,
+    rewards: GivenRewards | None,
+    hooks: Hooks,
+    quiet: bool,
+    console: Console,
 ) -> None:
-    recipe = verified_recipe(lock.directory)
+    recipe = with_rewards_again(verified_recipe(lock.directory), rewards, lock.directory)
     if mode is not None:
         changed = [
             stage.model_copy(update={"checkpoint": stage.checkpoint.model_copy(update={"resume": mode})})
@@ -282,6 +294,7 @@ def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
         if plugin.endswith(".py"):
             (directory / PLUGINS).mkdir(exist_ok=True)
             write_whole(directory / PLUGINS / Path(plugin).name, Path(plugin).read_text(encoding="utf-8"))
+            plugin_moved(directory / PLUGINS / Path(plugin).name)
             names.append(f"{PLUGINS}/{Path(plugin).name}")
         else:
             names.append(plugin)

@@ -14,7 +14,7 @@ from opd.config.stage import WEIGHTS
 from opd.data.render import render_prompts, response_text
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
-from opd.evaluation import Score, evaluate
+from opd.evaluation import Measures, evaluate
 from opd.models import load_model
 from opd.models.average import weight_average
 from opd.models.language_model import LanguageModel
@@ -52,7 +52,7 @@ class StageRun:
         checked = check_stage(spec, resolve_model, self._told, say)
         on_phase("loading")
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
-        self.routes, self.rewards = checked.routes, checked.rewards
+        self.routes, self.rewarder = checked.routes, checked.rewarder
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
@@ -186,43 +186,41 @@ class StageRun:
         for engine in (self.engine, *self._mixed_engines.values()):
             engine.load(weights)
 
-    def judge(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
-        """Verdicts on rollouts whose prompt can be checked. Unchecked ones are None, never 0."""
-        every, known = rollouts, self._judged_before(rollouts)
+    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
+        """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""
+        every, known = rollouts, self._rewarded_before(rollouts)
         rollouts = [rollout for rollout in rollouts if rollout.id not in known]
         prompts = {visit.prompt.id: visit.prompt for visit in visits}
-        asked = [rollout for rollout in rollouts if self.rewards.judges(prompts[rollout.prompt_id])]
+        asked = [rollout for rollout in rollouts if self.rewarder.covers(prompts[rollout.prompt_id])]
         samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
-        scores: dict[str, float | None] = {}
-        for rollout, judgement in zip(asked, self.rewards(samples), strict=True):
-            scores[rollout.id] = judgement.score
-            self.store.note(rollout.id, score=judgement.score)
-        known |= scores
+        for rollout, result in zip(asked, self.rewarder(samples), strict=True):
+            known[rollout.id] = result.reward
+            self.store.note(rollout.id, reward=result.reward)
         return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
 
-    def require_rewarded(self, step: int, scores: Mapping[str, float | None]) -> None:
+    def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
         """An objective that lives on rewards learns nothing without any: stop, and say why."""
         used = any(term.needs().rewards for term in self.spec.objective)
-        self._unrewarded = self._unrewarded + 1 if used and all(score is None for score in scores.values()) else 0
+        self._unrewarded = self._unrewarded + 1 if used and all(reward is None for reward in rewards.values()) else 0
         if self._unrewarded >= self.spec.rewards.stop_after:
             raise TrainingError(
-                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewards.last_failure}. "
+                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewarder.last_failure}. "
                 "log.txt has the first failures of each reward; mend the reward, or raise rewards.stop_after."
             )
 
-    def _judged_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-        """Verdicts that an earlier process of this run left in the store."""
+    def _rewarded_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+        """Rewards that an earlier process of this run left in the store."""
         if not self.trajectories.taken_up:
             return {}
         notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in rollouts}
-        return {key: found["score"] for key, found in notes.items() if "score" in found}
+        return {key: found["reward"] for key, found in notes.items() if "reward" in found}
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
 
     # Evaluation
 
-    def evaluate(self, engine: TokenSampler, domains: Sequence[str] | None = None) -> dict[str, Score]:
+    def evaluate(self, engine: TokenSampler, domains: Sequence[str] | None = None) -> dict[str, Measures]:
         spec = self.spec.eval
         questions = {domain: asked for domain, asked in self.questions.items() if domains is None or domain in domains}
         if not questions:
@@ -230,16 +228,16 @@ class StageRun:
         limit = spec.max_new_tokens or self.spec.rollout.max_new_tokens
         sampling = Sampling(limit, stop_ids=self.stop_ids, stop_strings=tuple(self.spec.rollout.stop))
         return evaluate(engine, questions, sampling, self.student.tokenizer, greedy=spec.greedy, k=spec.k,
-                        temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewards)  # fmt: skip
+                        temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewarder)  # fmt: skip
 
-    def evaluate_teachers(self) -> dict[str, dict[str, Score]]:
+    def evaluate_teachers(self) -> dict[str, dict[str, Measures]]:
         """Every teacher of the role `teacher` on every domain: its own, and what it has forgotten."""
         return {
             name: self.evaluate(self._engine(self.teachers[name].model))
             for name in dict.fromkeys(self.routes.get("teacher", {}).values())
         }
 
-    def evaluate_weight_average(self) -> dict[str, Score]:
+    def evaluate_weight_average(self) -> dict[str, Measures]:
         names = list(dict.fromkeys(self.routes.get("teacher", {}).values()))
         return self.evaluate(self._engine(weight_average([self.teachers[name].model for name in names])))
 

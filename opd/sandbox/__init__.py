@@ -1,6 +1,18 @@
 """A sandbox for code nobody has read: programs the model wrote, and libraries that may run what it wrote."""
 
 from opd.sandbox.machine import choose, trouble
-from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, kill, python, run, start
+from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, kill, python, run_program, start
 
-__all__ = ["MEGABYTE", "START", "Cell", "Limits", "Outcome", "choose", "kill", "python", "run", "start", "trouble"]
+__all__ = [
+    "MEGABYTE",
+    "START",
+    "Cell",
+    "Limits",
+    "Outcome",
+    "choose",
+    "kill",
+    "python",
+    "run_program",
+    "start",
+    "trouble",
+]

@@ -11,7 +11,7 @@ from functools import cache
 
 from opd.errors import RecipeError
 from opd.sandbox import seccomp
-from opd.sandbox.walls import Limits, python, run
+from opd.sandbox.walls import Limits, python, run_program
 
 OLDEST_KERNEL = (5, 14)  # counts the processes of a user by namespace
 log = logging.getLogger("opd.sandbox")
@@ -48,7 +48,7 @@ def trouble(kind: str) -> str:
         if os.geteuid() == 0:
             return "its process limit does not bind root"
     try:
-        outcome = run([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
+        outcome = run_program([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
     except OSError as error:
         return str(error)
     return "" if outcome.stdout == b"1\n" else (outcome.error or outcome.stderr.decode(errors="replace").strip())

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from opd.sandbox import seccomp
 from opd.sandbox.memory import TICK, resident
@@ -73,7 +73,7 @@ class Cell:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def run(
+def run_program(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> Outcome:
     """Run a program in its sandbox, to its end or its limits. `files` are written into its working folder."""
@@ -87,7 +87,7 @@ def start(
     argv: Sequence[str], *, kind: str, limits: Limits, files: Mapping[str, str] | None = None, cell: Cell | None = None,
     directory: str | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:  # fmt: skip
-    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run` waits for it."""
+    """A sandboxed process with pipes on 0, 1 and 2, and the descriptor its fate is read from. `run_program` waits for it."""
     cell = cell or Cell()
     links, binds = _system(cell)
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", **cell.environment}  # fmt: skip
@@ -238,7 +238,14 @@ class _Watch:
         return Outcome(out, wailed, code, self.timed_out, self.flooded, self.swollen, error)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+class Killable(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def kill(process: Killable) -> None:
     """The process and all it started. The sandbox's pid namespace goes with its first process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -152,19 +152,21 @@ class Index:
                       version_min=low, version_max=high)  # fmt: skip
 
     def note(self, row: int, facts: Mapping[str, Any]) -> None:
-        merged = {**self.notes(row), **facts}
-        score = merged.get("score")
-        if isinstance(score, (int, float)) and not isinstance(score, bool):
-            self.rows.set(row, reward=float(merged.pop("score")))
-        elif "score" in merged:
+        renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # as older runs call it
+        merged = {**self.notes(row), **renamed}
+        reward = merged.get("reward")
+        if isinstance(reward, (int, float)) and not isinstance(reward, bool):
+            self.rows.set(row, reward=float(merged.pop("reward")))
+        elif "reward" in merged:
             self.rows.set(row, reward=np.nan)
         if merged or self.facts[row]:
             self.facts[row] = json.dumps(merged) if merged else ""
 
     def notes(self, row: int) -> dict[str, Any]:
         reward = float(self.rows["reward"][row])
-        held = {} if np.isnan(reward) else {"score": reward}
-        return {**held, **(json.loads(text) if (text := self.facts[row]) else {})}
+        held = {} if np.isnan(reward) else {"reward": reward}
+        kept = json.loads(text) if (text := self.facts[row]) else {}
+        return {**held, **{"reward" if key == "score" else key: value for key, value in kept.items()}}
 
     def attach(self, row: int, what: str, place: Place, size: int) -> None:
         self.attached.append(rollout=row, what=self.code("what", what), segment=place.segment, offset=place.offset, size=size)  # fmt: skip

@@ -28,8 +28,8 @@ def sample_and_reward(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
             rollouts = run.store.load(run.trajectories.collect(visits, run.version))
-        with clock("judge"):
-            rewards |= run.judge(rollouts, visits)
+        with clock("reward"):
+            rewards |= run.reward(rollouts, visits)
         groups: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)

@@ -35,10 +35,10 @@ class Clock:
 
 def step_metrics(
     stage: str, step: int, rollouts: Sequence[Rollout], statistics: Sequence[tuple[Pack, TokenStatistics]],
-    scores: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
+    rewards: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
     updates: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher judged."""
+    """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher scored."""
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if (rollout.author != Author.DATA).any()]
     metrics: dict[str, Any] = {
@@ -64,10 +64,10 @@ def step_metrics(
     metrics["truncated"] = float(np.mean([rollout.stop == "length" for rollout in rollouts]))
     metrics["mismatch"] = _mean(np.concatenate([found.mismatch for _, found in statistics]))
     own = {rollout.id for rollout in rollouts if (rollout.author == Author.STUDENT).any()}
-    judged = [score for name, score in scores.items() if score is not None and name in own]
-    metrics["score"] = float(np.mean(judged)) if judged else None
-    if scores:
-        metrics["unjudged"] = sum(score is None for score in scores.values()) / len(scores)
+    given = [reward for name, reward in rewards.items() if reward is not None and name in own]
+    metrics["reward"] = float(np.mean(given)) if given else None
+    if rewards:
+        metrics["unrewarded"] = sum(reward is None for reward in rewards.values()) / len(rewards)
     metrics |= {f"kl/{domain}": _mean(values) for domain, values in joined.items()}
     metrics |= _shares([found.counts for _, found in statistics])
     metrics |= dict(extra)

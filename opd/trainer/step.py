@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
-    run.rewards.drain()  # what evaluation rewarded is not this step's
+    run.rewarder.drain()  # what evaluation rewarded is not this step's
 
     rollouts, rewards, sampled = sample_and_reward(run, clock)
     run.require_rewarded(step, rewards)
@@ -47,7 +47,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
         result = run.trainer.step(batch, step)
         run.publish()
 
-    rewarding = {f"rewards/{name}": count for name, count in run.rewards.drain().items()}
+    rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
     extra = {"lr": result.rate, "grad_norm": max(result.norms), **sampled, **result.metrics, **rewarding}
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)

@@ -85,7 +85,7 @@ class Trajectories:
 
     @property
     def taken_up(self) -> bool:
-        """Whether the latest batch has rollouts of an earlier process, which may have been judged and scored already."""
+        """Whether the latest batch has rollouts of an earlier process, which may have been rewarded and scored already."""
         return bool(self.used or self.continued)
 
     def rollout_id(self, visit: Visit, sample: int) -> str:

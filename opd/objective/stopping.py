@@ -1,0 +1,88 @@
+"""When training has brought what it can: rules over the evaluations of a stage, and what a plateau is. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from opd.settings import Choice, Family, Positive
+
+if TYPE_CHECKING:
+    from opd.settings import StageView
+
+
+@dataclass(frozen=True)
+class EvaluationHistory:
+    """`eval.metric`, evaluation after evaluation, and the teachers' own level."""
+
+    values: Sequence[float | None]  # None: nothing could be measured
+    teacher: float | None = None  # None: they were not evaluated
+
+    @property
+    def best(self) -> float | None:
+        return max((value for value in self.values if value is not None), default=None)
+
+    @property
+    def without_better(self) -> int:
+        """Evaluations since the best one."""
+        known = [number for number, value in enumerate(self.values) if value is not None and value == self.best]
+        return len(self.values) - 1 - known[0] if known else len(self.values)
+
+    def plateau(self, patience: int) -> bool:
+        """Whether that many evaluations in a row brought nothing better."""
+        return self.without_better >= patience
+
+
+class StopRule(Choice):
+    """Asked after every periodic evaluation."""
+
+    family = "stop_rule"
+
+    def should_stop(self, history: EvaluationHistory) -> bool:
+        raise NotImplementedError
+
+
+class Patience(StopRule):
+    """Nothing better for a while."""
+
+    name = "patience"
+    by_default = True
+    patience: Positive = Field(3, description="evaluations without a better metric")
+
+    def should_stop(self, history: EvaluationHistory) -> bool:
+        return history.plateau(self.patience)
+
+
+class Target(StopRule):
+    """Good enough: a value, or a share of the teachers' own level."""
+
+    name = "target"
+    value: float | None = Field(None, ge=0, le=1, description="the metric to reach")
+    of_teacher: float | None = Field(
+        None, gt=0, le=10, description="share of the teachers' level; 1 unless `value` is set"
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Target:
+        if self.value is not None and self.of_teacher is not None:
+            raise ValueError(f"`value` ({self.value}) and `of_teacher` ({self.of_teacher}) are two targets: keep one")
+        return self
+
+    def should_stop(self, history: EvaluationHistory) -> bool:
+        goal = self.value
+        if goal is None and history.teacher is not None:
+            goal = (1.0 if self.of_teacher is None else self.of_teacher) * history.teacher
+        return goal is not None and history.best is not None and history.best >= goal
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.value is None and not (view.teachers_evaluated and "teacher" in view.roles):
+            yield (
+                "eval.early_stop target compares with the teachers, and none is evaluated. Set eval.teachers: true, or the "
+                "`value` to reach."
+            )
+
+
+STOP_RULES = Family("stop_rule", default=Patience.name)

@@ -1,0 +1,158 @@
+"""What every reward is made of: one class per kind, with its settings, what it needs to be there, and how an answer is rewarded.
+
+The line they all keep: an answer that is no answer (garbage where a number was asked for, code that hangs or crashes) is
+wrong, reward 0. A check that could not be made (no reference answer, a library that crashed or hung) gives no reward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from opd import sandbox
+from opd.errors import RecipeError
+from opd.settings import Choice, Family
+from opd.types import Prompt, RewardResult, Sample
+
+MISSING = RewardResult(None, error="the prompt has no reference answer")
+
+
+class RewardKind(Choice):
+    """One reward. Unless it says otherwise it runs in a worker process that is killed when an answer takes too long."""
+
+    family = "reward"
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)  # of the rewards it may give
+    in_process: ClassVar[bool] = False  # linear in the text, so it cannot hang
+    evaluates: ClassVar[bool] = False  # a library that may run what it parses: only behind the sandbox's walls
+    sees_prompt: ClassVar[bool] = False  # beyond its fields
+    asks_prompt: ClassVar[bool] = False  # which reward to be
+    package: ClassVar[str] = ""  # that has to be there
+    install: ClassVar[str] = ""  # how it gets there
+
+    weight: float = Field(1.0, allow_inf_nan=False, description="in a sum of rewards")
+    time_limit: float = Field(10.0, gt=0, le=86_400, description="seconds per sample; code: per test case")
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name
+
+    @property
+    def forks(self) -> bool:
+        """Whether every answer gets a process of its own."""
+        return self.evaluates
+
+    def reward(self, sample: Sample) -> RewardResult | float | None:
+        """A number within `bounds`, or None: there is no reward for this answer."""
+        raise NotImplementedError
+
+    def covers(self, prompt: Prompt) -> bool:
+        """Is there anything to reward this prompt's answers by?"""
+        return True
+
+    def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
+        """The reward that answers to such a prompt get, or why there is none."""
+        return self
+
+    def within(self, sandbox: str) -> RewardKind:
+        """The same where the recipe's `rewards.sandbox` is this one."""
+        return self
+
+    def limit(self, sample: Sample) -> float:
+        """Seconds for one sample."""
+        return self.time_limit
+
+    def require(self, sandbox: str) -> None:
+        """Everything it needs is here, or the error says what is missing: now, not at step 400."""
+        if self.package and not importable(self.package):
+            raise RecipeError(f"rewards: kind {self.name} needs the {self.package} package: {self.install}.")
+        self.walls(sandbox)
+
+    def walls(self, sandbox: str) -> str:
+        """The sandbox that its workers stand in."""
+        return sandbox_here(sandbox) if self.evaluates else "none"
+
+    def file(self) -> Path | None:
+        """The user's own file that it reads, if any: a run notices when it changes."""
+        return None
+
+    def load(self) -> None:
+        """Everything it imports, so that it is not the sample's time. What an answer may reach is guarded first."""
+        if self.package:
+            importlib.import_module(self.package)
+
+
+class Reward(RewardKind):
+    """A reward of your own: `@opd.register` above a subclass with `name`, settings, and `reward(sample)`.
+
+    Every answer is rewarded in a fork of a worker that has loaded the class. `keeps_process` has one process for all answers
+    instead: for rewards that load a model or open a connection when first asked.
+    """
+
+    bounds = (-1e6, 1e6)
+    sees_prompt = True
+    keeps_process: ClassVar[bool] = False
+
+    @property
+    def forks(self) -> bool:
+        return not self.keeps_process
+
+
+class RewardFamily(Family):
+    """`numeric`, `{kind: numeric, …}`, and `module:function` or `file.py:function` for a function of one's own."""
+
+    def read(self, value: Any) -> Choice:
+        if isinstance(value, str) and ":" in value:
+            value = {"kind": "custom", "function": value}
+        return super().read(value)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {
+            "anyOf": [
+                *super().__get_pydantic_json_schema__(schema, handler)["anyOf"],
+                {"type": "string", "pattern": ":"},
+            ]
+        }
+
+
+FAMILY = RewardFamily("reward", default="verifier")
+
+
+def right(found: bool, feedback: str = "") -> RewardResult:
+    return RewardResult(float(found), feedback=feedback)
+
+
+def give(kind: RewardKind, sample: Sample) -> RewardResult:
+    """The reward for a sample. ValueError: what the kind gave is no number in range."""
+    found = kind.reward(sample)
+    if found is None:
+        return RewardResult(None, error=f"{kind.label} gave no reward")
+    result = found if isinstance(found, RewardResult) else RewardResult(float(found))
+    given, turns = (None if result.reward is None else float(result.reward)), tuple(map(float, result.per_turn))
+    low, high = kind.bounds
+    for value in (given, *turns):
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            raise ValueError(f"{kind.label} gave {value}; a reward is a number from {low:g} to {high:g}")
+    return replace(result, reward=given, per_turn=turns)
+
+
+def importable(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@cache
+def sandbox_here(wanted: str) -> str:
+    """What a recipe's `sandbox` is on this machine; tried, and warned of, once."""
+    return sandbox.choose(wanted)

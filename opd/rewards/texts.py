@@ -1,0 +1,135 @@
+"""Rewards that read the text of an answer: exact match, numbers, a regular expression, a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from opd.rewards import answers
+from opd.rewards.reward import MISSING, RewardKind, right
+from opd.types import RewardResult, Sample
+
+Extract = Literal["auto", "all", "last_line", "boxed"]
+WHERE = "where the answer stands; auto: all of it (exact), the boxed or else last number (numeric)"
+
+
+class Referenced(RewardKind):
+    """Compares with a reference answer."""
+
+    field: str = Field("answer", description="the prompt's field that holds the right answer")
+
+    def references(self, sample: Sample) -> list[Any]:
+        """The reference answer, or several of which any is right."""
+        found = sample.prompt.fields.get(self.field)
+        if found is None:
+            return []
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+class Exact(Referenced):
+    """The answer is the reference."""
+
+    name = "exact"
+    in_process = True
+    extract: Extract = Field("auto", description=WHERE)
+    ignore: list[Literal["case", "space", "punctuation", "articles"]] = Field(
+        default_factory=list, description="differences an exact match overlooks"
+    )
+
+    def reward(self, sample: Sample) -> RewardResult:
+        wanted = self.references(sample)
+        if not wanted:
+            return MISSING
+        answer = answers.extract(sample.text, "all" if self.extract == "auto" else self.extract)
+        if answer is None:
+            return right(False, "no boxed answer")
+        answer = answers.normalise(answer, self.ignore)
+        return right(any(answer == answers.normalise(answers.written(reference), self.ignore) for reference in wanted))
+
+
+class Numeric(Referenced):
+    """The answer's number is the reference's, within a tolerance."""
+
+    name = "numeric"
+    in_process = True
+    extract: Extract = Field("auto", description=WHERE)
+    tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False, description="largest relative difference of two numbers")
+    absolute: float = Field(0.0, ge=0, allow_inf_nan=False, description="largest absolute difference of two numbers")
+
+    def reward(self, sample: Sample) -> RewardResult:
+        known = [answers.last_number(answers.written(reference)) for reference in self.references(sample)]
+        wanted = [reference for reference in known if reference is not None]
+        if not wanted:
+            return RewardResult(None, error=f"the prompt's {self.field!r} holds no number")
+        text = answers.boxed(sample.text) if self.extract == "auto" else answers.extract(sample.text, self.extract)
+        if text is None:
+            if self.extract != "auto":
+                return right(False, "no boxed answer")
+            text = sample.text
+        found = answers.last_number(text, alone=self.extract == "all")
+        if found is None:
+            return right(False, "no number")
+        return right(any(answers.close(found, reference, self.tolerance, self.absolute) for reference in wanted))
+
+
+class Format(RewardKind):
+    """A regular expression matches."""
+
+    name = "format"
+    pattern: str = Field(description="regular expression; `.` crosses lines")
+    whole: bool = Field(False, description="the pattern must match all of the answer, not a part")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_pattern(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and settings.get("pattern") is None:
+            raise ValueError("a format reward needs a pattern")
+        return settings
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return value
+
+    def reward(self, sample: Sample) -> RewardResult:
+        pattern = re.compile(self.pattern, re.DOTALL)
+        return right(bool(pattern.fullmatch(sample.text.strip()) if self.whole else pattern.search(sample.text)))
+
+
+class Json(RewardKind):
+    """The answer, or its last JSON block, satisfies a schema."""
+
+    name = "json"
+    package = "jsonschema"
+    install = "pip install 'opd[json]'"
+    json_schema: dict[str, Any] | None = Field(None, description="default: the prompt's field `schema`")
+
+    def reward(self, sample: Sample) -> RewardResult:
+        import jsonschema
+
+        schema = self.json_schema if self.json_schema is not None else sample.prompt.fields.get("schema")
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if not isinstance(schema, Mapping):
+            return RewardResult(None, error="no JSON schema: neither json_schema in the recipe nor a field `schema`")
+        fenced = [content for language, content in answers.blocks(sample.text) if language in ("json", "")]
+        try:
+            found = json.loads(fenced[-1] if fenced else sample.text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            return right(False, f"not JSON: {error}"[:200])
+        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        validator.check_schema(schema)
+        problem = next(iter(validator(schema).iter_errors(found)), None)
+        return right(problem is None, "" if problem is None else problem.message[:200])
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
