@@ -124,6 +124,19 @@ class SignalNeed:
 
 
 @dataclass(frozen=True, eq=False)
+class Rendered:
+    """What a teacher reads of a rollout: ids, and where response tokens stand among them, as spans (s0, s1, t0, t1)."""
+
+    ids: np.ndarray  # int32
+    spans: tuple[tuple[int, int, int, int], ...]
+    view: str = "same"
+
+    @property
+    def length(self) -> int:
+        return int(self.ids.size)
+
+
+@dataclass(frozen=True, eq=False)
 class Signal:
     """A teacher's answer about one rollout. Missing values are NaN and masked out, never 0.
 
@@ -200,13 +213,34 @@ class TokenSampler(Protocol):
 
 
 class Teacher(Protocol):
+    """Whatever scores. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+
     name: str
     role: str
-    offers: frozenset[str]
+    offers: frozenset[SignalKind]
+    version: int  # of what it scores with; every signal carries it
+    context: int  # tokens it can read
 
-    def score(self, rollouts: Sequence[Rollout], need: SignalNeed) -> list[Signal]: ...
+    @property
+    def model(self) -> Any:
+        """A `LanguageModel` in this process, which can sample, be mixed in and averaged; None where there is none."""
 
-    def observe(self, step: int, weights: WeightsRef) -> None: ...
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        """In the order of the rollouts. `seen`: what it reads of each; without it, what the student read."""
+
+    def project(self, hidden: Any) -> Any:
+        """Hidden states that it gave, as its distribution (`opd.Projection`)."""
+
+    def observe(self, step: int, weights: WeightsRef) -> None:
+        """The student after a step."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Tensors that a checkpoint has to hold; none for a teacher that does not move."""
+
+    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """As it was when the checkpoint was saved. The student has been restored already."""
 
 
 Rewarding = Callable[[Sequence[Sample]], list[RewardResult]]

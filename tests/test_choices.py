@@ -54,6 +54,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "correction.icepop": {"low": 0.1, "high": 3.0, "veto": 0.01}, "correction.tis": {"level": "sequence", "high": 5.0},
     "correction.mis": {"level": "geometric", "low": 0.9, "high": 1.1}, "correction.prefix": {"high": 1.5}, "correction.none": {"veto": 0.2},
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
+    "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
+                       "view": {"kind": "template", "template": "{answer}", "skip": 2}},
+    "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
@@ -129,6 +132,27 @@ def test_recipes_that_earlier_versions_wrote_are_read(changes: dict[str, Any]) -
     if not {"surrogate", "correction", "advantage"} & changes.keys():
         assert found == term(**short)
     assert term(**found.model_dump()) == found
+
+
+def test_stages_that_earlier_versions_wrote_are_read() -> None:
+    """Every key of a source, whatever it was; a sampler and a stop rule without a name."""
+    prompt = {"domain": None, "share": 1.0, "split": "train", "eval_source": None, "limit": None, "columns": {}, "options": {},
+              "chat_template_kwargs": {}}  # fmt: skip
+    addresses = ["task:addition", "reasoning_gym:chain_sum", "/data/rows.jsonl", "owner/name"]
+    stage = Stage.model_validate(
+        {
+            "student": "tiny/generalist",
+            "prompts": [{"source": address} | prompt for address in addresses],
+            "sampler": {"slots": None, "prefill_rows": None, "prefill_chunk": None, "dtype": None, "compile": False},
+            "eval": {"early_stop": {"patience": 4}},
+        }
+    )
+    assert [source.name for source in stage.prompts] == ["task", "reasoning_gym", "file", "dataset"]
+    assert stage == Stage.model_validate(stage.model_dump(mode="json"))
+    assert (stage.sampler.name, stage.eval.early_stop) == (
+        "builtin",
+        spelled_out(Family("stop_rule"), "patience", {"patience": 4}),
+    )
 
 
 def test_a_key_of_another_choice_is_a_mistake() -> None:

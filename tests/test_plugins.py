@@ -29,6 +29,8 @@ OWN = (
     "advantage.brevity",
     "form.unlikelihood",
     "writer.echo",
+    "teacher.blend",
+    "view.told",
     "tracker.table",
     "reward.brief",
     "source.doubles",
@@ -65,12 +67,18 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
+    assert 0 <= line["unshown/arithmetic"] < 1
+    assert line["reverse_kl"] > 0
     assert (run.directory / "table.txt").read_text() == f"1;{line['loss']}\n"
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())
     assert resolved["plugins"] == ["plugins/mine.py"]
     assert resolved["stages"][0]["objective"][0]["scale"] == 0.5
+    assert resolved["stages"][0]["teachers"]["arithmetic"]["view"] == {"kind": "told", "skip": 0, "share": 0.5}
+    (rollout,) = run.rollouts.load([next(iter(run.rollouts.entries))])
+    (signal,) = run.rollouts.signals([rollout.id], "teacher", "logprobs_at").values()
+    assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
     assert resolved["stages"][0]["rewards"]["domains"]["default"][1]["longest"] == 20
     assert line["rewards/given"] == 24
     assert plugins.origin(families.find("reward", "brief")) == str(run.directory / "plugins" / "mine.py")
@@ -92,7 +100,9 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     shown = CliRunner().invoke(app, ["schema", str(recipe)])
     assert shown.exit_code == 0, shown.output
-    assert {"Late", "Brevity", "Unlikelihood", "Doubles", "Brief"} <= set(json.loads(shown.output)["$defs"])
+    assert {"Late", "Brevity", "Unlikelihood", "Doubles", "Blend", "Told", "Brief"} <= set(
+        json.loads(shown.output)["$defs"]
+    )
     assert {"Late", "Brevity", "Unlikelihood", "Brief"} <= set(recipe_schema()["$defs"])
     stop = ["eval={every: 1, early_stop: {kind: drop, by: 0.1}}"]
     assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == families.find("stop_rule", "drop")(by=0.1)
@@ -101,6 +111,9 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
         ("objective.0.gate.0.after=8", "leaves nothing of 8 tokens"),
         ("objective.0.scale=0", r"objective\.0\.scale"),
+        ("teachers.arithmetic.models=[tiny/arithmetic]", r"teachers\.arithmetic\.models"),
+        ("teachers.arithmetic.view.shar=1", "did you mean 'share'"),
+        ("rollout.teacher_share=0.1", "teacher_share needs a model.*of kind blend, has none"),
         ("rewards.1.longest=0", r"rewards\.domains\.default\.1\.longest"),
         ("rewards.1.tolerance=1", "tolerance belongs to reward numeric, not to brief"),
         ("rollout.writers.0.share=0", "no share"),
@@ -214,6 +227,20 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
     found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
+
+
+def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:
+    small = ["train.steps=1", "rollout={prompts: 3, max_new_tokens: 6}", "eval.prompts=0", "device=cpu", "log={}"]
+    runs = [
+        opd.run(str(recipe), overrides=[*small, f"sampler={{engine: {engine}}}"], out=tmp_path / engine)
+        for engine in ("builtin", "one_by_one")
+    ]
+    one, other = ([rollout.response_ids.tolist() for rollout in run.rollouts.where().load()] for run in runs)
+    assert sorted(one) == sorted(other)
+    with pytest.raises(RecipeError, match="the sampler one_by_one cannot draw from two models"):
+        load_recipe(str(recipe), ["rollout={teacher_mix: 0.2}", "sampler={engine: one_by_one}"])
+    with pytest.raises(RecipeError, match="slots belongs to sampler builtin, not to one_by_one"):
+        load_recipe(str(recipe), ["sampler={engine: one_by_one, slots: 4}"])
 
 
 def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) -> None:

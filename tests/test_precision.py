@@ -88,7 +88,7 @@ def test_a_mixed_run_goes_on_bit_for_bit(
 ) -> None:
     whole = opd.run(small(models, "mixed"), out=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        strike(patch, "opd.trainer.step:train_step", 4, Crash)
+        strike(patch, "opd.trainer.optimiser:Optimiser.step", 4, Crash)
         with pytest.raises(Crash):
             opd.run(small(models, "mixed"), out=tmp_path / "cut")
     again = opd.resume(tmp_path / "cut")

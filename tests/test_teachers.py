@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from opd.config import TeacherSpec
 from opd.errors import RecipeError
 from opd.models.attention import Packed
+from opd.teachers.kinds import FrozenTeacher
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import by_teacher, routes
 from opd.types import Author, Rollout, SignalNeed
@@ -25,8 +25,8 @@ def rollout(name: str, prompt: list[int], response: list[int], domain: str = "d"
     )  # fmt: skip
 
 
-def spec(**fields: object) -> TeacherSpec:
-    return TeacherSpec(model="x", **fields)  # type: ignore[arg-type]
+def spec(**fields: object) -> FrozenTeacher:
+    return FrozenTeacher(model="x", **fields)  # type: ignore[arg-type]
 
 
 def test_routes_by_name_list_and_alone() -> None:
@@ -44,7 +44,7 @@ def test_routes_by_name_list_and_alone() -> None:
     ("teachers", "domains", "words"),
     [
         ({"a": spec(), "b": spec()}, ["a", "c"], "'c' has no teacher"),
-        ({"a": spec(), "b": spec()}, ["a"], "'b' judges no domain"),
+        ({"a": spec(), "b": spec()}, ["a"], "'b' scores no domain"),
         ({"a": spec(domains=["d"]), "b": spec(domains=["d"])}, ["d"], "several teachers"),
         ({"a": spec(domains=["x"])}, ["d"], "'d' has no teacher"),
         ({}, ["d"], "no teacher has it"),

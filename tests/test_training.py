@@ -362,7 +362,7 @@ def test_mistakes_are_found_before_the_first_step(models: dict[str, str], tmp_pa
         (
             {"teachers": {"a": models["one"], "b": models["two"], "c": models["two"]}},
             RecipeError,
-            "'c' judges no domain",
+            "'c' scores no domain",
         ),
         (
             {"prompts": [{"source": str(long), "domain": "a"}], "teachers": {"a": models["one"]}},

@@ -26,7 +26,6 @@ from opd.config.stage import (
     Stage,
     Store,
     Student,
-    TeacherSpec,
     Train,
 )
 from opd.objective.term import Term
@@ -44,7 +43,6 @@ __all__ = [
     "Stage",
     "Store",
     "Student",
-    "TeacherSpec",
     "Term",
     "Train",
     "find_recipe",

@@ -55,7 +55,13 @@ def _each(value: Any, base: Path, place: Place) -> Any:
 
 def _text(value: str, base: Path, place: Place) -> str:
     match place:
-        case ("student",) | ("student", "model") | ("teachers",) | ("teachers", _) | ("teachers", _, "model"):
+        case (
+            ("student",)
+            | ("student", "model")
+            | ("teachers",)
+            | ("teachers", _)
+            | ("teachers", _, "model" | "models", *_)
+        ):
             return _absolute(value, base, MODEL_FILES)
         case ("prompts",) | ("prompts", "source" | "eval_source"):
             return _prompts(value, base)

@@ -20,8 +20,9 @@ def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
     earlier: list[str] = []
     for stage in recipe.stages:
-        teachers = {f"teachers.{name}": teacher.model for name, teacher in stage.teachers.items()}
-        for key, model in {"student": stage.student.model, **teachers}.items():
+        models = [("student", stage.student.model)]
+        models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
+        for key, model in models:
             name = model.removeprefix(STAGE_PREFIX)
             if name != model and name not in earlier:
                 raise RecipeError(
@@ -87,14 +88,37 @@ def _choices(stage: Stage) -> Iterator[str]:
 
 def _teachers(stage: Stage) -> Iterator[str]:
     asked = list(dict.fromkeys(["teacher", *(role for term in stage.objective for role in term.roles)]))
-    for name, spec in stage.teachers.items():
-        if spec.role not in asked:  # `teacher` is there for evaluation and sampling too
-            yield f"teachers.{name}: nobody asks for the role {spec.role!r}; the roles asked for are {', '.join(asked)}."
-        if spec.domains is not None and len(set(spec.domains)) < len(spec.domains):
-            yield f"teachers.{name}.domains: {', '.join(spec.domains)}: a domain comes twice."
-    judges = [spec for spec in stage.teachers.values() if spec.role == "teacher"]
-    if stage.eval.prompts and stage.eval.weight_average and len(judges) < 2:
-        yield f"eval.weight_average averages teachers, and there are {len(judges)}. Set it to false."
+    for name, kind in stage.teachers.items():
+        if kind.role not in asked:  # `teacher` is there for evaluation and sampling too
+            yield f"teachers.{name}: nobody asks for the role {kind.role!r}; the roles asked for are {', '.join(asked)}."
+        if kind.domains is not None and len(set(kind.domains)) < len(kind.domains):
+            yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
+        for choice in (kind, kind.view):
+            yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
+    asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
+    if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
+        yield f"eval.weight_average averages teachers, and there are {len(asking)}. Set it to false."
+    yield from _offers(stage)
+
+
+def _offers(stage: Stage) -> Iterator[str]:
+    """What teachers cannot give: a signal that a term needs, or a model to sample from."""
+    updates = stage.train.epochs * stage.train.minibatches
+    for number, term in enumerate(stage.objective):
+        place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
+        for role, signal in term.needs(updates).signals:
+            for name, kind in stage.teachers.items():
+                if kind.role == role and signal not in kind.offers:
+                    yield (
+                        f"{place}: {term.name} needs {signal!r} of the role {role!r}, and teachers.{name}, of kind {kind.name}, offers "
+                        f"{', '.join(sorted(kind.offers))}. Use another form of loss, or another kind of teacher."
+                    )
+    drawn = {f"rollout.{key}": getattr(stage.rollout, key) for key in ("teacher_share", "teacher_mix")}
+    drawn["eval.weight_average"] = bool(stage.eval.prompts) and stage.eval.weight_average
+    for key in (key for key, value in drawn.items() if value):
+        for name, kind in stage.teachers.items():
+            if kind.role == "teacher" and not kind.has_model:
+                yield f"{key} needs a model in this process, and teachers.{name}, of kind {kind.name}, has none. Drop it."
 
 
 def _evaluation(stage: Stage) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from opd.config.names import NAME_PATTERN
 from opd.config.stage import Stage
 from opd.plugins import load_announced
+from opd.settings import Family
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -25,7 +26,8 @@ def recipe_schema() -> Schema:
     schema = Stage.model_json_schema()
     for definition in schema["$defs"].values():
         _shorten(definition.get("properties", {}), schema["$defs"])
-    for partial in ("Student", "TeacherSpec", "Hub"):  # a stage gives some of their keys, the defaults the others
+    teachers = [choice.__name__ for choice in Family("teacher").classes().values()]
+    for partial in ("Student", "Hub", *teachers):  # a stage gives some of their keys, the defaults the others
         schema["$defs"][partial].pop("required", None)
     properties = schema["properties"]
     _shorten(properties, schema["$defs"])

@@ -34,20 +34,6 @@ class Student(BaseModel):
     gradient_checkpointing: bool = False
 
 
-class TeacherSpec(BaseModel):
-    """A model that judges. It judges the domain it is named after, unless `domains` says otherwise."""
-
-    model_config = SETTINGS
-    model: Address
-    revision: Word | None = None
-    role: Word = Field("teacher", description="terms ask for signals by role")
-    domains: list[Word] | None = Field(
-        None, min_length=1, description="default: its own name, or every domain if it is alone in its role"
-    )
-    dtype: Dtype = "float32"
-    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
-
-
 class Data(BaseModel):
     """What happens to rows that cannot be used: malformed, too long, or without the completion that is asked for."""
 
@@ -167,7 +153,7 @@ class Stage(BaseModel):
     model_config = SETTINGS
     name: Word = "main"
     student: Student
-    teachers: dict[Word, TeacherSpec] = Field(default_factory=dict)
+    teachers: dict[Word, Annotated[Any, Family("teacher", default="frozen")]] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()

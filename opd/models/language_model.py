@@ -27,7 +27,7 @@ from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
-    from opd.models.packing import Pack
+    from opd.models.packing import Row
     from opd.models.settings import Lora
 
 
@@ -71,7 +71,7 @@ class LanguageModel:
     def project(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.head.weight, self.head.bias, self.scale, self.softcap, self.size)
 
-    def predict(self, batch: Pack) -> Projection:
+    def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
         return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -46,15 +47,36 @@ class Pack:
         )
 
 
-def pack(rollouts: Sequence[Rollout], budget: int, unit: Callable[[Rollout], str] | None = None) -> list[list[Rollout]]:
+class Row(Protocol):
+    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about."""
+
+    @property
+    def ids_T(self) -> Tensor: ...
+    @property
+    def layout(self) -> Packed: ...
+    @property
+    def predicting_N(self) -> Tensor: ...
+
+
+class Sized(Protocol):
+    @property
+    def id(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def pack(rollouts: Sequence[S], budget: int, unit: Callable[[S], str] | None = None) -> list[list[S]]:
     """Cut rollouts, in their order, into batches of at most `budget` tokens. Rollouts of one unit stay together.
 
     A single unit above the budget gets a batch of its own: it is never split, dropped or cut.
     """
-    units: dict[str, list[Rollout]] = {}
+    units: dict[str, list[S]] = {}
     for rollout in rollouts:
         units.setdefault(unit(rollout) if unit else rollout.id, []).append(rollout)
-    batches: list[list[Rollout]] = []
+    batches: list[list[S]] = []
     room = 0
     for members in units.values():
         size = sum(rollout.length for rollout in members)

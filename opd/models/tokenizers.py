@@ -1,4 +1,4 @@
-"""Tokenizer identity: what ids mean decides whether a teacher can judge a student's tokens, never how many there are."""
+"""Tokenizer identity: what ids mean decides whether a teacher can score a student's tokens, never how many there are."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def share_vocabulary(student: LanguageModel, teachers: Mapping[str, LanguageMode
     if lost:
         short = min(models, key=lambda model: model.head.weight.shape[0])
         raise ModelError(
-            f"student {student.name!r} stops at id {lost[0]}, and teacher {short.name!r} has a head of {rows} ids: it cannot judge "
+            f"student {student.name!r} stops at id {lost[0]}, and teacher {short.name!r} has a head of {rows} ids: it cannot score "
             "the end of an answer. Use a teacher that knows the student's stop ids."
         )
     stop = tuple(dict.fromkeys(index for model in models for index in model.stop_ids if index < rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,13 @@ class TrainingBatch:
     signals: Signals = field(default_factory=dict)
     rewards: Rewards = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
+
+    def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
+        """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""
+        mask = np.ones(rollout.response_ids.size, dtype=bool)
+        for need in (need for need in needs if need in self.signals):
+            mask &= self.signals[need][rollout.id].mask
+        return mask
 
     def logprobs(self, role: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Of the response tokens, under the model of a role."""

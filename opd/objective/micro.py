@@ -214,14 +214,19 @@ def token_ids(pack: Pack, device: torch.device) -> Tensor:
 def teacher_projections(
     pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, student: Projection
 ) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
-    """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's."""
+    """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's.
+
+    Rows about which nothing was said are left out.
+    """
     device = student.hidden.device
-    owner = np.repeat([signals[rollout.id].teacher for rollout in pack.rollouts], pack.response_lengths)
-    for name in dict.fromkeys(owner.tolist()):
+    known = [signals[rollout.id] for rollout in pack.rollouts]
+    owner = np.repeat([signal.teacher if signal.mask.any() else "" for signal in known], pack.response_lengths)
+    open_N = open_N & np.concatenate([signal.mask for signal in known])
+    for name in dict.fromkeys(signal.teacher for signal in known if signal.mask.any()):
         rows = np.flatnonzero((owner == name) & open_N)
         hidden = torch.cat(
-            [signals[rollout.id].values for rollout in pack.rollouts if signals[rollout.id].teacher == name]
-        ).to(device)
+            [signal.values.to(device) for signal in known if signal.teacher == name and signal.mask.any()]
+        )
         chosen = open_N[owner == name]
         if not chosen.all():
             hidden = hidden[upload(np.flatnonzero(chosen), device)]

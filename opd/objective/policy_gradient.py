@@ -123,7 +123,7 @@ class PolicyGradient(CorrectedTerm):
             rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
         trained = micro.tensor(weight_N[rows] != 0)
         current = micro.current(rows)
-        advantage = self.token_advantages(prepared, micro, rows, current)
+        advantage = self.token_advantages(prepared, micro, rows, current).masked_fill(~trained, 0.0)
         decoupled = self.surrogate.against == "proximal"
         old = micro.proximal(rows, current) if decoupled else micro.behaviour(rows)
         segment = micro.segment(rows)

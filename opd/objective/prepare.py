@@ -48,7 +48,11 @@ def prepare_term(
         unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
         metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
         left_out |= unrewarded
-    masks = [mask & (rollout.id not in left_out) for mask, rollout in zip(eligible, rollouts, strict=True)]
+    asked = term.needs().signals
+    masks = [
+        mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
+        for mask, rollout in zip(eligible, rollouts, strict=True)
+    ]
     is_open, factors = masks, [mask.astype(np.float64) for mask in masks]
     for number, gate in enumerate(term.gate):
         values = gate.factors(GateView(batch, term.role, eligible, is_open, seed))

@@ -47,16 +47,19 @@ class K2(CorrectedTerm):
         yield from super().refuse(view)
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
+        import torch
+
         rows = np.flatnonzero(weight_N)
         if self.correction is not None:  # rollouts are looked at whole, gated or not
             rows = np.flatnonzero(np.concatenate([prepared.eligible[item.id] for item in micro.pack.rollouts]))
         teacher = micro.tensor(micro.teacher_logprobs(self.role, rows)).float()
         policy = micro.policy(rows)
+        trained = micro.tensor(weight_N[rows] != 0)
         micro.estimate(rows, policy.detach() - teacher)
-        losses, log_ratio = k2(policy, teacher), micro.log_ratio(rows, policy)
+        losses, log_ratio = k2(policy, torch.where(trained, teacher, policy.detach())), micro.log_ratio(rows, policy)
         if self.correction is not None:
             weight, bites = self.correction.apply(log_ratio, micro.segment(rows))
-            micro.count(f"corrected/{prepared.name}", bites[micro.tensor(weight_N[rows] != 0)])
+            micro.count(f"corrected/{prepared.name}", bites[trained])
             losses = losses * weight
         return (losses * micro.tensor(weight_N[rows])).sum()
 

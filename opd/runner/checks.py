@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from opd.config import Stage
+from opd.data.render import render_prompt
 from opd.data.source import Source, Told, silent
-from opd.errors import RecipeError
+from opd.errors import DataError, RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
@@ -22,6 +24,8 @@ from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
 from opd.teachers.router import routes
+from opd.teachers.views import SameView, View
+from opd.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Checked:
     domains: list[str]
     routes: dict[str, dict[str, str]]
     rewarder: Rewarder
-    configs: dict[str, Any]  # of the student, "", and of the teachers by name
+    configs: dict[str, Any]  # of the student, "", and of the models of teachers
     inputs: Looked
 
 
@@ -51,11 +55,12 @@ def check_stage(
     if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
     names = {"": (resolve_model(spec.student.model), spec.student.revision)}
-    names |= {key: (resolve_model(teacher.model), teacher.revision) for key, teacher in spec.teachers.items()}
+    refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
+    names |= {ref.model: (resolve_model(ref.model), ref.revision) for ref in refs}
     configs = {key: load_config(*name) for key, name in names.items()}
     tokenizers = {key: load_tokenizer(*name) for key, name in names.items()}
-    for key, teacher in spec.teachers.items():
-        require_same(tokenizers[""], tokenizers[key], spec.student.model, teacher.model)
+    for ref in refs:
+        require_same(tokenizers[""], tokenizers[ref.model], spec.student.model, ref.model)
     if not any(config.eos_token_id is not None for config in configs.values()) and not any(
         tokenizer.eos_token_id is not None for tokenizer in tokenizers.values()
     ):
@@ -63,9 +68,14 @@ def check_stage(
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
-    table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles])
+    where = "" if spec.name == Stage.model_fields["name"].default else f"stage {spec.name!r}: "
+    table = routes(spec.teachers, domains, [role for term in spec.objective for role in term.roles], where)
     if spec.eval.prompts and spec.eval.weight_average:
-        _require_same_shapes([names[key] for key in dict.fromkeys(table.get("teacher", {}).values())])
+        averaged = dict.fromkeys(table.get("teacher", {}).values())
+        _require_same_shapes([names[ref.model] for name in averaged for ref in spec.teachers[name].reads()])
+    for name, kind in spec.teachers.items():
+        scored = {domain for domain, teacher in table[kind.role].items() if teacher == name}
+        _require_shown(name, kind.view, scored, sources, tokenizers[""])
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
     if any(term.needs().rewards for term in spec.objective) and not any(map(rewarder.covers, examples)):
         raise RecipeError(
@@ -87,6 +97,29 @@ def _require_stop_id(spec: Stage, names: Iterable[tuple[str, str | None]]) -> No
     raise RecipeError(
         f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
     )
+
+
+def _require_shown(name: str, view: View, domains: set[str], sources: Sequence[Source], tokenizer: Any) -> None:
+    """A view that has nothing to show for any prompt would mask them all; what it does show has to be renderable."""
+    if view.name == SameView.name:
+        return
+    prompts = [prompt for source in sources for prompt in source.examples() if prompt.domain in domains]
+    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if prompt.domain in domains))
+    found = next((rewritten for prompt in every if (rewritten := view.rewrite(prompt)) is not None), None)
+    if found is None:
+        fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
+        raise RecipeError(
+            f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores. Their fields are "
+            f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
+        )
+    render_prompt(found, tokenizer)
+
+
+def _rows(source: Source) -> Iterator[Prompt]:
+    """Every prompt that can be read; of sources without end, the first ones."""
+    for index in range(source.size if source.size is not None else 64):
+        with suppress(DataError):  # it is told where rows are scanned
+            yield source.train(index)
 
 
 def _require_same_shapes(names: Iterable[tuple[str, str | None]]) -> None:

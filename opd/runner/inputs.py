@@ -7,17 +7,15 @@ went on with other prompts or another teacher would be neither of the two. Hub m
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from opd.config import STAGE_PREFIX, Stage
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
-from opd.models.adapters import smol_models
+from opd.models.adapters import base_of, is_adapter, smol_models
 from opd.models.directory import reading_model
 from opd.models.load import SMOL_FILE, Location, locate, require_hub, tiny_models
 
@@ -77,15 +75,18 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
 def pinned(stage: Stage, recorded: Inputs) -> Stage:
     """The stage with every hub model at the commit that the run began with."""
 
-    def at(model: Any) -> Any:
-        if model.model.startswith(STAGE_PREFIX):
-            return model
-        location = locate(model.model, model.revision)
+    def commit(model: str, revision: str | None) -> str | None:
+        if model.startswith(STAGE_PREFIX):
+            return None
+        location = locate(model, revision)
         found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
-        return model.model_copy(update={"revision": found["commit"]}) if found else model
+        return found["commit"] if found else None
 
-    teachers = {name: at(teacher) for name, teacher in stage.teachers.items()}
-    return stage.model_copy(update={"student": at(stage.student), "teachers": teachers})
+    student, found = stage.student, commit(stage.student.model, stage.student.revision)
+    teachers = {name: kind.pinned(commit) for name, kind in stage.teachers.items()}
+    if found is not None:
+        student = student.model_copy(update={"revision": found})
+    return stage.model_copy(update={"student": student, "teachers": teachers})
 
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
@@ -117,7 +118,9 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
     found = [(stage.student.model, stage.student.revision, "student")]
-    found += [(teacher.model, teacher.revision, f"teacher {name}") for name, teacher in stage.teachers.items()]
+    found += [
+        (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
+    ]
     yield from (model for model in found if not model[0].startswith(STAGE_PREFIX))
 
 
@@ -125,8 +128,8 @@ def _model_files(name: str) -> Iterator[tuple[Path, str]]:
     """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
     if name in (shipped := tiny_models() | smol_models()):
         yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
-        if (base := _base(shipped[name])) is not None:
-            yield from _model_files(base)
+        if is_adapter(shipped[name]):
+            yield from _model_files(base_of(name, shipped[name]))
         return
     path = _smol() if name == "smol" else Path(name).expanduser()
     if path.suffix == ".gguf":
@@ -134,8 +137,8 @@ def _model_files(name: str) -> Iterator[tuple[Path, str]]:
             yield path, name if name == "smol" else str(path.absolute())
     elif path.is_dir():
         yield from ((file, str(file.absolute())) for file in _weights(path))
-        if (base := _base(path)) is not None:
-            yield from _model_files(base)
+        if is_adapter(path):
+            yield from _model_files(base_of(name, path))
 
 
 def _smol() -> Path:
@@ -149,22 +152,6 @@ def _weights(directory: Path) -> list[Path]:
     return sorted(
         path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
     )
-
-
-def _base(directory: Path) -> str | None:
-    """The model below an adapter that was saved alone."""
-    config = directory / "adapter_config.json"
-    if not config.is_file() or (directory / "config.json").is_file():
-        return None
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        return None  # loading it says what is wrong
-    if not isinstance(found, str):
-        return None
-    return (
-        str(directory / found) if (directory / found).is_dir() else found
-    )  # as it is loaded: beside the adapter first
 
 
 def _hub_name(location: Location) -> str:

@@ -68,7 +68,10 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     checked = check_stage(stage, resolve)
     config, inputs = checked.configs[""], checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
-    teachers = {name: parameter_count(resolve(spec.model), spec.revision) for name, spec in stage.teachers.items()}
+    teachers = {
+        name: sum(parameter_count(resolve(ref.model), ref.revision) for ref in kind.reads())
+        for name, kind in stage.teachers.items()
+    }
     trained = (
         student
         if stage.student.lora is None
@@ -79,12 +82,19 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     return Plan(
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, teachers, longest),
+        rollouts_per_step=rollouts,
+        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, resolve), longest),
     )  # fmt: skip
 
 
+def _held(stage: Stage, resolve: Callable[[str], str]) -> int:
+    """Bytes of the teachers' weights; a model that several of them name is there once."""
+    models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
+    return sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype] for ref in models)
+
+
 def _memory(
-    stage: Stage, device: str, config: Any, student: int, trained: int, teachers: dict[str, int], longest: int
+    stage: Stage, device: str, config: Any, student: int, trained: int, teachers: int, longest: int
 ) -> dict[str, int]:
     """Rough sizes of what is alive at once. Activations: about 34 widths per layer and token, 2 with checkpointing."""
     width, layers, vocabulary = (
@@ -108,7 +118,7 @@ def _memory(
     return {
         "weights": student * each,
         "gradients and AdamW": trained * ((each if precision == "bfloat16" else 4) + kept + 8),
-        "teachers": sum(count * BYTES[stage.teachers[name].dtype] for name, count in teachers.items()),
+        "teachers": teachers,
         "activations": tokens * width * layers * per_layer * (2 if half else 4)
         + 5 * min(64 << 20, tokens * vocabulary * 4),
         "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,

@@ -18,7 +18,6 @@ from opd.evaluation import Measures, evaluate
 from opd.models import load_model
 from opd.models.average import weight_average
 from opd.models.language_model import LanguageModel
-from opd.models.tokenizers import require_same, share_vocabulary
 from opd.objective.objective import Objective
 from opd.runner.checks import check_stage
 from opd.runner.prompts import Looked, response_limit
@@ -26,7 +25,9 @@ from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
-from opd.teachers.local import LocalTeacher
+from opd.teachers.kinds import ModelRef
+from opd.teachers.pool import open_teachers
+from opd.teachers.views import Group
 from opd.text import inline_code, plain
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
@@ -58,21 +59,15 @@ class StageRun:
         device, student = str(self.device), spec.student
         self.student = load_model(resolve_model(student.model), dtype=WEIGHTS[spec.train.precision_on(device)], revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
-        models: dict[str, LanguageModel] = {}
-        for name, teacher in spec.teachers.items():
-            models[name] = load_model(
-                resolve_model(teacher.model), dtype=teacher.dtype, revision=teacher.revision, device=device
-            )
-            require_same(self.student.tokenizer, models[name].tokenizer, student.model, teacher.model)
-        self.stop_ids = share_vocabulary(self.student, models)
+
+        def load(ref: ModelRef) -> LanguageModel:
+            return load_model(resolve_model(ref.model), dtype=ref.dtype, revision=ref.revision, device=device)
+
+        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
         if not self.stop_ids:
             raise RecipeError(
                 f"student {student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
-        self.teachers = {
-            name: LocalTeacher(name, spec.teachers[name].role, model, spec.teachers[name].batch_tokens, self.stop_ids)
-            for name, model in models.items()
-        }
         self._build(checked.inputs, on_token)
 
     def _told(self, name: str, done: int, total: int) -> None:
@@ -150,7 +145,8 @@ class StageRun:
 
     def _slower(self) -> list[str]:
         """Models that do not run packed, or not in slots, and why: said once."""
-        models = (self.student, *(teacher.model for teacher in self.teachers.values()))
+        teachers = (teacher.model for teacher in self.teachers.values() if teacher.model is not None)
+        models: tuple[LanguageModel, ...] = (self.student, *teachers)
         found = {
             f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
             for model in models
@@ -179,12 +175,20 @@ class StageRun:
             model.inference_copy(dtype), self.max_length, merge_stop=self.stop_ids, partner=partner
         )
 
-    def publish(self, version: int | None = None) -> None:
-        """The sampler gets the weights as they are now."""
+    def publish(self, version: int | None = None, step: int | None = None) -> None:
+        """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
         self.version = self.version + 1 if version is None else version
         weights = self.student.weights(self.version)
         for engine in (self.engine, *self._mixed_engines.values()):
             engine.load(weights)
+        if step is not None:
+            for teacher in self.teachers.values():
+                teacher.observe(step, weights)
+
+    def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
+        """The rollouts of one visit, as a teacher's view sees them."""
+        kwargs = self.spec.prompts[visit.source].chat_template_kwargs
+        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids)
 
     def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
         """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""
@@ -231,10 +235,11 @@ class StageRun:
                         temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewarder)  # fmt: skip
 
     def evaluate_teachers(self) -> dict[str, dict[str, Measures]]:
-        """Every teacher of the role `teacher` on every domain: its own, and what it has forgotten."""
+        """Every teacher of the role `teacher` that can answer, on every domain: its own, and what it has forgotten."""
         return {
             name: self.evaluate(self._engine(self.teachers[name].model))
             for name in dict.fromkeys(self.routes.get("teacher", {}).values())
+            if self.spec.teachers[name].has_model
         }
 
     def evaluate_weight_average(self) -> dict[str, Measures]:
@@ -244,10 +249,7 @@ class StageRun:
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     """README.md of a saved model: where it came from, in the hub's format."""
-    teachers = (
-        "\n".join(f"- {inline_code(name)}: {inline_code(teacher.model)}" for name, teacher in spec.teachers.items())
-        or "- none"
-    )
+    teachers = "\n".join(f"- {inline_code(name)}: {inline_code(kind.title)}" for name, kind in spec.teachers.items())
     terms = "\n".join(f"- {inline_code(term.model_dump_json(exclude_defaults=True))}" for term in spec.objective)
     divergence = metrics.get("reverse_kl")
     known = (
@@ -256,7 +258,7 @@ def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
         f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
-        f"Teachers:\n{teachers}\n\nObjective:\n{terms}\n\n{known}"
+        f"Teachers:\n{teachers or '- none'}\n\nObjective:\n{terms}\n\n{known}"
     )
 
 

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
+from opd.teachers.views import Group, SameView, texts_for
 from opd.trainer.metrics import Clock
 from opd.trainer.signal_store import ask
-from opd.types import Rollout, Signal, SignalKind
+from opd.types import Prompt, Rollout, Signal, SignalKind
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 
-def sample_and_reward(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[str, float | None], dict[str, float]]:
-    """The rollouts, their rewards, and what dynamic sampling took.
+@dataclass(frozen=True)
+class Gathered:
+    """The rollouts of a step, their rewards, and what dynamic sampling took."""
+
+    rollouts: list[Rollout]
+    rewards: dict[str, float | None]
+    metrics: dict[str, float]
+    prompts: dict[str, Prompt]  # by id
+    groups: dict[str, Group]  # what views may look at
+
+
+def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
+    """Draw prompts, let them be answered and the answers be rewarded.
 
     With `rollout.contrast`, groups whose rewards are all equal make room for others; if all are, the last round stays.
     """
     spec = run.spec.rollout
     rewards: dict[str, float | None] = {}
     kept: dict[str, list[Rollout]] = {}
+    asked: dict[str, Visit] = {}
     tokens = drawn = 0
     for _ in range(max(spec.contrast, 1)):
         with clock("sample"):
             visits = run.stream.take(spec.prompts - len(kept))
+            asked |= {visit.prompt.id: visit for visit in visits}
             rollouts = run.store.load(run.trajectories.collect(visits, run.version))
         with clock("reward"):
             rewards |= run.reward(rollouts, visits)
@@ -40,7 +56,14 @@ def sample_and_reward(run: StageRun, clock: Clock) -> tuple[list[Rollout], dict[
     metrics: dict[str, float] = {"contrast": len(kept) / drawn, "tokens/sampled": tokens} if spec.contrast else {}
     if run.stream.skipped:  # prompts that cannot be used, since the stage began
         metrics["prompts/skipped"] = run.stream.skipped
-    return [rollout for members in (kept or groups).values() for rollout in members], rewards, metrics
+    kept = kept or groups
+    return Gathered(
+        [rollout for members in kept.values() for rollout in members],
+        rewards,
+        metrics,
+        {name: visit.prompt for name, visit in asked.items()},
+        {name: run.group(asked[members[0].prompt_id], members, rewards) for name, members in kept.items()},
+    )
 
 
 def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -> bool:
@@ -49,14 +72,22 @@ def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -
     return not asked or members[0].source == "data" or len({reward for reward in asked if reward is not None}) > 1
 
 
-def score(run: StageRun, rollouts: Sequence[Rollout], step: int) -> Signals:
-    """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time."""
+def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str, float]]:
+    """Ask the teacher of each rollout, role by role, for what the objective needs. One teacher works at a time.
+
+    With the signals, the share of rollouts for which a teacher's view had nothing to show.
+    """
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
+    metrics: dict[str, float] = {}
     for role, kind in run.objective.needs(step):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
-        for name, asked in by_teacher(rollouts, run.routes[role]).items():
-            for rollout, signal in zip(asked, ask(run, name, asked, role, kind), strict=True):
+        for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
+            view, teacher = run.spec.teachers[name].view, run.teachers[name]
+            seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
+            if view.name != SameView.name:
+                metrics[f"unshown/{name}"] = sum(text is None for text in seen) / len(seen)
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, kind), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
-    return signals
+    return signals, metrics

@@ -9,41 +9,60 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from opd.types import Rollout, Signal, SignalKind, SignalNeed
+from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, Teacher
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 
-def ask(run: StageRun, name: str, rollouts: Sequence[Rollout], role: str, kind: SignalKind) -> list[Signal]:
+def ask(
+    run: StageRun, teacher: Teacher, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], kind: SignalKind
+) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
-    teacher = run.teachers[name]
-    known: dict[str, Signal] = {}
-    if run.trajectories.taken_up:
-        stored = run.store.signals([rollout.id for rollout in rollouts], role, kind)
-        known = {key: _loaded(run, signal, kind) for key, signal in stored.items() if signal.teacher == name}
-        if run.spec.checkpoint.resume == "exact" and len(known) < len(rollouts):
-            known = {}
+    view = run.spec.teachers[teacher.name].view.name
+    known = {
+        rollout.id: _nothing(teacher, view, rollout)
+        for rollout, text in zip(rollouts, seen, strict=True)
+        if text is None
+    }
+    shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
+    stored = _stored(run, teacher, shown, kind) if run.trajectories.taken_up else {}
+    if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
+        known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
-    for rollout, signal in zip(rest, teacher.score(rest, SignalNeed(kind)) if rest else [], strict=True):
+    answers = teacher.score(rest, SignalNeed(kind), [shown[rollout.id] for rollout in rest]) if rest else []
+    for rollout, signal in zip(rest, answers, strict=True):
         known[rollout.id] = signal
         if kind != "hidden" or run.spec.store.hidden:
             run.store.record_signal(
-                rollout.id, role, kind, name, signal.teacher_version, _plain(signal.values), signal.mask, view=signal.view, spans=signal.spans
+                rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,
+                view=signal.view, spans=signal.spans,
             )  # fmt: skip
     return [known[rollout.id] for rollout in rollouts]
+
+
+def _nothing(teacher: Teacher, view: str, rollout: Rollout) -> Signal:
+    """About a rollout for which the teacher's view has nothing to show."""
+    size = rollout.response_ids.size
+    return Signal(
+        teacher.name, teacher.version, teacher.role, view, (), np.full(size, np.nan), np.zeros(size, dtype=bool)
+    )
+
+
+def _stored(run: StageRun, teacher: Teacher, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
+    """What the same teacher, in the same version, said of the same texts."""
+    found = run.store.signals(list(shown), teacher.role, kind)
+    return {
+        key: replace(signal, values=torch.from_numpy(np.asarray(signal.values))) if kind == "hidden" else signal
+        for key, signal in found.items()
+        if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
+        and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)
+    }
 
 
 def _plain(values: Any) -> Any:
     """Hidden states come as tensors on the teacher's device; every bfloat16 is a float32."""
     return values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else values
-
-
-def _loaded(run: StageRun, signal: Signal, kind: SignalKind) -> Signal:
-    if kind != "hidden":
-        return signal
-    model = run.teachers[signal.teacher].model
-    return replace(signal, values=torch.from_numpy(np.asarray(signal.values)).to(model.device, model.dtype))

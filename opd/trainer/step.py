@@ -35,20 +35,22 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
     run.rewarder.drain()  # what evaluation rewarded is not this step's
 
-    rollouts, rewards, sampled = sample_and_reward(run, clock)
+    gathered = sample_and_reward(run, clock)
+    rollouts, rewards = gathered.rollouts, gathered.rewards
     run.require_rewarded(step, rewards)
     run.on_rollouts(rollouts, rewards)
 
     with clock("score"):
-        signals = score(run, rollouts, step)
+        signals, shown = score(run, gathered, step)
 
     with clock("update"):
         batch = TrainingBatch(rollouts, signals, rewards)
         result = run.trainer.step(batch, step)
-        run.publish()
+        run.publish(step=step)
 
     rewarding = {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
-    extra = {"lr": result.rate, "grad_norm": max(result.norms), **sampled, **result.metrics, **rewarding}
+    extra = {"lr": result.rate, "grad_norm": max(result.norms)}
+    extra |= gathered.metrics | shown | result.metrics | rewarding
     return step_metrics(
         run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
     )

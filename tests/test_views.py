@@ -1,0 +1,236 @@
+"""Views, what they mask, and what teachers cannot give."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+import opd
+from opd import families
+from opd.config import Rollouts, load_recipe
+from opd.errors import RecipeError
+from opd.models.attention import Packed
+from opd.objective.batch import TrainingBatch
+from opd.objective.objective import Objective
+from opd.runner.plan import make_plan
+from opd.settings import Family
+from opd.teachers.kinds import ModelRef, TeacherKind
+from opd.teachers.local import LocalTeacher
+from opd.teachers.pool import open_teachers
+from opd.teachers.views import Group, View, behind, question, texts_for
+from opd.trainer.step import train_step
+from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed
+from tests.helpers import TEMPLATE, term, tiny_model, tiny_tokenizer
+from tests.test_semantics import KeepGradients
+from tests.test_teachers import rollout, spec
+
+
+def shared(prompt: Prompt, *members: Rollout, **more: Any) -> Group:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Group(members, tokenizer, **more)
+
+
+def view(**settings: Any) -> View:
+    return Family("view").read(settings)  # type: ignore[return-value]
+
+
+ASKED = Prompt("p", "d", messages=({"role": "user", "content": "one"},), fields={"answer": "two", "hint": ""})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "instruction", "instruction": "brief"}, "brief\n\none="),
+        ({"kind": "instruction", "instruction": "brief", "place": "after"}, "one\n\nbrief="),
+        ({"kind": "instruction", "instruction": "brief", "place": "system"}, "briefone="),
+        ({"kind": "template", "template": "{{{prompt}}} is {answer}"}, "{one} is two="),
+    ],
+)
+def test_a_view_puts_another_prompt_before_the_same_response(settings: dict[str, Any], words: str) -> None:
+    member = rollout("p", [5, 6], [8, 9, 1])
+    group = shared(ASKED, member)
+    text = view(**settings).render(ASKED, member, group)
+    assert text is not None
+    expected = group.tokenizer(words, add_special_tokens=False)["input_ids"]
+    assert text.ids.tolist() == [*expected, 8, 9, 1]
+    assert text.spans == ((0, 3, len(expected), len(expected) + 3),)
+
+
+def test_a_view_without_its_field_shows_nothing() -> None:
+    member = rollout("p", [5, 6], [8])
+    for template in ("{hint}", "{prompt} {nowhere}"):
+        assert view(kind="template", template=template).render(ASKED, member, shared(ASKED, member)) is None
+    plain = replace(ASKED, messages=None, text="one")
+    assert question(view(kind="template", template="{prompt}{answer}").rewrite(plain) or ASKED) == "onetwo"
+    seen = texts_for(view(kind="same"), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, context=2)
+    assert seen == [None]  # longer than the teacher can read
+    with pytest.raises(ValidationError, match="at least one field"):
+        view(kind="template", template="nothing {{here}}")
+
+
+def test_views_must_keep_the_response() -> None:
+    class Broken(View):
+        name = "broken"
+
+        def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+            return Rendered(np.array([5, 9, 8], dtype=np.int32), ((0, 2, 1, 3),))
+
+    member = rollout("p", [5], [8, 9])
+    with pytest.raises(RecipeError, match=r"view broken.*pair the response"):
+        texts_for(Broken(), [member], {"p": ASKED}, {"p": shared(ASKED, member)}, 99)
+
+
+def test_scores_line_up_by_response_position_under_any_spans() -> None:
+    """Other prompts, first tokens left out, and a response that stands there twice."""
+    model = tiny_model("llama")
+    rollouts = [rollout("1", [5, 6], [8, 9, 1]), rollout("2", [10], [11, 12]), rollout("3", [7], [4, 5])]
+    seen = [
+        behind(np.array([20, 21, 22, 23], dtype=np.int32), rollouts[0], skip=1),
+        Rendered(np.array([10, 11, 12, 30, 31, 11, 12], dtype=np.int32), ((0, 2, 5, 7),), "twice"),
+        behind(np.array([9], dtype=np.int32), rollouts[2], skip=5),
+    ]
+    teacher = LocalTeacher("t", "teacher", model, 9, stop_ids=(1,))
+    hidden = teacher.score(rollouts, SignalNeed("hidden"), seen)
+    for number, signal in enumerate(teacher.score(rollouts, SignalNeed("logprobs_at"), seen)):
+        ids = torch.from_numpy(seen[number].ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model.project(model.hidden(ids, Packed.of([len(ids)]))).logits().log_softmax(-1)
+        known = {
+            s: t for s0, s1, t0, t1 in seen[number].spans for s, t in zip(range(s0, s1), range(t0, t1), strict=True)
+        }
+        for s, token in enumerate(rollouts[number].response_ids):
+            assert signal.mask[s] == (s in known) == (not np.isnan(signal.values[s]))
+            if s in known:
+                assert signal.values[s] == pytest.approx(float(logprobs[known[s] - 1][token]), abs=1e-5)
+        assert np.array_equal(torch.isnan(hidden[number].values).all(-1).numpy(), ~signal.mask)
+    assert [signal.view for signal in hidden] == ["same", "twice", "same"]
+
+
+TERMS = [
+    {}, {"form": "k2"}, {"form": "k2", "correction": {"kind": "mis", "level": "sequence"}}, {"form": "policy_gradient"},
+    {"form": "policy_gradient", "surrogate": "gspo", "advantage": {"discount": 0.5}}, {"gate": {"kind": "soft_or", "share": 0.9}},
+    {"form": "policy_gradient", "advantage": {"kl_baseline": True}}, {"form": "policy_gradient", "advantage": {"whiten": True}},
+    {"gate": {"kind": "selectkd", "k": 2}, "gated": "zero"}, {"correction": {"kind": "prefix"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", TERMS, ids=str)
+def test_what_a_teacher_did_not_see_takes_no_part(settings: dict[str, Any]) -> None:
+    """Unseen rollouts change neither loss nor gradients, and unseen tokens are as if a gate had closed them."""
+    student, teacher = tiny_model("llama"), LocalTeacher("t", "teacher", tiny_model("llama", 1), 99, (1,))
+    rollouts = [rollout("1", [5, 6], [8, 9, 1]), rollout("2", [10], [11, 12]), rollout("3", [7, 7], [4, 5])]
+
+    def step(members: list[Rollout], unseen: set[str], skip: int) -> tuple[float, list[torch.Tensor]]:
+        objective = Objective([term(**settings)], {"t": teacher}, Rollouts(), (1,))
+        signals: dict[Any, dict[str, Signal]] = {}
+        for need in objective.needs(1):
+            texts = [behind(item.prompt_ids, item, skip) for item in members]
+            known = {
+                item.id: signal
+                for item, signal in zip(members, teacher.score(members, SignalNeed(need[1]), texts), strict=True)
+            }
+            blank = {
+                item.id: replace(known[item.id], values=np.full(item.response_ids.size, np.nan), mask=np.zeros(item.response_ids.size, bool))
+                for item in members if item.id in unseen
+            }  # fmt: skip
+            signals[need] = known | blank
+        student.module.zero_grad()
+        batch = TrainingBatch(members, signals, {})
+        result = train_step(student, batch, objective, KeepGradients())
+        grads = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in student.module.parameters()]
+        return sum(loss for _, statistics in result.statistics for loss in statistics.loss.values()), grads
+
+    expected, found = step(rollouts[1:], set(), 0), step(rollouts, {"1"}, 0)
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    assert math.isfinite(found[0])
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    loss, grads = step(rollouts, {"1"}, 1)
+    assert math.isfinite(loss)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    step(rollouts, {"1", "2", "3"}, 0)  # nothing at all
+
+
+# What recipes are refused for
+
+
+RECIPE = {"student": "tiny/generalist", "prompts": {"source": "task:addition", "domain": "a"}, "device": "cpu"}
+
+
+def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
+    @opd.register
+    class Sampled(TeacherKind):
+        name = "sampled_only"
+        offers = frozenset({"logprobs_at"})
+
+    try:
+        teachers = {"a": {"kind": "sampled_only"}, "b": {"model": "tiny/sorting", "role": "reference"}}
+        two = [{"form": "policy_gradient", "advantage": {"reference_weight": 0.1}}, {"form": "direct"}]
+        with pytest.raises(
+            RecipeError, match=r"term 1: direct needs 'hidden' .*teachers\.a, of kind sampled_only, offers logprobs_at"
+        ):
+            load_recipe({**RECIPE, "teachers": teachers, "objective": two})
+        load_recipe({**RECIPE, "teachers": teachers, "objective": two[0]})
+        for key in ("rollout.teacher_share=0.5", "rollout.teacher_mix=0.1", "eval.weight_average=true"):
+            with pytest.raises(
+                RecipeError, match=r"needs a model in this process, and teachers\.a, of kind sampled_only"
+            ):
+                load_recipe(
+                    {**RECIPE, "teachers": {**teachers, "c": {"kind": "sampled_only"}}, "objective": two[0]}, [key]
+                )
+    finally:
+        del families._registered["teacher.sampled_only"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"teachers": {"a": {"model": "tiny/sorting", "view": {"kind": "template", "template": "{solution}"}}}},
+         r"teachers\.a: the view template has nothing to show.*answer, completion"),
+        ({"teachers": {"a": "tiny/sorting", "b": {"model": "tiny/sorting", "domains": ["a"]}}},
+         "'a' scores no domain: 'a' is listed under `domains` of 'b'"),
+        ({"stages": [{"name": "one", "teachers": {"a": "tiny/sorting"}}, {"name": "two", "objective": {"role": "judge"}}]},
+         "stage 'two': the objective asks for the role 'judge'"),
+    ],
+)  # fmt: skip
+def test_a_plan_is_refused_as_a_run_is(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make_plan(load_recipe({**RECIPE, **changes}))
+
+
+def test_a_view_is_kept_with_its_signals_and_what_it_cannot_show_is_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "add 2+2", "answer": "4"}] * 3 + [{"prompt": "add 1+2", "answer": "3", "hint": "three"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = opd.run({
+        "student": "tiny/generalist", "prompts": {"source": str(file), "domain": "a", "eval_source": str(file)}, "device": "cpu",
+        "teachers": {"a": {"model": "tiny/arithmetic", "view": {"kind": "template", "template": "{hint} {prompt}"}}},
+        "rollout": {"prompts": 4, "samples": 1, "max_new_tokens": 4}, "objective": {"form": "policy_gradient"},
+        "train": {"steps": 1}, "eval": {"prompts": 0},
+    }, out=tmp_path / "run")  # fmt: skip
+    assert run.metrics[0]["unshown/a"] == 0.75
+    kept = run.rollouts.signals(list(run.rollouts.entries), "teacher", "logprobs_at")
+    assert len(kept) == 1
+    assert {(signal.view, signal.spans[0][2]) for signal in kept.values()} == {("template", len("three add 1+2"))}
+
+
+def test_names_of_one_checkpoint_share_its_weights() -> None:
+    loaded: list[ModelRef] = []
+
+    def load(ref: ModelRef) -> Any:
+        loaded.append(ref)
+        return tiny_model("llama", 1)
+
+    kinds: Any = {"a": spec(), "b": spec(role="reference"), "c": spec(dtype="bfloat16")}
+    teachers, stop_ids = open_teachers(kinds, tiny_model("llama"), load)
+    assert [ref.dtype for ref in loaded] == ["float32", "bfloat16"]
+    assert (teachers["a"].model is teachers["b"].model, teachers["b"].role, stop_ids) == (True, "reference", (1,))
