@@ -18,9 +18,9 @@ FEWEST = 256  # columns that a part is worth
 @triton.jit
 def decode_kernel(
     query, key, value, column, out, top, mass,
-    query_slot, query_head, key_slot, key_head, key_column, value_slot, value_head, value_column, span, window, scale,
+    query_slot, query_head, key_slot, key_head, key_column, value_slot, value_head, value_column, span, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
-    WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the columns of a part, base 2. Several parts leave their sums, maxima and masses."""
     slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -49,7 +49,7 @@ def decode_kernel(
             mask=here,
             other=0.0,
         )
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k)) * SCALE
         scores = tl.where(seen[None, :], scores, -1e30)
         new = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - new)
@@ -95,8 +95,8 @@ def attend_slots(query, key, value, column, span, scale, window=None):
     decode_kernel[(slots, groups, parts)](
         query, key, value, column, halves, top, mass, query.stride(0), query.stride(1),
         key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
-        span, 0 if window is None else window, scale * LOG2_E, GROUP=heads // groups, ROWS=rows, WIDTH=width, LANES=lanes,
-        PARTS=parts, WINDOWED=window is not None, BLOCK=COLUMNS, num_warps=4,
+        span, 0 if window is None else window, GROUP=heads // groups, ROWS=rows, WIDTH=width, LANES=lanes,
+        PARTS=parts, WINDOWED=window is not None, BLOCK=COLUMNS, SCALE=scale * LOG2_E, num_warps=4,
     )  # fmt: skip
     if parts > 1:
         join_kernel[(slots * heads,)](
