@@ -311,7 +311,7 @@ def profile(ds: int, kind: str, memory: int | None) -> list[dict[str, Any]]:
 
 def sweep(ds: int) -> list[dict[str, Any]]:
     """Steps of the row kernels, chunks of `fast` and tiles of `small`."""
-    from opd.divergences import plan, triton_backend
+    from opd.divergences import plan, triton_tiles
 
     heads, found = inputs(N, V, ds, DT, "cuda", torch.bfloat16), []
 
@@ -319,12 +319,12 @@ def sweep(ds: int) -> list[dict[str, Any]]:
         found.append({**labels, "kind": kind, **timed(opd_call(heads, kind, memory), list(heads[0]), 5, 2)})
         print(json.dumps(found[-1]), flush=True)
 
-    usual = triton_backend.WIDE, plan.FAST_TILE_BYTES
+    usual = triton_tiles.WIDE, plan.FAST_TILE_BYTES
     for steps in ((1024, 4), (1024, 8), (2048, 8), (4096, 16)):
-        triton_backend.WIDE = steps
+        triton_tiles.WIDE = steps
         for kind in ("reverse_kl", "jsd"):
             measure(kind=kind, steps=steps)
-    triton_backend.WIDE = usual[0]
+    triton_tiles.WIDE = usual[0]
     for rows in (768, 1152, 1536, 2048):
         plan.FAST_TILE_BYTES = rows * 8 * V
         measure(chunk=rows)

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from opd.objective.objective import Objective
     from opd.rewards import Reward
     from opd.sampling.sampler import Sampler
+    from opd.teachers.teacher import Teacher
     from opd.trainer.trainer import Trainer
-    from opd.types import Prompt, RewardResult, Rollout, Sample, Teacher
+    from opd.types import Prompt, RewardResult, Rollout, Sample
 
 __version__ = "0.1.0"
 PLACES = {
@@ -66,8 +67,9 @@ PLACES = {
     "opd.objective.objective": ("Objective",),
     "opd.rewards": ("Reward",),
     "opd.sampling.sampler": ("Sampler",),
+    "opd.teachers.teacher": ("Teacher",),
     "opd.trainer.trainer": ("Trainer",),
-    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample", "Teacher"),
+    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample"),
 }
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [

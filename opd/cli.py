@@ -82,7 +82,9 @@ def run(
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Use this very directory, and go on if a run has begun there: for job scripts."),
+        typer.Option(
+            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+        ),
     ] = False,
 ) -> None:
     """Train: from a recipe to a model."""
@@ -115,10 +117,11 @@ class Mode(StrEnum):
 def resume(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
     mode: Annotated[
-        Mode | None, typer.Option(help="How unfinished rollouts go on; default: the recipe's checkpoint.resume.")
+        Mode | None,
+        typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
     ] = None,
 ) -> None:
-    """Go on with a run that was killed, stopped, preempted or ran out of disk."""
+    """Continue a run that was killed, stopped, preempted or ran out of disk."""
     from opd.runner.run import resume as go_on
 
     go_on(run, mode=mode.value if mode else None, quiet=False)
@@ -134,9 +137,10 @@ class Split(StrEnum):
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
     prompts: Annotated[list[str], typer.Option(help="A file, a folder, a task or a dataset; repeat for several.")],
-    k: Annotated[int, typer.Option(min=0, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
+    k: Annotated[int, typer.Option(min=0, max=65_536, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
     n: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per domain; default: all of a file, 200 of a task.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Prompts per domain; default: all of a file, 200 of a task."),
     ] = None,
     split: Annotated[
         Split | None, typer.Option(help="Which prompts; default: all of a file, a task's held-out ones.")

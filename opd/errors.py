@@ -63,7 +63,7 @@ class StoreError(OpdError):
 
 
 class Stopped(Exception):
-    """Raised inside a run when the user asked it to stop; caught by `training.pipeline`."""
+    """Raised inside a run when the user asked it to stop; caught by `runner.pipeline`."""
 
 
 RESUME_ME = 75  # exit code of a preempted run; EX_TEMPFAIL of sysexits.h: try again later

@@ -48,9 +48,16 @@ CHOICES: dict[str, str] = {
     "writer.teacher": "opd.sampling.writers:TeacherWriter",
     "writer.data": "opd.sampling.writers:DataWriter",
     "teacher.frozen": "opd.teachers.kinds:FrozenTeacher",
+    "teacher.self": "opd.teachers.of_student:SelfTeacher",
+    "teacher.base": "opd.teachers.of_student:BaseTeacher",
+    "teacher.ema": "opd.teachers.of_student:EmaTeacher",
+    "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
+    "teacher.live": "opd.teachers.of_student:LiveTeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",
     "view.template": "opd.teachers.views:TemplateView",
+    "view.sibling": "opd.teachers.group_views:SiblingView",
+    "view.revision": "opd.teachers.group_views:RevisionView",
     "stop_rule.patience": "opd.objective.stopping:Patience",
     "stop_rule.target": "opd.objective.stopping:Target",
     "reward.verifier": "opd.rewards.verifier:Verifier",
@@ -113,7 +120,7 @@ def register(choice: C) -> C:
         raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
     if choice.family not in {known.split(".")[0] for known in CHOICES}:
         raise ValueError(
-            f"{choice.family!r} is no family; there are {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
+            f"unknown family {choice.family!r}; known: {', '.join(dict.fromkeys(k.split('.')[0] for k in CHOICES))}"
         )
     _registered[entry] = choice
     return choice

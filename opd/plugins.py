@@ -1,8 +1,9 @@
 """Choices from outside: Python files that a recipe names under `plugins`, and installed packages.
 
-A plugin is a module that registers classes (`@opd.register`); its choices then stand in recipes, the schema and the plan beside
-ours. A package announces its modules as entry points of the group `opd.plugins`, or a recipe names one: `plugins: [package.module]`.
-A run copies the files into its directory and goes on with those copies; of packages it records the version.
+A plugin is a module that registers classes (`@opd.register`); its choices then stand in recipes, the schema and the
+plan beside ours. A package announces its modules as entry points of the group `opd.plugins`, or a recipe names one:
+`plugins: [package.module]`. A run copies the files into its directory and goes on with those copies; of packages it
+records the version.
 """
 
 from __future__ import annotations

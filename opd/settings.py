@@ -1,7 +1,8 @@
 """What every choice in a recipe is made of: one class with its settings, needs, refusals and arithmetic. No torch here.
 
-A `Choice` is such a class; a `Family` is all that can stand in one place of a recipe (`gate:`, `surrogate:`, …). Families look
-their classes up by name in `opd.families`, so a new one is a class and a line there, and nothing imports upwards.
+A `Choice` is such a class; a `Family` is all that can stand in one place of a recipe (`gate:`, `surrogate:`, …).
+Families look their classes up by name in `opd.families`, so a new one is a class and a line there, and nothing imports
+upwards.
 """
 
 from __future__ import annotations
@@ -102,18 +103,29 @@ class StageView:
     term: Term | None = None
     device: str = "auto"
     teachers_evaluated: bool = True
+    lora: bool = False  # whether the student has adapters
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
         roles = frozenset(teacher.role for teacher in stage.teachers.values())
         evaluated = bool(stage.eval.prompts and stage.eval.teachers)
+        lora = stage.student.lora is not None
         return cls(
-            stage.rollout, stage.train, stage.objective, roles, device=stage.device, teachers_evaluated=evaluated
+            stage.rollout,
+            stage.train,
+            stage.objective,
+            roles,
+            device=stage.device,
+            teachers_evaluated=evaluated,
+            lora=lora,
         )
 
 
 class Choice(BaseModel):
-    """One thing a recipe can choose. Subclasses add fields, which are its settings, and methods, which are what it does."""
+    """One thing a recipe can choose.
+
+    Subclasses add fields, which are its settings, and methods, which are what it does.
+    """
 
     model_config = SETTINGS
     family: ClassVar[str]
@@ -160,18 +172,19 @@ class Choice(BaseModel):
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         reference = handler(schema)
         node = handler.resolve_ref_schema(reference)
-        own = node.get("properties", {})
+        properties = node.get("properties", {})
         for field in cls.flat:
             options = family_of(cls, field).classes()
-            own[field] = {
+            properties[field] = {
                 "enum": list(options),
-                **{key: own[field][key] for key in ("description",) if key in own[field]},
+                **{key: properties[field][key] for key in ("description",) if key in properties[field]},
             }
             for option in options.values():
                 for key, part in handler.resolve_ref_schema(schema_of(option, handler))["properties"].items():
                     if key != option.key:
-                        own[key] = part if key not in own or own[key] == part else {"anyOf": [own[key], part]}
-        node["properties"] = {cls.key: {"const": cls.name}, **own}
+                        other = properties.get(key, part)
+                        properties[key] = part if part == other else {"anyOf": [other, part]}
+        node["properties"] = {cls.key: {"const": cls.name}, **properties}
         node["required"] = [*node.get("required", []), *([] if cls.by_default else [cls.key])]
         return reference
 
@@ -230,8 +243,11 @@ class Family:
             return
         chosen = self.find(given)
         keys = [key for key in settings if key in chosen.model_fields and key not in parent.model_fields]
-        own = {key: settings.pop(key) for key in keys}
-        settings[field] = {self.key: given, **{key: value for key, value in own.items() if value is not None}}
+        chosen_settings = {key: settings.pop(key) for key in keys}
+        settings[field] = {
+            self.key: given,
+            **{key: value for key, value in chosen_settings.items() if value is not None},
+        }
         rest = {
             key: settings.pop(key) for key in list(settings) if key not in parent.model_fields and self._owners(key)
         }

@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `rollout.draws`.
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `sampling.draws`.
 
     `prefix_ids` are response tokens that exist already (an interrupted rollout); sampling goes on behind them.
     """
@@ -121,6 +121,9 @@ class SignalNeed:
     kind: SignalKind
     ids: np.ndarray | None = None
     k: int | None = None
+    hidden: Mapping[str, Signal] | None = (
+        None  # what it has said already, by rollout: log-probs follow from hidden states
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +167,10 @@ class TopK:
 
 @dataclass(frozen=True)
 class EnvironmentRecord:
-    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout. Both are plain JSON."""
+    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout.
+
+    Both are plain JSON.
+    """
 
     order: int
     call: Any
@@ -175,8 +181,8 @@ class EnvironmentRecord:
 class RewardResult:
     """The reward for one sample. None means there is none: the sample is masked and counted, never a zero.
 
-    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward that an
-    evaluation counts as right.
+    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward
+    that an evaluation counts as right.
     """
 
     reward: float | None
@@ -212,8 +218,8 @@ class TokenSampler(Protocol):
     def load(self, weights: WeightsRef) -> None: ...
 
 
-class Teacher(Protocol):
-    """Whatever scores. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+class TeacherLike(Protocol):
+    """What a kind of teacher opens. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
 
     name: str
     role: str

@@ -127,9 +127,16 @@ def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str
     if not lines:
         raise SystemExit(f"{recipe if isinstance(recipe, str) else recipe['objective']}: not one step was reported")
     return [
-        {name: float(line[name]).hex() if line.get(name) is not None else None for name in NUMBERS}
+        {
+            name: None if value is None else float(value).hex()
+            for name, value in zip(NUMBERS, _numbers(line), strict=True)
+        }
         for line in lines[:steps]
     ]
+
+
+def _numbers(line: Mapping[str, Any]) -> list[Any]:
+    return [line.get("reward", line.get("score")) if name == "score" else line.get(name) for name in NUMBERS]
 
 
 def _lines(run: Path) -> list[Mapping[str, Any]]:

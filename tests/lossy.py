@@ -196,7 +196,7 @@ class Life:
             known[4] = rng.choice(["stop", "length", "env"])
             store.finish(name, known[4])
         elif act == "note":
-            fact = {rng.choice(["score", "why"]): rng.choice([0.5, 1.0, None])}
+            fact = {rng.choice(["reward", "why"]): rng.choice([0.5, 1.0, None])}
             store.note(name, **fact)
             known[5] |= fact
         elif act == "signal":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ def sample(text: str, domain: str = "d") -> Sample:
 def quick(given: Any) -> Rewards:
     """The callables with a time limit of a second."""
     rewards = with_callables(Rewards(), given)
-    domains = {key: [kind.model_copy(update={"time_limit": 1.0}) for kind in kinds] for key, kinds in rewards.domains.items()}  # fmt: skip
+    domains = {
+        key: [kind.model_copy(update={"time_limit": 1.0}) for kind in kinds] for key, kinds in rewards.domains.items()
+    }
     return rewards.model_copy(update={"domains": domains})
 
 
@@ -73,6 +77,33 @@ def test_a_callable_of_this_process_is_asked_in_forks(tmp_path: Path) -> None:
     rewarder.close()
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+PROGRAM = """
+import opd
+from opd.config import load_recipe
+from opd.rewards import Rewarder
+from opd.types import Prompt, Sample
+
+@opd.register
+class Twice(opd.Reward):
+    name = "twice"
+    factor: float = 2.0
+
+    def reward(self, sample):
+        print("not for anybody's eyes")
+        return self.factor * len(sample.text)
+
+recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "twice", "factor": 3}}
+print(Rewarder(load_recipe(recipe).stages[0].rewards)([Sample(Prompt("p", "d"), "four")])[0].reward)
+"""
+
+
+def test_a_class_of_the_program_itself_is_asked_in_forks_too(tmp_path: Path) -> None:
+    """As in a notebook: there is no file that a worker could import."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "12.0\n", done.stdout + done.stderr
 
 
 def test_callables_by_domain_stand_before_the_recipes_own() -> None:

@@ -56,7 +56,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "writer.student": {"share": 0.1}, "writer.mixed": {"share": 0.2}, "writer.teacher": {"share": 0.3}, "writer.data": {"share": 0.4},
     "teacher.frozen": {"model": "x", "revision": "1", "role": "other", "domains": ["a"], "dtype": "bfloat16", "batch_tokens": 9,
                        "view": {"kind": "template", "template": "{answer}", "skip": 2}},
+    "teacher.self": {"batch_tokens": 7, "role": "reference"}, "teacher.base": {"domains": ["b"]}, "teacher.ema": {"rate": 0.05},
+    "teacher.refresh": {"every": 9, "force": True}, "teacher.live": {"force": True, "view": {"kind": "instruction", "instruction": "x"}},
     "view.same": {"skip": 3}, "view.instruction": {"instruction": "Be concise.", "place": "system"}, "view.template": {"template": "{prompt} {hint}"},
+    "view.sibling": {"threshold": 0.5, "template": "{sibling}"}, "view.revision": {"wrong": "again", "correct": "so", "threshold": 0.5},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
@@ -66,6 +69,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},
     "gate.contrast": {}, "gate.finished": {}, "gate.entropy": {"share": 0.2}, "gate.soft_or": {"share": 0.3}, "gate.random": {"share": 0.9},
     "gate.teacher_entropy": {"above": 0.1, "below": 2.0}, "gate.selectkd": {"k": 9, "rejected": 0.1}, "gate.paced": {"a": 2.0, "b": 0.5},
+    "reward.verifier": {"weight": 2.0}, "reward.exact": {"field": "solution", "extract": "boxed", "ignore": ["case"]},
+    "reward.numeric": {"tolerance": 0.1, "absolute": 0.5, "time_limit": 3.0}, "reward.format": {"pattern": "a+", "whole": True},
+    "reward.maths": {"field": "solution"}, "reward.code": {"partial": True, "memory": 64, "processes": 2, "disk": 1},
+    "reward.json": {"json_schema": {"type": "object"}}, "reward.custom": {"function": "module:function", "fresh": False},
+    "reward.python callable": {"function": "brevity"},
     "tracker.tensorboard": {}, "tracker.wandb": {}, "tracker.trackio": {},
     "gate.perplexity": {"of": "teacher", "power": -1.0}, "gate.turns": {"delta": 0.5},
 }  # fmt: skip
@@ -326,14 +334,15 @@ def test_under_autocast_heads_reach_the_kernels_in_bf16(monkeypatch: pytest.Monk
     from opd.divergences import compute
     from opd.divergences.plan import heads_obstacle
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     weight = torch.randn(11, 4, requires_grad=True)
     hidden = torch.randn(5, 4, requires_grad=True)
     assert autocast_head(Projection(hidden, weight)).hidden.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         routed = autocast_head(Projection(hidden, weight))
         assert (routed.hidden.dtype, routed.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-        assert "differ" not in heads_obstacle([routed])
+        with monkeypatch.context() as here:
+            here.setenv("TRITON_INTERPRET", "1")  # else the device is the obstacle
+            assert "differ" not in heads_obstacle([routed])
         loss = compute.divergence("reverse_kl", routed, routed.detach(), backend="chunked").loss
     assert loss.dtype == torch.float32
     assert routed.logits().dtype == torch.float32

@@ -112,9 +112,9 @@ def test_reasoning_gym() -> None:
         {source.train(i).messages[0]["content"] for i in range(100)}
     )
     right, wrong = verify([Sample(prompt, prompt.fields["answer"]), Sample(prompt, "no idea")])
-    assert right.score == 1.0
-    assert wrong.score is not None
-    assert wrong.score < 1
+    assert right.reward == 1.0
+    assert wrong.reward is not None
+    assert wrong.reward < 1
     with pytest.raises(DataError, match="no such task"):
         open_source(prompt_source("reasoning_gym:nothing"))
     with pytest.raises(DataError, match="refused"):
@@ -269,6 +269,7 @@ def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest
         ("reasoning_gym:chain_sum", "reasoning_gym"),
         ("rows.jsonl", "file"),
         ("/somewhere/else", "file"),
+        ("~nobody-of-this-name/rows.jsonl", "file"),
         ("owner/name", "file"),
         ("odd:name.jsonl", "file"),
         ("owner/other", "dataset"),

@@ -73,7 +73,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(student: Projection, size: int, memory: int | None) -> KernelPlan:
         return KernelPlan("triton", "a test", ROWS, 128 if memory else 0)
 
-    monkeypatch.setattr("opd.divergences.triton_backend.NARROW", (128, 4))
+    monkeypatch.setattr("opd.divergences.triton_tiles.NARROW", (128, 4))
     monkeypatch.setattr("opd.divergences.plan.triton_plan", plan)
 
 
@@ -147,7 +147,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of the passes without a divergence's gradient."""
     monkeypatch.setattr("opd.divergences.plan.VALUES_TILE_BYTES", ROWS * 4 * V)
     monkeypatch.setattr("opd.divergences.compute.CHUNK_BYTES", ROWS * 4 * V)
-    monkeypatch.setattr("opd.divergences.triton_backend.NARROW", (128, 4))
+    monkeypatch.setattr("opd.divergences.triton_tiles.NARROW", (128, 4))
 
 
 OPTIONS: list[dict[str, Any]] = [

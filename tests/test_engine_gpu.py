@@ -135,6 +135,25 @@ def test_load_keeps_the_graphs() -> None:
     assert after["r0"].ids == fresh["r0"].ids
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 0.15)])
+def test_samples_of_one_prompt_share_its_prefill(dtype: torch.dtype, tolerance: float) -> None:
+    engine = cuda_engine("llama", dtype, **SHAPE)
+    prompts = make_requests((30, 5, 21), Sampling(12))
+    requests = [
+        replace(prompt, id=f"{prompt.id}/{sample}", key=request_key(0, prompt.id, 0, sample))
+        for prompt in prompts
+        for sample in range(6)
+    ]
+    responses = collect(engine, requests)
+    assert engine.prefill_rows < 35  # 48 pieces of 8 tokens, if each were read
+    for request in requests:
+        ids = torch.tensor(responses[request.id].ids, device="cuda")
+        expected = token_logprobs(teacher_forced(engine, request.prompt_ids, ids.tolist()), ids, merge=(STOPS,))
+        assert [event.logprob for event in responses[request.id].events] == pytest.approx(
+            expected.tolist(), abs=tolerance
+        )
+
+
 def test_experts_run_with_or_without_graphs() -> None:
     responses = collect(cuda_engine("qwen3_moe", torch.bfloat16, **SHAPE), make_requests((4, 9, 20), Sampling(12)))
     assert all(len(response.ids) == 12 for response in responses.values())

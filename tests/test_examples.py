@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import opd
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,6 +24,22 @@ def test_the_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
     values = [float(value) for value in re.findall(r"reverse KL ([\d.]+)", capsys.readouterr().out)]
     assert len(values) == 16
     assert sum(values[-4:]) < 0.8 * sum(values[:4])
+
+
+def test_the_page_about_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "python.md", "exec"), names)
+    assert len(blocks) == 4
+    assert "saved" in capsys.readouterr().out
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    listed = set(re.findall(r"`(\w+)`", page.split("## Names")[1]))
+    assert set(opd.__all__) - {"__version__"} <= listed
 
 
 def test_relative_links_lead_somewhere() -> None:

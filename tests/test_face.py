@@ -93,3 +93,52 @@ def test_mistakes_in_settings_given_by_hand_are_told() -> None:
         opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"rate": 1})
     with pytest.raises(opd.RecipeError, match=r"sampler\.slots"):
         opd.Sampler(tiny_model(), settings={"slots": 0})
+
+
+def test_a_loop_of_ones_own_learns_by_the_same_step() -> None:
+    student = opd.load_model("tiny/generalist")
+    teacher = opd.Teacher("tiny/arithmetic", student)
+    sampler = opd.Sampler(student, max_new_tokens=12)
+    prompts = opd.prompts("task:addition", 24)
+    objective = opd.Objective(
+        [{"divergence": "reverse_kl"}, {"form": "policy_gradient", "coefficient": 0.1}], teacher, sampler
+    )
+    trainer = opd.Trainer(student, objective, {"lr": 2e-4})
+    losses = []
+    for _ in range(3):
+        rollouts = sampler.sample(prompts)
+        batch = opd.Pack.of(rollouts)
+        with torch.no_grad():
+            exact = opd.divergence(
+                "reverse_kl", student.predict(batch), teacher.predict(batch), merge=[student.stop_ids]
+            )
+        result = trainer.step(trainer.batch(rollouts))
+        loss = sum(statistics.loss["0:direct"] for _, statistics in result.statistics)
+        assert loss == pytest.approx(float(exact.value.mean()), rel=1e-4)
+        losses.append(loss)
+    assert len(set(losses)) == trainer.steps == 3
+
+
+def test_a_teacher_predicts_as_its_model_does_and_is_asked_by_domain() -> None:
+    student = opd.load_model("tiny/generalist")
+    teachers = {name: opd.Teacher(f"tiny/{name}", student, name=name) for name in ("arithmetic", "spelling")}
+    rollouts = opd.Sampler(student, max_new_tokens=8).sample(
+        opd.prompts("task:addition", 3) + opd.prompts("task:reverse", 2)
+    )
+    batch, teacher = opd.Pack.of(rollouts), teachers["spelling"]
+    with torch.no_grad():
+        assert torch.equal(teacher.predict(batch).hidden, teacher.model.predict(batch).hidden)
+    assert not teacher.predict(batch).hidden.requires_grad
+    trainer = opd.Trainer(student, opd.Objective({"divergence": "tvd"}, teachers))
+    (signals,) = trainer.batch(rollouts).signals.values()
+    assert [signals[rollout.id].teacher for rollout in rollouts] == ["arithmetic"] * 3 + ["spelling"] * 2
+    with pytest.raises(
+        opd.UserError, match="domain '' has no teacher of the role 'teacher'; there are: arithmetic, spelling"
+    ):
+        trainer.batch(opd.Sampler(student, max_new_tokens=2).sample(["1+1"]))
+    with pytest.raises(opd.UserError, match="uses rewards"):
+        opd.Trainer(student, opd.Objective({"divergence": "tvd", "gate": "wrong"}, teachers)).batch(rollouts)
+    with pytest.raises(opd.RecipeError, match="modle"):
+        opd.Teacher({"modle": "tiny/spelling"})
+    with pytest.raises(opd.TokenizerMismatch):
+        opd.Teacher("tiny/spelling", tiny_model())

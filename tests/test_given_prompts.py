@@ -43,6 +43,7 @@ def test_rows_go_into_the_run_which_needs_no_more(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"prompt": word} for word in WORDS]
     moved = run.directory.rename(tmp_path / "elsewhere")
     (moved / "summary.json").unlink()
+    (moved / "checkpoints" / "main" / "result.json").unlink()
     assert [line["loss"] for line in opd.resume(moved).metrics] == [
         line["loss"] for line in run.__class__(moved).metrics
     ]
@@ -63,6 +64,9 @@ def test_a_start_that_fails_takes_them_away_again(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(RecipeError, match="prompts= is for recipes that are read"):
         opd.run(opd.load_recipe("quickstart"), prompts=WORDS)
+    stages = [{"name": "one", "prompts": "task:addition"}, {"name": "two", "prompts": ["task:reverse"]}]
+    with pytest.raises(RecipeError, match="read by no stage: one, two have prompts of their own"):
+        opd.run(RECIPE | {"stages": stages}, prompts=WORDS, out=tmp_path / "run")
     with pytest.raises(RecipeError, match="prompts: missing"):
         opd.run(RECIPE, out=tmp_path / "run")
 

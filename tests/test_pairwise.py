@@ -162,7 +162,7 @@ def test_answers_with_equal_rewards_make_no_pair() -> None:
 def test_a_reward_that_failed_makes_no_pair() -> None:
     found = prepared({**REWARDS, "r0": None})
     assert found.state == [("r3", "r2")]
-    assert found.metrics["unjudged/0"] == pytest.approx(1 / 6)
+    assert found.metrics["unrewarded/0"] == pytest.approx(1 / 6)
     assert prepared({}).state == []  # nobody was asked
 
 
@@ -191,7 +191,7 @@ def test_what_is_noted() -> None:
 
 
 def test_mistakes_of_a_recipe() -> None:
-    assert "pairwise compares the samples of a prompt, and rollout.samples is 1" in refusals(
+    assert "pairwise compares the samples of a prompt, but rollout.samples is 1" in refusals(
         Rollouts(samples=1), term(form="pairwise")
     )
     assert not refusals(Rollouts(samples=2), term(form="pairwise"))

@@ -208,6 +208,10 @@ class Moody(opd.Reward):
     name = "moody"
     calm: float = 1.0
 
+    def refuse(self, view):
+        if self.calm > 1:
+            yield f"calm {self.calm} is no mood. Lower it."
+
     def reward(self, sample):
         if sample.text == "hang": time.sleep(60)
         if sample.text == "die": os._exit(1)
@@ -222,6 +226,8 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
         (tmp_path / name / "mine.py").write_text(text)
     recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 1}}
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
+    with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
+        load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.calm=2"])
     plugins.moved(tmp_path / "run" / "mine.py")
     (tmp_path / "recipe" / "mine.py").write_text("raise RuntimeError('not the copy')")
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")

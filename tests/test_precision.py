@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import opd
 from opd.config import Train, load_recipe
-from opd.errors import RecipeError
+from opd.errors import RecipeError, UserError
 from opd.runner.plan import make_plan
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
@@ -83,10 +83,14 @@ def test_a_run_follows_float32_and_keeps_its_masters(models: dict[str, str], tmp
         assert float((state[f"{name}.master"] - tensor).norm() / (tensor - start[name]).norm()) < 0.5, name
 
 
+@pytest.fixture(scope="module")
+def whole(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> opd.Run:
+    return opd.run(small(models, "mixed"), out=tmp_path_factory.mktemp("whole") / "run")
+
+
 def test_a_mixed_run_goes_on_bit_for_bit(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, str], whole: opd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = opd.run(small(models, "mixed"), out=tmp_path / "whole")
     with monkeypatch.context() as patch:
         strike(patch, "opd.trainer.optimiser:Optimiser.step", 4, Crash)
         with pytest.raises(Crash):
@@ -132,7 +136,7 @@ def test_the_sampler_shares_the_weights_it_computes_with(models: dict[str, str],
         parameter.backward(torch.ones_like(parameter))
     run.optimiser.step(1)
     assert all(parameter.data_ptr() == theirs[name].data_ptr() for name, parameter in own.items())
-    assert run.student.dtype == torch.bfloat16
+    assert run.student.dtype == run.teachers["a"].model.dtype == torch.bfloat16
 
 
 def test_adapters_are_fp32_over_a_bf16_base(models: dict[str, str], tmp_path: Path) -> None:
@@ -150,15 +154,24 @@ def test_adapters_are_fp32_over_a_bf16_base(models: dict[str, str], tmp_path: Pa
     assert not [name for name in load_file(run.model / "optimiser.safetensors") if name.endswith(".master")]
 
 
-def test_a_run_goes_on_in_the_precision_of_its_device(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_goes_on_in_the_precision_of_its_device(whole: opd.Run) -> None:
     """What was mixed on a GPU takes its masters for weights where everything is float32."""
-    run = opd.run(small(models, "mixed"), out=tmp_path / "run")
-    state = load_file(run.model / "optimiser.safetensors")
+    state = load_file(whole.model / "optimiser.safetensors")
     model = tiny_model("llama", **CALM)
     optimiser = Optimiser(model.trainable(), Train())
     optimiser.restore(state, 6)
     for name, parameter in model.trainable().items():
         assert torch.equal(parameter, state[f"{name}.master"])
+
+
+def test_by_hand_a_student_is_as_it_was_loaded() -> None:
+    objective = opd.Objective({"form": "cross_entropy"})
+    for precision, dtype in (("mixed", torch.float32), ("float32", torch.bfloat16)):
+        student = tiny_model("llama")
+        student.module.to(dtype)
+        with pytest.raises(UserError, match=f"train.precision {precision} computes with"):
+            opd.Trainer(student, objective, {"precision": precision})
+        opd.Trainer(student, objective)
 
 
 MINIMAL = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"}

@@ -67,7 +67,10 @@ def read(tmp_path: Path, text: str | bytes) -> Any:
         (TEXT + "rollout: {samples: 70000}\n", ["rollout.samples"]),
         (TEXT + "rollout: {max_new_tokens: 2000000000}\n", ["rollout.max_new_tokens"]),
         (TEXT + "sampler: {slots: 70000}\n", ["sampler.slots"]),
-        (TEXT + "device: mps\n", ["device"]),
+        (TEXT + "device: mps\n", ["device: expected auto | cpu | cuda | cuda:N; got 'mps'"]),
+        (TEXT + "hub: {repo: a b}\n", ["hub.repo: expected NAME or OWNER/NAME; got 'a b'"]),
+        (TEXT + "eval: {k: 99999999999}\n", ["eval.k"]),
+        ("student: {model: a, lora: {targets: ''}}\nprompts: task:addition\n", ["student.lora.targets: string should"]),
         (TEXT + "threads: 1000000000\n", ["threads"]),
         (TEXT + "rollout: {stop: ['']}\n", ["rollout.stop"]),
         (TEXT + "rollout: {temperature: 1.0e-30}\n", ["temperature"]),
@@ -158,11 +161,15 @@ def test_stages_that_a_file_system_takes_for_one() -> None:
         load_recipe({**MINIMAL, "stages": [{"name": "Warm"}, {"name": "warm"}]})
 
 
-@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "a\nb", "x" * 300, "runs/..", "a/\u202eb"])
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "a\nb", "x" * 300, "runs/..", "a/\u202eb", "~nobody-here/x"])
 def test_where_no_run_is_written(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunDirectoryError):
         check_output(path)
+
+
+def test_a_home_is_a_home() -> None:
+    assert check_output("~/runs/first") == Path.home() / "runs" / "first"
 
 
 def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
@@ -191,7 +198,7 @@ def test_paths_are_relative_to_the_recipe_and_overrides_to_the_shell(
     assert [source.source for source in first.prompts] == [str(mine / "rows.jsonl"), "task:addition", str(shell / "late.parquet")]  # fmt: skip
     assert first.prompts[0].eval_source == str(tmp_path / "held.csv")
     assert first.rewards.domains["a"][0].function == f"{mine / 'scores.py'}:brevity"
-    assert [spec.function for spec in first.rewards.domains["b"]] == [
+    assert [spec.model_dump().get("function") for spec in first.rewards.domains["b"]] == [
         f"{mine / 'scores.py'}:brevity",
         "elsewhere:brevity",
         None,
@@ -221,12 +228,12 @@ def test_a_stage_clears_what_it_does_not_want() -> None:
 
     def teachers(stage: dict[str, Any]) -> dict[str, str]:
         found = load_recipe({**base, "stages": [{"name": "x", **stage}]}).stages[0]
-        return {name: f"{spec.model} {spec.dtype}" for name, spec in found.teachers.items()}
+        return {name: f"{spec.model} {spec.dtype or 'usual'}" for name, spec in found.teachers.items()}
 
-    assert teachers({}) == {"a": "tiny/arithmetic float32"}
+    assert teachers({}) == {"a": "tiny/arithmetic usual"}
     assert teachers({"teachers": {"a": {"dtype": "bfloat16"}}}) == {"a": "tiny/arithmetic bfloat16"}
     assert teachers({"teachers": {}, **sft}) == teachers({"teachers": None, **sft}) == {}
-    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting float32"}
+    assert teachers({"teachers": {"a": None, "b": "tiny/sorting"}}) == {"b": "tiny/sorting usual"}
     cleared = load_recipe({**base, "stages": [{"name": "x", "rewards": {}, "seed": None, "rollout": None}]}).stages[0]
     assert (cleared.rewards.domains, cleared.seed, cleared.rollout.data_share) == ({}, 0, 0)
 
@@ -315,6 +322,14 @@ def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.D
         ({"teachers": {"a": {"modl": "smol"}}}, False),
         ({"prompts": ["task:addition", {"source": "rows.jsonl", "share": 2}]}, True),
         ({"prompts": [{"share": 2}]}, False),
+        ({"prompts": [{"source": "task:addition", "options": {"digits": 3}}, {"source": "sort", "kind": "task"}]}, True),
+        ({"prompts": [{"source": "task:addition", "split": "test"}]}, False),
+        ({"prompts": [{"source": "owner/name", "split": "test"}, {"source": "owner/name", "kind": "dataset"}]}, True),
+        ({"prompts": [{"source": "rows.jsonl", "options": {"digits": 3}}]}, False),
+        ({"sampler": "builtin"}, True),
+        ({"sampler": {"slots": 4}, "eval": {"every": 1, "early_stop": "target"}}, True),
+        ({"sampler": {"slot": 4}}, False),
+        ({"eval": {"early_stop": {"kind": "target", "patience": 3}}}, False),
         ({"objective": [{"form": "direct", "coefficient": 0.5}, {"form": "k2", "gate": ["correct", {"kind": "random"}]}]}, True),
         ({"objective": {"form": "policy_gradient", "surrogate": "ppo", "correction": "icepop", "gate": "wrong"}}, True),
         ({"objective": {"gate": "nothing"}}, False),

@@ -444,8 +444,11 @@ def test_broken_rewards_are_found_before_the_first_step(tmp_path: Path, function
     limit = 0.5 if function == "hangs" else 30
     rewards = {"kind": "custom", "function": f"{tmp_path / 'broken.py'}:{function}", "time_limit": limit}
     recipe = load_recipe({"student": "tiny/generalist", "prompts": ["task:addition"], "rewards": rewards})
+    said: list[str] = []
+    prompt = Prompt("task:addition/1", "arithmetic", fields={"answer": "42"})
     with pytest.raises(RecipeError, match=message):
-        check_rewards(recipe.stages[0].rewards, [Prompt("task:addition/1", "arithmetic", fields={"answer": "42"})])
+        check_rewards(recipe.stages[0].rewards, [prompt], say=said.append)
+    assert not said  # the error says it, and nothing else does
 
 
 def test_a_plan_tries_the_rewards_too(tmp_path: Path) -> None:
@@ -522,6 +525,48 @@ def test_rewards_survive_a_resolved_recipe() -> None:
         load_recipe({"student": "s", "prompts": ["p"], "rewards": {"sandbox": "none"}}).stages[0].rewards.sandbox
         == "none"
     )
+
+
+OLDER = {
+    "weight": 1.0,
+    "time_limit": 10.0,
+    "field": "answer",
+    "extract": "auto",
+    "ignore": [],
+    "tolerance": 1e-06,
+    "absolute": 0.0,
+    "pattern": None,
+    "whole": False,
+    "json_schema": None,
+    "function": None,
+    "fresh": True,
+    "partial": False,
+    "sandbox": "auto",
+    "memory": 512,
+    "processes": 8,
+    "disk": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"kind": kind} for kind in ("verifier", "exact", "maths", "json")),
+        {"kind": "numeric", "tolerance": 0.5},
+        {"kind": "format", "pattern": "a", "whole": True},
+        {"kind": "custom", "function": "a:b", "fresh": False},
+        {"kind": "code", "sandbox": "none", "memory": 64},
+    ],
+)
+def test_rewards_of_older_runs_are_read(own: dict[str, Any]) -> None:
+    """Their `resolved.yaml` has the keys of every kind in each reward."""
+    base = {"student": "s", "prompts": ["p"]}
+    older = {"domains": {"default": [OLDER | own]}, "sandbox": "auto", "stop_after": 5}
+    now = load_recipe({**base, "rewards": [own]})
+    assert load_recipe({**base, "rewards": older}).stages[0].rewards == now.stages[0].rewards
+    foreign = {"ignore": ["case"]} if own["kind"] == "code" else {"disk": 7}
+    with pytest.raises(RecipeError, match=r"(disk belongs to reward code|ignore belongs to reward exact), not to"):
+        load_recipe({**base, "rewards": [own | foreign]})
 
 
 def test_a_run_is_rewarded_by_its_rewards(tmp_path: Path) -> None:

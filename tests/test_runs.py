@@ -104,11 +104,11 @@ def test_start_or_go_on_is_one_call(models: dict[str, str], finished: opd.Run, t
         opd.run(spec, out=where, resume=True).metrics == finished.metrics
         or (where / "metrics.jsonl").read_bytes() == before
     )
-    with pytest.raises(RunDirectoryError, match=r"begun with another recipe.*opd resume"):
+    with pytest.raises(RunDirectoryError, match=r"started with a different recipe.*opd resume"):
         opd.run(spec | {"seed": 7}, out=where, resume=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
-    with pytest.raises(RunDirectoryError, match=r"neither empty nor a run directory: there is 'mine.txt'"):
+    with pytest.raises(RunDirectoryError, match=r"neither empty nor a run directory: it contains 'mine.txt'"):
         opd.run(spec, out=tmp_path / "notes", resume=True)
     assert [path.name for path in (tmp_path / "notes").iterdir()] in (
         ["mine.txt"],
@@ -173,16 +173,16 @@ def test_inputs_that_changed_are_refused(
             good.replace(b"1", b"7", 1) if path.suffix != ".safetensors" else good[:-1] + bytes([good[-1] ^ 1])
         )
         with pytest.raises(
-            RunDirectoryError, match=rf"{path.name} \(.*has changed: sha256 \w+… then, \w+… now.*Put them back"
+            RunDirectoryError, match=rf"{path.name} \(.*has changed: sha256 \w+… then, \w+… now.*Restore them"
         ):
             opd.resume(tmp_path / "run")
         path.unlink()
-        with pytest.raises(RunDirectoryError, match=rf"{path.name} \(.*is gone"):
+        with pytest.raises(RunDirectoryError, match=rf"{path.name} \(.*is missing"):
             opd.resume(tmp_path / "run")
         path.write_bytes(good)
     extra = here["teacher"] / "model-00002.safetensors"
     extra.touch()
-    with pytest.raises(RunDirectoryError, match=r"model-00002.safetensors \(teacher a\) was not there"):
+    with pytest.raises(RunDirectoryError, match=r"model-00002.safetensors \(teacher a\) did not exist then"):
         opd.resume(tmp_path / "run")
     extra.unlink()
     assert opd.resume(tmp_path / "run").summary["status"] == "done"
@@ -305,7 +305,7 @@ def test_damaged_lines_are_named_on_resume(
     assert [line["step"] for line in run.metrics] == [1, 3, 4]
     said = (tmp_path / "run" / "log.txt").read_text()
     assert "metrics.jsonl, line 2: the line was altered or cut" in said
-    assert "has lost 1 lines of stage main, the first of step 2" in said
+    assert "lacks 1 lines of stage main, the first of step 2" in said
 
 
 def test_json_is_valid_json(tmp_path: Path) -> None:

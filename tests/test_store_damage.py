@@ -34,7 +34,7 @@ def make_log(directory: Path, *, rollouts: int = 6, segment_bytes: int = 1200, c
     store = RolloutStore(directory, commit_ms=0, segment_bytes=segment_bytes)
     for number in range(rollouts):
         write_rollout(store, f"r{number}", 3 + number)
-        store.note(f"r{number}", score=number / 4)
+        store.note(f"r{number}", reward=number / 4)
         values = np.arange(3 + number, dtype=np.float32)
         store.record_signal(f"r{number}", "teacher", "logprobs_at", "t", 0, values, values > 0)
         store.commit(sync=True)

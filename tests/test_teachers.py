@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+import opd
 from opd.errors import RecipeError
 from opd.models.attention import Packed
 from opd.teachers.kinds import FrozenTeacher
 from opd.teachers.local import LocalTeacher
 from opd.teachers.router import by_teacher, routes
+from opd.teachers.views import behind
 from opd.types import Author, Rollout, SignalNeed
-from tests.helpers import tiny_model
+from tests.helpers import save_tiny, tiny_model
 
 
 def rollout(name: str, prompt: list[int], response: list[int], domain: str = "d", group: str = "") -> Rollout:
@@ -85,3 +90,33 @@ def test_what_a_teacher_does_not_offer_is_refused() -> None:
     teacher = LocalTeacher("t", "teacher", tiny_model(), 100, (1,))
     with pytest.raises(ValueError, match="topk"):
         teacher.score([], SignalNeed("topk", k=3))
+
+
+def test_a_teacher_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where terms need hidden states and log-probs, the latter follow from the former, bit for bit."""
+    passes: list[int] = []
+    original = LocalTeacher.hidden
+
+    def counted(self: LocalTeacher, page: Any) -> torch.Tensor:
+        passes.append(len(page.counts))
+        return original(self, page)
+
+    monkeypatch.setattr(LocalTeacher, "hidden", counted)
+    teacher = LocalTeacher("t", "teacher", tiny_model("llama"), 12, (1,))
+    rollouts = [rollout(str(number), list(range(2, 3 + number)), list(range(20, 28 - number))) for number in range(5)]
+    seen = [behind(item.prompt_ids, item, skip=number == 2) for number, item in enumerate(rollouts)]
+    given = teacher.score(rollouts, SignalNeed("hidden"), seen)
+    once = len(passes)
+    need = SignalNeed("logprobs_at", hidden={item.id: signal for item, signal in zip(rollouts, given, strict=True)})
+    derived = teacher.score(rollouts, need, seen)
+    assert len(passes) == once
+    for one, other in zip(derived, teacher.score(rollouts, SignalNeed("logprobs_at"), seen), strict=True):
+        np.testing.assert_array_equal(one.values, other.values)
+    passes.clear()
+    recipe = {
+        "student": save_tiny(tmp_path / "student"), "teachers": save_tiny(tmp_path / "teacher", seed=1), "prompts": "task:addition",
+        "rollout": {"prompts": 4, "max_new_tokens": 4}, "sampler": {"slots": 4}, "train": {"steps": 2}, "eval": {"prompts": 0},
+        "objective": [{"form": "k2"}, {"form": "direct"}], "device": "cpu",
+    }  # fmt: skip
+    opd.run(recipe, out=tmp_path / "run")
+    assert passes == [4, 4]

@@ -49,7 +49,8 @@ def with_template(template: Any) -> Any:
 def test_a_template_that_fails_or_never_ends_is_one_sentence(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opd.data.template.SECONDS", 0.5)
+    if words == "did not end":  # the others are never short of time
+        monkeypatch.setattr("opd.data.template.SECONDS", 0.5)
     with pytest.raises(ModelError if "did not end" in words else DataError, match=words):
         render_prompt(CHAT, with_template(template))
 

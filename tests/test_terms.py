@@ -230,7 +230,7 @@ def test_dynamic_sampling_keeps_only_groups_with_contrast(models: dict[str, str]
     assert line["tokens/sampled"] == sum(item.response_ids.size for item in sampled) > line["tokens"]
     scores: dict[str, set[float]] = {}
     for item in sampled:
-        scores.setdefault(item.group, set()).add(stored.entries[item.id].notes["score"])
+        scores.setdefault(item.group, set()).add(stored.entries[item.id].notes["reward"])
     contrasting = [group for group, found in scores.items() if len(found) > 1][:4]
     kept = sum(item.response_ids.size for item in sampled if item.group in contrasting)
     assert line["tokens"] == kept
@@ -307,7 +307,7 @@ def test_an_estimate_never_replaces_an_exact_divergence() -> None:
 def test_the_score_is_the_students_own(models: dict[str, str], tmp_path: Path) -> None:
     rollout = {"prompts": 16, "max_new_tokens": 6, "data_share": 0.8}
     run = opd.run(recipe(models, rollout=rollout, train={"steps": 1}), out=tmp_path / "run")
-    assert run.metrics[0]["score"] == 0  # the dataset's answers are right, an untrained student's are not
+    assert run.metrics[0]["reward"] == 0  # the dataset's answers are right, an untrained student's are not
 
 
 def test_the_survey_sees_what_the_update_sees(models: dict[str, str], tmp_path: Path) -> None:
@@ -390,5 +390,5 @@ def test_what_means_nothing_is_refused() -> None:
 def test_outcome_alone_needs_no_teacher(models: dict[str, str], tmp_path: Path) -> None:
     objective = {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}}
     run = opd.run(recipe(models, teachers={}, objective=objective), out=tmp_path / "run")
-    assert run.metrics[-1]["score"] == 0
+    assert run.metrics[-1]["reward"] == 0
     assert run.metrics[-1]["loss"] == 0  # nothing was right, so there is nothing to compare

@@ -18,6 +18,7 @@ from opd import families
 from opd.config import Rollouts, load_recipe
 from opd.errors import RecipeError
 from opd.models.attention import Packed
+from opd.models.load import load_tokenizer
 from opd.objective.batch import TrainingBatch
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
@@ -25,7 +26,7 @@ from opd.settings import Family
 from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import open_teachers
-from opd.teachers.views import Group, View, behind, question, texts_for
+from opd.teachers.views import Group, View, behind, question, require_aligned, texts_for
 from opd.trainer.step import train_step
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed
 from tests.helpers import TEMPLATE, term, tiny_model, tiny_tokenizer
@@ -43,6 +44,7 @@ def view(**settings: Any) -> View:
     return Family("view").read(settings)  # type: ignore[return-value]
 
 
+RECIPE = {"student": "tiny/generalist", "prompts": {"source": "task:addition", "domain": "a"}, "device": "cpu"}
 ASKED = Prompt("p", "d", messages=({"role": "user", "content": "one"},), fields={"answer": "two", "hint": ""})
 
 
@@ -75,6 +77,50 @@ def test_a_view_without_its_field_shows_nothing() -> None:
     assert seen == [None]  # longer than the teacher can read
     with pytest.raises(ValidationError, match="at least one field"):
         view(kind="template", template="nothing {{here}}")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
+    tokenizer = load_tokenizer("tiny/generalist")
+    if special:  # left out when ids become text
+        tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    ids = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cd", "x</think> ef")}
+    members = [
+        replace(rollout(str(number), [5], [*ids[text], 1], group="g"), sample=number)
+        for number, text in enumerate(("ab", "cd", "ab", "x</think> ef"))
+    ]
+    rewards = {"0": 1.0, "1": 0.0, "2": 1.0, "3": 1.0}
+    group = Group(members, tokenizer, rewards, stop_ids=(1,))
+    sibling = view(kind="sibling", template="{prompt}:{sibling}", skip=1)
+    words = {}
+    for member in members:
+        text = sibling.render(ASKED, member, group)
+        assert text is not None
+        words[member.id] = tokenizer.decode(text.ids[: text.spans[0][2] - 1].tolist())
+        assert text.ids[text.spans[0][2] - 1 :].tolist() == member.response_ids.tolist()
+        require_aligned(sibling, text, member)
+    assert words == {"0": "one:ef=", "1": "one:ab=", "2": "one:ef=", "3": "one:ab="}  # the next one that is right
+    for lone in ({"0": 1.0, "2": 1.0}, {"0": None, "1": 0.5}):
+        assert sibling.render(ASKED, members[0], replace(group, rewards=lone)) is None
+    with pytest.raises(ValidationError, match=r"does not name \{sibling\}"):
+        view(kind="sibling", template="{prompt}")
+    one = {**RECIPE, "teachers": {"a": {"kind": "ema", "view": "sibling"}}}
+    with pytest.raises(RecipeError, match=r"rollout\.samples is 1"):
+        load_recipe(one)
+
+
+def test_a_revision_scores_the_second_copy() -> None:
+    member = rollout("1", [5, 6], [8, 9, 1])
+    group = shared(ASKED, member, rewards={"1": 1.0}, stop_ids=(1,))
+    revision = view(kind="revision", correct="ok", wrong="no")
+    phrases = {name: group.tokenizer(name, add_special_tokens=False)["input_ids"] for name in ("ok", "no")}
+    for reward, phrase in ((1.0, "ok"), (0.0, "no")):
+        text = revision.render(ASKED, member, replace(group, rewards={"1": reward}))
+        assert text is not None
+        assert text.ids.tolist() == [5, 6, 8, 9, *phrases[phrase], 8, 9, 1]
+        assert text.spans == ((0, 3, 6, 9),)
+        require_aligned(revision, text, member)
+    assert revision.render(ASKED, member, replace(group, rewards={"1": None})) is None
 
 
 def test_views_must_keep_the_response() -> None:
@@ -163,9 +209,6 @@ def test_what_a_teacher_did_not_see_takes_no_part(settings: dict[str, Any]) -> N
 # What recipes are refused for
 
 
-RECIPE = {"student": "tiny/generalist", "prompts": {"source": "task:addition", "domain": "a"}, "device": "cpu"}
-
-
 def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
     @opd.register
     class Sampled(TeacherKind):
@@ -182,7 +225,7 @@ def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
         load_recipe({**RECIPE, "teachers": teachers, "objective": two[0]})
         for key in ("rollout.teacher_share=0.5", "rollout.teacher_mix=0.1", "eval.weight_average=true"):
             with pytest.raises(
-                RecipeError, match=r"needs a model in this process, and teachers\.a, of kind sampled_only"
+                RecipeError, match=r"needs a model in this process, but teachers\.a, of kind sampled_only"
             ):
                 load_recipe(
                     {**RECIPE, "teachers": {**teachers, "c": {"kind": "sampled_only"}}, "objective": two[0]}, [key]
@@ -232,5 +275,5 @@ def test_names_of_one_checkpoint_share_its_weights() -> None:
 
     kinds: Any = {"a": spec(), "b": spec(role="reference"), "c": spec(dtype="bfloat16")}
     teachers, stop_ids = open_teachers(kinds, tiny_model("llama"), load)
-    assert [ref.dtype for ref in loaded] == ["float32", "bfloat16"]
+    assert [ref.dtype for ref in loaded] == [spec().dtype, "bfloat16"]
     assert (teachers["a"].model is teachers["b"].model, teachers["b"].role, stop_ids) == (True, "reference", (1,))

@@ -37,7 +37,12 @@ def folded(name: str) -> str:
 
 def check_output(wanted: str | Path) -> Path:
     """Where a run is to be written: a path whose parts can be made and read."""
-    path = Path(wanted)
+    try:
+        path = Path(wanted).expanduser()
+    except RuntimeError:  # of an unknown user
+        raise RunDirectoryError(
+            f"run directory {shown(str(wanted))}: there is no such home. Write the path out."
+        ) from None
     for part in path.parts:
         if any(unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") for character in part):
             raise RunDirectoryError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,6 +23,7 @@ from opd.files import is_directory, is_file
 from opd.plugins import load_plugins
 
 MISTAKES = 10  # named in one message
+_BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -172,12 +174,13 @@ def _booleans(given: Any, read: Any, path: str) -> list[str]:
 
 def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
     details = error.errors(include_url=False)
-    lines = [_explain(detail, where) for detail in details[:MISTAKES]]
+    lines = list(dict.fromkeys(_explain(detail, where) for detail in details[:MISTAKES]))
     return "\n".join([*lines, *([f"… and {len(details) - MISTAKES} more."] if len(details) > MISTAKES else [])])
 
 
 def _explain(detail: Any, where: str) -> str:
-    path = cut(where + ".".join(str(part) for part in detail["loc"]), 200)
+    parts = [str(part) for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
+    path = cut(where + ".".join(parts), 200)
     if detail["type"] == "extra_forbidden":
         *parents, key = detail["loc"]
         known = _fields_at(parents)
@@ -189,6 +192,8 @@ def _explain(detail: Any, where: str) -> str:
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
     message = cut(detail["msg"].removeprefix("Value error, "), 400)
+    if detail["type"] == "string_pattern_mismatch":
+        message = f"expected {_schema_at(detail['loc']).get('description', 'something else')}"
     if not detail["loc"]:  # of the stage as a whole
         return f"{where}{message}."
     return f"{path}: {message[0].lower() + message[1:]}; got {shown(detail['input'])}."
@@ -196,6 +201,10 @@ def _explain(detail: Any, where: str) -> str:
 
 def _fields_at(location: Iterable[Any]) -> list[str]:
     """Field names of the settings model at a location such as ("prompts", 0)."""
+    return list(_schema_at(location).get("properties", {}))
+
+
+def _schema_at(location: Iterable[Any]) -> Mapping[str, Any]:
     schema = Stage.model_json_schema()
     node: Mapping[str, Any] = schema
     for part in location:
@@ -212,7 +221,7 @@ def _fields_at(location: Iterable[Any]) -> list[str]:
         reference = node.get("$ref") or (options[0]["$ref"] if options else None)
         if reference:
             node = schema["$defs"][reference.rsplit("/", 1)[1]]
-    return list(node.get("properties", {}))
+    return node
 
 
 def _mapping(value: Any, key: str) -> Mapping[str, Any]:

@@ -85,6 +85,7 @@ SHORT_FORMS: dict[
     "student": lambda whole, words: _or(TEXT, whole),
     "teachers": lambda whole, words: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
     "prompts": lambda whole, words: _one_or_list(_or(TEXT, whole["items"])),
+    "sampler": lambda whole, words: _or(TEXT, whole),
     "objective": lambda whole, words: _one_or_list(whole["items"]),
     "log": lambda whole, words: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),
 }

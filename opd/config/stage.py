@@ -18,6 +18,7 @@ from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Word
+from opd.teachers.kinds import AnyTeacher
 
 
 def usual_objective() -> list[Term]:
@@ -82,7 +83,7 @@ class Eval(BaseModel):
     every: Count = Field(0, description="steps; 0: only before and after")
     prompts: Count = Field(200, le=20_000, description="held-out prompts per domain; 0: no evaluation")
     greedy: bool = True
-    k: Count = Field(0, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
+    k: Count = Field(0, le=65_536, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
     max_new_tokens: Positive | None = Field(None, description="default: rollout.max_new_tokens")
     teachers: bool = Field(True, description="evaluate the teachers too, before training")
@@ -153,7 +154,7 @@ class Stage(BaseModel):
     model_config = SETTINGS
     name: Word = "main"
     student: Student
-    teachers: dict[Word, Annotated[Any, Family("teacher", default="frozen")]] = Field(default_factory=dict)
+    teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
     data: Data = Data()
     rollout: Rollouts = Rollouts()

@@ -23,7 +23,9 @@ SAVED = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.
 
 
 def open_folder(path: Path, split: str) -> Rows:
-    """What `save_to_disk` wrote, or every file of one split: train.jsonl, data/train-00000-of-00002.parquet, test/a.csv."""
+    """What `save_to_disk` wrote, or every file of one split: train.jsonl, data/train-00000-of-00002.parquet,
+    test/a.csv.
+    """
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, split)
     files = _data_files(path)
@@ -50,7 +52,8 @@ def _data_files(path: Path) -> list[Path]:
         raise DataError(f"prompts {str(path)!r}: no files with rows in this folder ({', '.join(READERS)}).")
     if len(found) > 1:
         raise DataError(
-            f"prompts {str(path)!r}: files of several kinds ({', '.join(found)}), which may be the same rows. Name one file."
+            f"prompts {str(path)!r}: files of several kinds ({', '.join(found)}), which may be the same rows. Name one "
+            "file."
         )
     (files,) = found.values()
     return files
@@ -129,7 +132,8 @@ def _cached(datasets: Any, name: str) -> bool:
 def _datasets(name: str) -> Any:
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"prompts {name!r}: not a file, and Hugging Face datasets need the datasets package: pip install 'opd[data]'."
+            f"prompts {name!r}: not a file, and Hugging Face datasets need the datasets package: pip install "
+            "'opd[data]'."
         )
     import datasets
 

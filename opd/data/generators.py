@@ -1,4 +1,5 @@
-"""Prompts without end: built-in tasks and reasoning-gym. Each is a pure function of its index and has its own held-out set.
+"""Prompts without end: built-in tasks and reasoning-gym. Each is a pure function of its index and has its own held-out
+set.
 
 Prompts' ids begin with a label, which keys the draws: `task:sort`, and `task:sort#2` where a recipe lists it again.
 """
@@ -124,7 +125,8 @@ class GymSource(Generator):
 
         if task not in DATASETS:
             raise DataError(
-                f"prompts 'reasoning_gym:{task}': no such task. reasoning-gym knows {len(DATASETS)}, among them {', '.join(sorted(DATASETS)[:8])}, …"
+                f"prompts 'reasoning_gym:{task}': no such task. reasoning-gym knows {len(DATASETS)}, among them "
+                f"{', '.join(sorted(DATASETS)[:8])}, …"
             )
         self.name, self._domain, self._label = GYM + task, domain or task, label
         try:
@@ -151,7 +153,8 @@ class GymSource(Generator):
                 raw += 1
             else:
                 raise DataError(
-                    f"prompts {self.name!r}: the generator makes too few different questions to hold any out; use larger options."
+                    f"prompts {self.name!r}: the generator makes too few different questions to hold any out; use "
+                    "larger options."
                 )
             self._skip.append(raw)
         return self._prompt(self._train[self._skip[index]], f"train/{index}")

@@ -1,4 +1,6 @@
-"""Rows that a program has in memory, as the text of `.jsonl` files: a run keeps them in its directory, so resuming needs no more."""
+"""Rows that a program has in memory, as the text of `.jsonl` files: a run keeps them in its directory, so resuming
+needs no more.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from opd.types import Prompt
 
 
 def jsonl(rows: Any, what: str = "prompts") -> str:
-    """One line a row. Rows are mappings with a `prompt`, plain texts, or `Prompt`s; a `datasets.Dataset` is such rows, too."""
+    """One line a row.
+
+    Rows are mappings with a `prompt`, plain texts, or `Prompt`s; a `datasets.Dataset` is such rows, too.
+    """
     if isinstance(rows, (str, bytes, Mapping, Prompt)) or not isinstance(rows, Iterable):
         raise DataError(f"{what}: expected a list of rows, got {type(rows).__name__}. Give [{{'prompt': …}}, …].")
     lines = [_line(row, f"{what}, row {number}") for number, row in enumerate(rows, 1)]

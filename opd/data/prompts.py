@@ -1,4 +1,5 @@
-"""From a row to a prompt, in TRL's convention: `prompt` or `messages`, and beside them completion, answer, system, domain.
+"""From a row to a prompt, in TRL's convention: `prompt` or `messages`, and beside them completion, answer, system,
+domain.
 
 >>> row_prompt({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
 ...            "rows/train/0", "sums").fields

@@ -13,7 +13,9 @@ from opd.types import Prompt
 
 
 def render_prompt(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-    """(P,) int32. Messages go through the chat template, text is encoded as it is (with the tokenizer's BOS, if any)."""
+    """(P,) int32. Messages go through the chat template, text is encoded as it is (with the tokenizer's BOS, if
+    any).
+    """
     (found,) = render_prompts([prompt], tokenizer, template_kwargs)
     if isinstance(found, DataError):
         raise found
@@ -23,7 +25,9 @@ def render_prompt(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, 
 def render_prompts(
     prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 ) -> list[np.ndarray | DataError]:
-    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, for the caller to judge."""
+    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, for the caller to
+    judge.
+    """
     found: dict[int, np.ndarray | DataError] = {}
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # from messages? -> number -> text
     for number, prompt in enumerate(prompts):
@@ -43,7 +47,8 @@ def _text(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
         return prompt.text or ""
     if not tokenizer.chat_template:
         raise DataError(
-            f"prompt {prompt.id!r} is a list of messages, but the tokenizer has no chat template. Give text prompts, or a tokenizer with a template."
+            f"prompt {prompt.id!r} is a list of messages, but the tokenizer has no chat template. Give text prompts, "
+            "or a tokenizer with a template."
         )
     return render(prompt.id, prompt.messages, tokenizer, template_kwargs)
 
@@ -76,7 +81,8 @@ def render_completion(
     completion = prompt.fields.get("completion")
     if not completion:
         raise DataError(
-            f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set data_share: 0."
+            f"prompt {prompt.id!r} has no completion, which rollout.data_share needs. Add a `completion` column or set "
+            "data_share: 0."
         )
 
     def encode(text: str) -> list[int]:

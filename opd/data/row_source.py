@@ -1,4 +1,7 @@
-"""Prompts that are rows: of files, folders, datasets on the hub, or of a class of your own. Every row is looked at when they are opened."""
+"""Prompts that are rows: of files, folders, datasets on the hub, or of a class of your own.
+
+Every row is looked at when they are opened.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,8 @@ class Survey:
                     self.reasons.append(f"{rows.place(index)}: {bad}")
         if unseen and columns:
             raise DataError(
-                f"prompts {name!r}: columns: there is no column {min(unseen)!r}; there are {', '.join(map(str, columns))}."
+                f"prompts {name!r}: columns: there is no column {min(unseen)!r}; there are "
+                f"{', '.join(map(str, columns))}."
             )
         if not self.usable.any() and columns and not {"prompt", "messages"} & {*columns, *spec.columns}:
             raise DataError(

@@ -202,13 +202,13 @@ def _digest(values: Sequence[Any]) -> str:
 
 
 def on_disk(name: str) -> bool:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return is_file(path) or is_directory(path)
 
 
 def looks_local(name: str) -> bool:
     """Whether a name is that of a file or folder, there or not. Else it is one on the hub: `name` or `owner/name`."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     written = path.is_absolute() or name.startswith(("~", "./", "../")) or name.count("/") > 1
     return written or kind_of(path) is not None or on_disk(name)
 
@@ -223,7 +223,7 @@ def open_rows(name: str, split: str) -> Rows:
 
 
 def open_local(name: str, split: str) -> Rows:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if is_directory(path):
         from opd.data.folders import open_folder
 
@@ -241,7 +241,7 @@ def open_local(name: str, split: str) -> Rows:
 
 def local_files(name: str) -> list[Path]:
     """The file itself, or every file of a folder; none for what is not on this disk."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if is_file(path):
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file()) if is_directory(path) else []
@@ -322,7 +322,10 @@ def _require_rows(file: BinaryIO) -> None:
 
 
 def _csv(path: Path, delimiter: str) -> TextRows:
-    """Records may span lines: the reader says where one ends. Bytes that are not UTF-8 do not hide quotes or line ends."""
+    """Records may span lines: the reader says where one ends.
+
+    Bytes that are not UTF-8 do not hide quotes or line ends.
+    """
     bounds, numbers = array("q"), array("q")
     with _binary(path) as file:
         position = file.tell()

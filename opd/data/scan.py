@@ -1,7 +1,8 @@
 """Every prompt is looked at before the first token is sampled: how long it is, and whether it can be used at all.
 
-Lengths are remembered in the user's cache (`$XDG_CACHE_HOME/opd/scans`, else `~/.cache/opd/scans`), by the content of the
-files and of the tokenizer; delete it at will. Sources without end are probed, and what turns out too long later is skipped.
+Lengths are remembered in the user's cache (`$XDG_CACHE_HOME/opd/scans`, else `~/.cache/opd/scans`), by the content of
+the files and of the tokenizer; delete it at will. Sources without end are probed, and what turns out too long later is
+skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Scanned:
     notes: tuple[str, ...]  # what was skipped, in words
 
     def room(self, others: int, limit: int, max_prompt_tokens: int | None) -> int:
-        """Tokens that a prompt may have in a sampler's slot: the longest of all, held-out ones too, and slack where it takes some."""
+        """Tokens that a prompt may have in a sampler's slot: the longest of all, held-out ones too, and slack where it
+        takes some.
+        """
         longest = max(self.longest, others)
         return max(longest, min(limit, max_prompt_tokens or int(longest * SLACK) + 8)) if self.open_ended else longest
 
@@ -143,7 +146,8 @@ def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], s
     limit, bad = scan.limit, lengths < 0
     for index in np.flatnonzero(lengths > limit)[:SHOWN]:
         reasons[int(index)] = (
-            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit ({scan.why})"
+            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit "
+            f"({scan.why})"
         )
     bad |= lengths > limit
     if scan.completions:

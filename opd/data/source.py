@@ -1,7 +1,9 @@
-"""What every source of prompts is: one class with its settings, its refusals, how it is opened and what it reads. No torch here.
+"""What every source of prompts is: one class with its settings, its refusals, how it is opened and what it reads. No
+torch here.
 
-`source: "task:addition"`: what stands before the colon, or else the kind of address, says which class it is; `kind` says so outright.
-A class of your own is added by `@opd.register`: give it rows (`opd.data.row_source.RowPrompts`), or open what you like.
+`source: "task:addition"`: what stands before the colon, or else the kind of address, says which class it is; `kind`
+says so outright. A class of your own is added by `@opd.register`: give it rows (`opd.data.row_source.RowPrompts`), or
+open what you like.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Source(Protocol):
         """How long its training prompts are, and which of them cannot be used."""
 
     def keep_apart(self, others: list[Source]) -> None:
-        """Train on nothing that another source of the recipe holds out. Sources that cannot overlap have nothing to do."""
+        """Train on nothing that another source of the recipe holds out.
+
+        Sources that cannot overlap have nothing to do.
+        """
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,9 @@ class PromptSource(Choice):
 
 
 class SourceFamily(Family):
-    """The address chooses: `task:addition` a task, a path or an existing file a file, any other name a dataset on the hub."""
+    """The address chooses: `task:addition` a task, a path or an existing file a file, any other name a dataset on the
+    hub.
+    """
 
     def __init__(self) -> None:
         super().__init__("source")

@@ -13,7 +13,8 @@ from opd.types import Prompt
 def prompts(
     source: str, count: int | None = None, *, start: int = 0, split: Split = "train", **settings: Any
 ) -> list[Prompt]:
-    """Prompts of any source that a recipe can name, for a loop of one's own; `settings` are the recipe's keys beside it.
+    """Prompts of any source that a recipe can name, for a loop of one's own; `settings` are the recipe's keys beside
+    it.
 
     >>> [prompt.messages[0]["content"] for prompt in prompts("task:addition", 2, start=6)]
     ['add 66+50', 'add 40+28']
@@ -36,7 +37,8 @@ def open_sources(
 ) -> list[Source]:
     """All of a recipe's sources. `rewarded`: its rewards need no answer, so rows without one can be evaluated on too.
 
-    Every row is looked at. Ids of a source listed again, say with other options, say which time this is: `task:sort#2/…`.
+    Every row is looked at. Ids of a source listed again, say with other options, say which time this is:
+    `task:sort#2/…`.
     """
     sources: list[Source] = []
     labels: list[str] = []

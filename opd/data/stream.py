@@ -1,4 +1,6 @@
-"""Which prompts a step gets: shares kept exactly, every prompt of a finite source seen once per pass, resumable by a few integers."""
+"""Which prompts a step gets: shares kept exactly, every prompt of a finite source seen once per pass, resumable by a
+few integers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Visit:
 class PromptStream:
     """Draws from several sources by share. Finite sources are reshuffled each pass, by (seed, source, pass).
 
-    A row that cannot be used has its visit like any other and is left out: what comes after it is what would have come anyway.
+    A row that cannot be used has its visit like any other and is left out: what comes after it is what would have come
+    anyway.
 
     >>> stream = PromptStream(sources, shares=[3, 1], seed=0)   # doctest: +SKIP
     >>> [visit.source for visit in stream.take(4)]              # doctest: +SKIP
@@ -44,7 +47,9 @@ class PromptStream:
         self.skipped = 0  # visits to prompts that cannot be used
 
     def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool] | None) -> None:
-        """Which rows of each finite source to skip, and what to ask of prompts where they could not all be looked at."""
+        """Which rows of each finite source to skip, and what to ask of prompts where they could not all be looked
+        at.
+        """
         self._unusable, self._fits = unusable, fits
 
     def take(self, count: int) -> list[Visit]:
@@ -56,7 +61,8 @@ class PromptStream:
             self.skipped, skipped = self.skipped + 1, skipped + 1
             if skipped > PATIENCE + sum(source.size or 0 for source in self._sources):
                 raise DataError(
-                    "prompts: thousands in a row cannot be used. Raise rollout.max_prompt_tokens, or lower rollout.max_new_tokens."
+                    "prompts: thousands in a row cannot be used. Raise rollout.max_prompt_tokens, or lower "
+                    "rollout.max_new_tokens."
                 )
         return visit
 

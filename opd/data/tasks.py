@@ -91,7 +91,9 @@ class Task:
     limits: Mapping[str, tuple[int, int]]  # smallest and largest value of each option
 
     def prompt(self, split: Split, index: int, domain: str | None = None) -> Prompt:
-        """Question `index` of a split: an endless sequence, in which one may come again but never in the other split."""
+        """Question `index` of a split: an endless sequence, in which one may come again but never in the other
+        split.
+        """
         if split not in ("train", "heldout"):
             raise DataError(f"task {self.name}: split is 'train' or 'heldout', got {split!r}.")
         dials = ",".join(f"{key}={value}" for key, value in sorted(self.options.items()))

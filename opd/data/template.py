@@ -57,7 +57,8 @@ def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, a
             )
     except _OutOfSteps:  # no error of this row alone: the next ones would take as long
         raise ModelError(
-            f"prompt {prompt!r}: the tokenizer's chat template did not end within bounds. Repair its loops, or give text prompts."
+            f"prompt {prompt!r}: the tokenizer's chat template did not end within bounds. Repair its loops, or give "
+            "text prompts."
         ) from None
     except (
         TemplateError,

@@ -93,11 +93,11 @@ def chunked_divergence(
             if isinstance(part, Projection) and raw_t is not None:
                 log_t, t = log_softmax_(raw_t[block], part, job)
             index = torch.arange(rows.start + block.start, rows.start + block.stop, device=device)
-            loss, found = gradient_rows(
+            loss, observed = gradient_rows(
                 job.rows(index), student, raw[block], log_t, t, part.rows(block), index, any(needs)
             )
             total += loss
-            sink.append(found)
+            sink.append(observed)
         grads.add(rows, raw, student.hidden[rows])
         del raw, raw_t, part_log_t, log_t, t  # before the next chunk's are made
     return total, grads.finish()
@@ -111,7 +111,7 @@ def log_softmax_(raw: Tensor, projection: Projection, job: Job) -> tuple[Tensor,
 
 
 class HeadGradients:
-    """Sums of the gradients of hidden states, head and bias over chunks; the head's in fp32, since it adds up many chunks."""
+    """Sums of the gradients of hidden states, head and bias over chunks; the head's, which adds up many, in fp32."""
 
     def __init__(self, student: Projection, needs: tuple[bool, ...]) -> None:
         self._student, wide = student, wide_dtype(student.hidden)
@@ -146,12 +146,19 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-        projection: Projection, ids: Tensor, merge: MergeGroups, temperature: float, chunk: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Projection,
+        ids: Tensor,
+        merge: MergeGroups,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
         size, targets = projection.vocabulary, canonical_ids(ids, merge)
         normaliser = hidden.new_zeros(hidden.shape[0], dtype=wide_dtype(hidden))
-        found = torch.zeros_like(normaliser)
+        logprobs = torch.zeros_like(normaliser)
         for rows in slices(hidden.shape[0], chunk):
             raw = matmul(hidden[rows], weight[:size].T)
             for block in slices(raw.shape[0], block_rows(raw)):
@@ -160,11 +167,11 @@ class ChunkedLogprobs(torch.autograd.Function):
                 Events.merge_(logits, merge)
                 chosen = logits.gather(-1, targets[where, None]).squeeze(-1)
                 normaliser[where] = logits.logsumexp(-1)
-                found[where] = chosen - normaliser[where]
+                logprobs[where] = chosen - normaliser[where]
             del raw, logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.static = projection, merge, temperature, chunk
-        return found
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -87,13 +87,13 @@ def divergence(
         loss, statistics = reference_rows(job, student, rows, torch.arange(student.count, device=student.hidden.device))
     else:
         sink: list[RowStatistics] = []
-        own = student.detach()
+        detached = student.detach()
         if plan.backend == "chunked" or isinstance(rows, TopRows):
-            compute, scale = partial(chunked_divergence, job, own, rows, plan.chunk, sink), scale_
+            compute, scale = partial(chunked_divergence, job, detached, rows, plan.chunk, sink), scale_
         else:
             from opd.divergences.triton_modes import triton_divergence, triton_scale_
 
-            compute, scale = partial(triton_divergence, job, own, rows, plan, sink), triton_scale_
+            compute, scale = partial(triton_divergence, job, detached, rows, plan, sink), triton_scale_
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
@@ -149,7 +149,7 @@ def _check(
     size: int,
 ) -> None:
     if student.count != count:
-        raise ValueError(f"student has {student.count} tokens, teacher {count}")
+        raise ValueError(f"student has {student.count} tokens, but teacher has {count}")
     if isinstance(weight, Tensor) and weight.shape != (count,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({count},)")
     if (ids is not None) != (truncation.support == "ids"):
@@ -191,7 +191,10 @@ def statistics(
     overlap: int | None = None,
     **params: float,
 ) -> RowStatistics:
-    """A pass for values alone: for gates and weights that need the whole batch first. Without a teacher, the student's."""
+    """A pass for values alone: for gates and weights that need the whole batch first.
+
+    Without a teacher, the student's.
+    """
     sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
     formula = None if teacher is None else Formula.of(kind, params)
     job = Job(formula, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)

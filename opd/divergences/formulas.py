@@ -1,8 +1,9 @@
 """Every divergence once, readable, from log-probabilities; every fast path is tested against these.
 
-S is the student, T the teacher, u = T/S. All but `acceptance` are f-divergences, D = sum_v S f(u), and have the gradient
-E_S[(f(u) - u f'(u)) grad log S]. The bracket, shifted by a constant so that it is 0 at u = 1, is the *slope* g; its
-negative is the single-sample advantage of the policy-gradient twin. Names say direction: `reverse_kl = KL(S || T)`.
+S is the student, T the teacher, u = T/S. All but `acceptance` are f-divergences, D = sum_v S f(u), and have the
+gradient E_S[(f(u) - u f'(u)) grad log S]. The bracket, shifted by a constant so that it is 0 at u = 1, is the *slope*
+g; its negative is the single-sample advantage of the policy-gradient twin. Names say direction:
+`reverse_kl = KL(S || T)`.
 
 Shapes: log-probs (N, K), K events that may be the vocabulary or a truncated support. `LOG_ZERO` stands for log 0.
 """
@@ -32,7 +33,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S; the ends are the plain KLs by convention."""
+    """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; by convention the ends are the plain KLs."""
     if beta == 0.0:
         return forward_kl(student, teacher)
     if beta == 1.0:
@@ -153,11 +154,14 @@ class Formula:
             "acceptance": None,
         }[self.kind]
 
-    def terms(self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:  # noqa: PLR0911  one case per kind
+    def terms(  # noqa: PLR0911  one case per kind
+        self, student: Tensor, teacher: Tensor, s: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Summand of the value and S times the slope, (N, K) each: what an analytic gradient needs.
 
         With P = sum phi and G = sum S g, the gradient of D with respect to the logits is `outer'(P) (S g - S G)`, where
-        `outer` is the identity but for `acceptance`. `s` and `t` are the probabilities. Products with S keep u = T/S from overflowing.
+        `outer` is the identity but for `acceptance`. `s` and `t` are the probabilities. Products with S keep u = T/S
+        from overflowing.
         """
         a = self.parameter
         match self.kind:

@@ -1,4 +1,4 @@
-"""The one list of divergences and supports: their names, parameters and bounds. No torch here; `formulas` has the mathematics.
+"""The one list of divergences and supports: their names, parameters and bounds. The mathematics is in `formulas`.
 
 S is the student, T the teacher. Names say direction: `reverse_kl = KL(S || T)`.
 """
@@ -180,8 +180,16 @@ AnyDivergence = Annotated[DivergenceKind, Family("divergence", default="reverse_
 AnySupport = Annotated[Support, Family("support", default="full")]
 
 BUILT_IN: tuple[type[DivergenceKind], ...] = (
-    ReverseKL, ForwardKL, JSD, SkewKL, SkewReverseKL, Alpha, TVD, Hellinger, Acceptance,
-)  # fmt: skip
+    ReverseKL,
+    ForwardKL,
+    JSD,
+    SkewKL,
+    SkewReverseKL,
+    Alpha,
+    TVD,
+    Hellinger,
+    Acceptance,
+)
 
 
 def _parameter(kind: type[DivergenceKind]) -> tuple[str, float, float, float] | None:

@@ -1,7 +1,7 @@
 """Several teachers on one token, combined before the divergence sees them.
 
     arithmetic   T = sum_i w_i T_i            weights >= 0, normalised: any of the teachers may be right
-    geometric    log T = sum_i w_i log T_i    up to a constant; weights of any sign: all have to agree, or one is subtracted
+    geometric    log T = sum_i w_i log T_i    up to a constant; weights of any sign: all agree, or one is subtracted
 
 A part may be the student's own projection: parts are always detached. That gives, as plain divergences,
 Veto (`[teacher, student], [1, beta]`), ExOPD and AlignDistil (`[teacher, reference], [scale, 1 - scale]`), and the
@@ -67,12 +67,12 @@ class Mixture:
         for part, share in zip(self.parts, self.shares, strict=True):
             if share == 0:
                 continue
-            own = log_probs(part, size, merge, temperature)
+            logs = log_probs(part, size, merge, temperature)
             if self.kind == "geometric":
-                total = own.mul_(share) if total is None else total.add_(own, alpha=share)
+                total = logs.mul_(share) if total is None else total.add_(logs, alpha=share)
             else:
-                own.add_(math.log(share))
-                total = own if total is None else torch.logaddexp(total, own, out=total)
+                logs.add_(math.log(share))
+                total = logs if total is None else torch.logaddexp(total, logs, out=total)
         if total is None:
             raise ValueError(f"mixture: every weight is 0: {self.weights}")
         if self.kind == "arithmetic":

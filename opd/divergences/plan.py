@@ -133,7 +133,10 @@ def small_plan(student: Projection, size: int, memory: int) -> KernelPlan:
 
 
 def _tile(rows: int, size: int, width: int, left: int) -> tuple[int, int]:
-    """Rows and columns of a tile of `small`, slabs of equal size; (0, 0) if none fits. `width` is that of a slab's gradient."""
+    """Rows and columns of a tile of `small`, slabs of equal size; (0, 0) if none fits.
+
+    `width` is that of a slab's gradient.
+    """
     slab = min(size, SMALL_SLAB)
     while rows and left < slab * (8 * rows + 4 * width):
         if slab > max(FEWEST_SMALL, rows // 4):

@@ -20,7 +20,10 @@ from opd.divergences.supports import TopRows, Truncation, closed, gather
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """What one pass knows about each row, detached; after temperature and merging. None: not asked for, or no teacher."""
+    """What one pass knows about each row, detached; after temperature and merging.
+
+    None: not asked for, or no teacher.
+    """
 
     index: Tensor  # (n,) which rows of the call these are
     entropy: Tensor  # (n,) of the student
@@ -72,8 +75,8 @@ class Job:
         like = statistics.entropy
         if self.weight is None:
             return torch.ones_like(like)
-        found = self.weight if isinstance(self.weight, Tensor) else self.weight(statistics)
-        return found.detach().to(like)
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight(statistics)
+        return weight.detach().to(like)
 
     def observe(
         self, index: Tensor, log_s: Tensor, log_t: Tensor | None, value: Tensor | None, s: Tensor, t: Tensor | None
@@ -92,13 +95,17 @@ class Job:
         whole = self.formula == Formula("reverse_kl") and self.truncation.support == "full"
         entropy = -row_dot(s, log_s)
         return RowStatistics(
-            index, entropy, value,
+            index,
+            entropy,
+            value,
             None if log_t is None or t is None else -row_dot(t, log_t),
             None if log_t is None else value if whole else -entropy - row_dot(s, log_t),
-            at_tokens(log_s), at_tokens(log_t),
+            at_tokens(log_s),
+            at_tokens(log_t),
             top_overlap(log_s, log_t, self.overlap) if self.overlap and log_t is not None else None,
-            stop(log_s), stop(log_t),
-        )  # fmt: skip
+            stop(log_s),
+            stop(log_t),
+        )
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
@@ -166,7 +173,7 @@ def _observe(
     statistics = job.observe(index, log_s, log_t, value, s, t)
     if not isinstance(teacher, TopRows) or ids is None:
         return statistics
-    # A top-k teacher is known only as events and a tail: its entropy and the yardstick are those of that coarser alphabet.
+    # A top-k teacher is known only as events and a tail: entropy and yardstick are those of that coarser alphabet.
     coarse_t = torch.cat([teacher.logprobs, teacher.tail[:, None]], -1)
     yardstick = closed(Formula("reverse_kl"), "tail", gather(log_s, ids), teacher.logprobs, teacher.tail)
     return replace(statistics, teacher_entropy=entropy(coarse_t), reverse_kl=yardstick)
@@ -191,13 +198,13 @@ class Events:
         device = logits.device
         member = torch.tensor([index for group in groups for index in group], device=device)
         event = torch.tensor([group[0] for group in groups for _ in group], device=device)
-        own, shares = logits[:, member], []
+        member_logits, shares = logits[:, member], []
         logits[:, member] = LOG_ZERO
         for group in groups:
-            mine = own[:, torch.isin(member, torch.tensor(group, device=device))]
-            logits[:, group[0]] = mine.logsumexp(-1)
-            shares.append(mine.softmax(-1))
-        return cls(member, event, torch.cat(shares, -1), own)
+            of_group = member_logits[:, torch.isin(member, torch.tensor(group, device=device))]
+            logits[:, group[0]] = of_group.logsumexp(-1)
+            shares.append(of_group.softmax(-1))
+        return cls(member, event, torch.cat(shares, -1), member_logits)
 
 
 def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tensor:
@@ -210,7 +217,7 @@ def transform_(raw: Tensor, projection: Projection, temperature: float) -> Tenso
 
 
 def softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs over the logits' memory, probabilities, and (n, 1) normalisers: one exponential, the dearest step on a CPU."""
+    """Log-probs over the logits' memory, probabilities, and (n, 1) normalisers, with one exponential for all."""
     top = logits.amax(-1, keepdim=True)
     probs = logits.sub_(top).exp()
     total = probs.sum(-1, keepdim=True)
@@ -235,7 +242,7 @@ def gradient_rows(
     index: Tensor,
     grads: bool,
 ) -> tuple[Tensor, RowStatistics]:
-    """Weighted sum and statistics of a block; `raw` (n, V), the head's products, becomes the loss's gradient in them."""
+    """Weighted sum and statistics of a block; `raw` (n, V), the head's products, becomes the gradient in them."""
     assert job.formula is not None
     logits = transform_(raw, student, job.temperature)
     events = Events.merge_(logits, job.merge)

@@ -9,7 +9,10 @@ from opd.divergences.formulas import Formula
 
 
 def teacher_log_ratio(teacher: Tensor, behaviour: Tensor) -> Tensor:
-    """Advantage of reverse KL on the sampled token: log T(y) - log behaviour(y). Zero where student and teacher agree."""
+    """Advantage of reverse KL on the sampled token: log T(y) - log behaviour(y).
+
+    Zero where student and teacher agree.
+    """
     return (teacher - behaviour).detach()
 
 

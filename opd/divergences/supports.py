@@ -36,8 +36,10 @@ class Truncation:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("support", self.support, Support), ("side", self.side, Side), ("closure", self.closure, Closure)
-        ):  # fmt: skip
+            ("support", self.support, Support),
+            ("side", self.side, Side),
+            ("closure", self.closure, Closure),
+        ):
             if value not in get_args(known):
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(get_args(known))}")
         if self.k is not None and self.k < 1:
@@ -50,8 +52,8 @@ class Truncation:
             return unique_ids(canonical_ids(ids, merge))
         k = min(self.k or log_s.shape[-1], log_s.shape[-1])
         sides = {"teacher": (log_t,), "student": (log_s,), "union": (log_t, log_s)}[self.side]
-        found = torch.cat([side.topk(k, dim=-1).indices for side in sides], dim=-1)
-        return unique_ids(found) if self.side == "union" else found
+        chosen = torch.cat([side.topk(k, dim=-1).indices for side in sides], dim=-1)
+        return unique_ids(chosen) if self.side == "union" else chosen
 
 
 def unique_ids(ids: Tensor) -> Tensor:
@@ -74,7 +76,10 @@ def outside(logprobs: Tensor) -> Tensor:
 
 
 def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor, tail: Tensor | None = None) -> Tensor:
-    """(N,) divergence from the support's log-probs (N, K), differentiable in `student`. `tail`: the teacher's, if known."""
+    """(N,) divergence from the support's log-probs (N, K), differentiable in `student`.
+
+    `tail`: the teacher's, if known.
+    """
     if closure == "tail":
         teacher_tail = outside(teacher) if tail is None else tail[:, None]
         return formula(torch.cat([student, outside(student)], -1), torch.cat([teacher, teacher_tail], -1))
@@ -132,7 +137,7 @@ class TopRows:
 
 
 def merge_top(ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One event per row for `group`, in an extra column: its given mass, else the sum if all members are there, else none."""
+    """One event per row for `group` in an extra column: its given mass, else the sum of all members, else none."""
     if len(group) < 2:
         return ids, logprobs
     member = torch.isin(ids, torch.tensor(group, device=ids.device))

@@ -1,4 +1,4 @@
-"""The CUDA backend: cuBLAS products with fp32 output into tiles, row kernels on the tiles, gradient in the forward pass.
+"""The CUDA backend: cuBLAS products into fp32 tiles, row kernels on the tiles, the gradient in the forward pass.
 
     fast    tiles of some tokens by the whole vocabulary. One product per head and chunk.
     small   tiles of many tokens by a slab of the vocabulary, computed once for the statistics and again for the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,66 +24,7 @@ from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import KernelPlan, aligned
 from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
 from opd.divergences.rows import Events, Job, RowStatistics, transform_, untransform_
-
-# Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries others
-WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)
-NARROW_COLUMNS = 16384
-LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a kernel turns a side's raw values into logits: constants and the bias of the tile's columns."""
-
-    bias: Tensor | None
-    scale: float
-    cap: float
-    softcap: bool
-
-    @classmethod
-    def of(cls, source: Source, columns: slice, temperature: float) -> Reading:
-        if isinstance(source, Mixture):  # its tile holds finished logits
-            return cls(None, 1.0, 1.0, False)
-        bias = None if source.bias is None else source.bias[columns]
-        if source.softcap is None:
-            return cls(bias, source.scale / temperature, 1.0, False)
-        return cls(bias, source.scale / source.softcap, source.softcap / temperature, True)
-
-    def in_base_2(self) -> Reading:
-        """The same logits, divided by log 2: exponentials are powers of two on the GPU."""
-        if self.softcap:
-            return replace(self, cap=self.cap * LOG2_E)
-        return replace(self, scale=self.scale * LOG2_E)
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """Raw values of both sides for some rows and columns, with merged ids already blanked."""
-
-    rows: slice
-    columns: slice
-    student: Tensor  # (n, C) fp32
-    teacher: Tensor  # (n, C) fp32
-    s: Reading
-    t: Reading
-
-    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        n, width = self.student.shape
-        wide = WIDE_SUMS if kernel is kernels.sums_kernel else WIDE_FORWARD if constants.get("FORWARD") else WIDE
-        block, warps = NARROW if width <= NARROW_COLUMNS else wide
-        s, t = self.s, self.t
-        kernel[(n,)](
-            self.student, self.teacher, self.student.stride(0), self.teacher.stride(0),
-            self.student if s.bias is None else s.bias, self.teacher if t.bias is None else t.bias,
-            *arguments, columns_total=width, s_scale=s.scale, s_cap=s.cap, t_scale=t.scale, t_cap=t.cap,
-            S_BIAS=s.bias is not None, T_BIAS=t.bias is not None, S_SOFTCAP=s.softcap, T_SOFTCAP=t.softcap,
-            **constants, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-
-    def fold_into(self, state: Tensor, forward: bool, both: bool = True) -> None:
-        """Add this tile to the running sums (8, N) of its rows; with `both` unset, the student's alone."""
-        tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
-        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward, BOTH=both)
+from opd.divergences.triton_tiles import LOG2_E, LogitReading, Tile, initial_state, project
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +41,10 @@ class Merged:
 
 
 class TileEngine:
-    """One call: the buffers, the tiles, and the running statistics of every row. Without a teacher, the student's alone."""
+    """One call: the buffers, the tiles, and the running statistics of every row.
+
+    Without a teacher, the student's alone.
+    """
 
     def __init__(self, job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> None:
         self.formula = job.formula or Formula("reverse_kl")  # without a teacher there is no divergence to speak of
@@ -138,25 +81,25 @@ class TileEngine:
     def tile(self, rows: slice, columns: slice) -> Tile:
         """Products of some rows and columns; those still in the buffers are not computed again."""
         n, width = rows.stop - rows.start, columns.stop - columns.start
-        own, other = self._buffers[0, :n, :width], self._buffers[-1, :n, :width]
+        student, teacher = self._buffers[0, :n, :width], self._buffers[-1, :n, :width]
         if self._held != (rows, columns):
-            self._fill(rows, columns, own, other)
+            self._fill(rows, columns, student, teacher)
             self._held = (rows, columns)
         temperature = self.job.temperature
-        s = Reading.of(self.student, columns, temperature)
-        t = s if self.teacher is None else Reading.of(self.teacher, columns, temperature)
-        return Tile(rows, columns, own, other, s, t)
+        s = LogitReading.of(self.student, columns, temperature)
+        t = s if self.teacher is None else LogitReading.of(self.teacher, columns, temperature)
+        return Tile(rows, columns, student, teacher, s, t)
 
-    def _fill(self, rows: slice, columns: slice, own: Tensor, other: Tensor) -> None:
+    def _fill(self, rows: slice, columns: slice, student: Tensor, teacher: Tensor) -> None:
         if isinstance(self.teacher, Mixture):
-            self._mix(self.teacher, rows, columns, other, scratch=own)
+            self._mix(self.teacher, rows, columns, teacher, scratch=student)
         elif self.teacher is not None:
-            project(self.teacher, rows, columns, other)
-        project(self.student, rows, columns, own)
+            project(self.teacher, rows, columns, teacher)
+        project(self.student, rows, columns, student)
         if self.merged is not None:
             hidden = self._members_in(columns)[1] - columns.start
-            own.index_fill_(1, hidden, LOG_ZERO)
-            other.index_fill_(1, hidden, LOG_ZERO)
+            student.index_fill_(1, hidden, LOG_ZERO)
+            teacher.index_fill_(1, hidden, LOG_ZERO)
 
     def _mix(self, mixture: Mixture, rows: slice, columns: slice, out: Tensor, scratch: Tensor) -> None:
         """Logits of a mixture into `out`; the student's buffer, not yet filled, is the scratch space."""
@@ -165,14 +108,27 @@ class TileEngine:
             if share == 0:
                 continue
             project(part, rows, columns, scratch)
-            reading = Reading.of(part, columns, self.job.temperature)
+            reading = LogitReading.of(part, columns, self.job.temperature)
             shift = out if geometric else math.log(share) - self.part_lse[number, rows]
             n, width = out.shape
             kernels.mix_kernel[(n, -(-width // 1024))](
-                out, scratch, out.stride(0), scratch.stride(0), out if reading.bias is None else reading.bias, shift, width,
-                share, reading.scale, reading.cap, BIAS=reading.bias is not None, SOFTCAP=reading.softcap,
-                GEOMETRIC=geometric, FIRST=first, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+                out,
+                scratch,
+                out.stride(0),
+                scratch.stride(0),
+                out if reading.bias is None else reading.bias,
+                shift,
+                width,
+                share,
+                reading.scale,
+                reading.cap,
+                BIAS=reading.bias is not None,
+                SOFTCAP=reading.softcap,
+                GEOMETRIC=geometric,
+                FIRST=first,
+                BLOCK=1024,
+                num_warps=4,
+            )
             first = False
 
     def _part_normalisers(self) -> Tensor:
@@ -180,32 +136,32 @@ class TileEngine:
         mixture = self.teacher
         if not isinstance(mixture, Mixture) or mixture.kind == "geometric":
             return self.empty(0)
-        found = self.empty(len(mixture.parts), self.count)
+        lse = self.empty(len(mixture.parts), self.count)
         for number, part in enumerate(mixture.parts):
-            state = _initial_state(self.empty(8, self.count))
+            state = initial_state(self.empty(8, self.count))
             for rows in self.row_slices():
                 for columns in self.column_slices():
                     raw = self._buffers[0, : rows.stop - rows.start, : columns.stop - columns.start]
                     project(part, rows, columns, raw)
-                    reading = Reading.of(part, columns, self.job.temperature)
+                    reading = LogitReading.of(part, columns, self.job.temperature)
                     Tile(rows, columns, raw, raw, reading, reading).fold_into(state, forward=False, both=False)
-            found[number] = (state[0] + state[1].log2()) / LOG2_E
-        return found
+            lse[number] = (state[0] + state[1].log2()) / LOG2_E
+        return lse
 
     # Merged events
 
     def _merge(self) -> Merged:
         member = torch.tensor([index for group in self.groups for index in group], device=self.device)
         event = torch.tensor([number for number, group in enumerate(self.groups) for _ in group], device=self.device)
-        own, events = self._event_logits(self.student, member)
+        student, events = self._event_logits(self.student, member)
         if self.teacher is None:
-            teacher = own
+            teacher = student
         elif isinstance(self.teacher, Mixture):
             teacher = self._mixture_events(self.teacher, member)
         else:
             teacher = self._event_logits(self.teacher, member)[0]
         first = torch.tensor([group[0] for group in self.groups], device=self.device)
-        return Merged(member, event, first, own, teacher, events.share, events.logit)
+        return Merged(member, event, first, student, teacher, events.share, events.logit)
 
     def _event_logits(self, source: Projection, member: Tensor) -> tuple[Tensor, Events]:
         """(N, E) merged logits of one head, on a copy of its few rows."""
@@ -241,14 +197,14 @@ class TileEngine:
 
     def _start(self, state: Tensor) -> Tensor:
         """The events are the first columns every row has seen."""
-        _initial_state(state)
+        initial_state(state)
         if self.merged is None:
             return state
         s, t = self.merged.student * LOG2_E, self.merged.teacher * LOG2_E
-        for offset, own, other in ((0, s, t), (4, t, s)):
-            top = own.amax(-1)
-            e = (own - top[:, None]).exp2()
-            parts = (top, e.sum(-1), (e * own).sum(-1), (e * (own - other)).sum(-1))
+        for offset, side, other in ((0, s, t), (4, t, s)):
+            top = side.amax(-1)
+            e = (side - top[:, None]).exp2()
+            parts = (top, e.sum(-1), (e * side).sum(-1), (e * (side - other)).sum(-1))
             for number, part in enumerate(parts):
                 state[offset + number] = part
         return state
@@ -277,9 +233,14 @@ class TileEngine:
 
     def add_sums(self, tile: Tile) -> None:
         tile.launch(
-            kernels.sums_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows], self.slope[tile.rows],
-            a=self.formula.parameter, KIND=self.kind,
-        )  # fmt: skip
+            kernels.sums_kernel,
+            self.state[:, tile.rows],
+            self.state.stride(0),
+            self.phi[tile.rows],
+            self.slope[tile.rows],
+            a=self.formula.parameter,
+            KIND=self.kind,
+        )
 
     def add_event_sums(self, rows: slice) -> None:
         if self.merged is not None:
@@ -308,8 +269,8 @@ class TileEngine:
         s_lse, t_lse = (lse[rows] for lse in self.normalisers())
         index = torch.arange(rows.start, rows.stop, device=self.device)
         logit = self.state[2, rows] / LOG2_E / self.state[1, rows]
-        found = self._add_extras(RowStatistics(index, s_lse - logit), rows, s_lse, t_lse)
-        return replace(found, teacher_logprob=None, teacher_stop=None)
+        statistics = self._add_extras(RowStatistics(index, s_lse - logit), rows, s_lse, t_lse)
+        return replace(statistics, teacher_logprob=None, teacher_stop=None)
 
     def observe(self, rows: slice) -> tuple[RowStatistics, Tensor, Tensor]:
         """Statistics of finished rows, the mean slope G, and the outer derivative."""
@@ -326,10 +287,10 @@ class TileEngine:
             value, outer = self.formula.outer(self.phi[rows])
             mean = self.slope[rows].clone()
         index = torch.arange(rows.start, rows.stop, device=self.device)
-        found = RowStatistics(index, s_lse - s_logit / s_sum, value, t_lse - t_logit / t_sum, reverse)
-        return self._add_extras(found, rows, s_lse, t_lse), mean, outer
+        statistics = RowStatistics(index, s_lse - s_logit / s_sum, value, t_lse - t_logit / t_sum, reverse)
+        return self._add_extras(statistics, rows, s_lse, t_lse), mean, outer
 
-    def _add_extras(self, found: RowStatistics, rows: slice, s_lse: Tensor, t_lse: Tensor) -> RowStatistics:
+    def _add_extras(self, statistics: RowStatistics, rows: slice, s_lse: Tensor, t_lse: Tensor) -> RowStatistics:
         merged = self.merged
         if (
             merged is not None
@@ -338,25 +299,32 @@ class TileEngine:
             and self.groups[0][0] == self.job.merge[0][0]
         ):
             stops = [(side[rows, 0] - lse).exp() for side, lse in ((merged.student, s_lse), (merged.teacher, t_lse))]
-            found = replace(found, stop=stops[0], teacher_stop=stops[1])
+            statistics = replace(statistics, stop=stops[0], teacher_stop=stops[1])
         if self.token_logits is None or self.job.tokens is None:
-            return found
+            return statistics
         pair = list(self.token_logits[:, rows])
         if merged is not None:
             match = canonical_ids(self.job.tokens[rows], self.groups)[:, None] == merged.first
             for number, side in enumerate((merged.student, merged.teacher)):
                 event = side[rows].gather(1, match.int().argmax(-1, keepdim=True)).squeeze(1)
                 pair[number] = torch.where(match.any(-1), event, pair[number])
-        return replace(found, logprob=pair[0] - s_lse, teacher_logprob=pair[1] - t_lse)
+        return replace(statistics, logprob=pair[0] - s_lse, teacher_logprob=pair[1] - t_lse)
 
     def gradient_(self, tile: Tile, weight: Tensor) -> Tensor:
         """(n, C) gradient in the student's raw logits, in the head's type and the student's own memory."""
         grad = self._over(tile)
         tile.launch(
-            kernels.gradient_kernel, self.state[:, tile.rows], self.state.stride(0), self.phi[tile.rows],
-            self.slope[tile.rows], weight * (self.student.scale / self.job.temperature), grad, grad.stride(0),
-            a=self.formula.parameter, KIND=self.kind,
-        )  # fmt: skip
+            kernels.gradient_kernel,
+            self.state[:, tile.rows],
+            self.state.stride(0),
+            self.phi[tile.rows],
+            self.slope[tile.rows],
+            weight * (self.student.scale / self.job.temperature),
+            grad,
+            grad.stride(0),
+            a=self.formula.parameter,
+            KIND=self.kind,
+        )
         if self.merged is not None:
             _, mean, outer = self.observe(tile.rows)
             _, slope, s = self._event_terms(tile.rows)
@@ -367,9 +335,14 @@ class TileEngine:
         """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
         grad = self._over(tile)
         tile.launch(
-            kernels.logprob_kernel, self.state[:, tile.rows], self.state.stride(0), target - tile.columns.start,
-            upstream * (self.student.scale / self.job.temperature), grad, grad.stride(0),
-        )  # fmt: skip
+            kernels.logprob_kernel,
+            self.state[:, tile.rows],
+            self.state.stride(0),
+            target - tile.columns.start,
+            upstream * (self.student.scale / self.job.temperature),
+            grad,
+            grad.stride(0),
+        )
         if self.merged is not None:
             s = (self.merged.student[tile.rows] - self.normalisers()[0][tile.rows, None]).exp()
             hit = (target[:, None] == self.merged.first).to(s.dtype)
@@ -384,19 +357,6 @@ class TileEngine:
         """From the gradient in the events' logits (n, E) to that of their members among these columns."""
         assert self.merged is not None
         where, ids = self._members_in(tile.columns)
-        own = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
-        own = untransform_(own, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
-        grad[:, ids - tile.columns.start] = own.to(grad.dtype)
-
-
-def _initial_state(state: Tensor) -> Tensor:
-    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher; in base 2."""
-    state.zero_()
-    state[0] = LOG_ZERO
-    state[4] = LOG_ZERO
-    return state
-
-
-def project(source: Projection, rows: slice, columns: slice, out: Tensor) -> None:
-    """Raw products of a head into a tile."""
-    matmul(source.hidden[rows], source.weight[columns].T, out=out)
+        members = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
+        members = untransform_(members, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
+        grad[:, ids - tile.columns.start] = members.to(grad.dtype)

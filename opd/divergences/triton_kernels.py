@@ -1,6 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: SIM108
-"""Row kernels over tiles of raw logits: one program per row, fp32 arithmetic, no atomics, so every run gives the same bits.
+"""Row kernels over tiles of raw logits: one program per row, fp32 arithmetic, no atomics, so every run gives the same
+bits.
 
 A tile is (n, C): some rows, and all or a slab of the vocabulary's columns. Raw logits become logits as they are read
 (bias, scale, softcap, temperature). A column of LOG_ZERO does not exist: padding, or an id whose mass moved
@@ -117,7 +118,9 @@ def _terms(ls, lt, a, KIND: tl.constexpr):
 
 @triton.jit
 def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap, GAP: tl.constexpr):
-    """Reduce the lanes of one side and add them to the row's running (max, sum, sum e z, sum e (z - other z)), base 2."""
+    """Reduce the lanes of one side and add them to the row's running (max, sum, sum e z, sum e (z - other z)), base
+    2.
+    """
     old_max = tl.load(state_ptr)
     new_max = tl.maximum(old_max, tl.max(lane_max, axis=0))
     lane_scale = tl.exp2(lane_max - new_max)
@@ -141,8 +144,8 @@ def statistics_kernel(
 ):  # fmt: skip
     """Fold a tile into each row's running sums; logits come in base 2, through `scale` or `cap`.
 
-    Every lane keeps its own maximum, so nothing is reduced inside the loop. FORWARD: the teacher's sum for forward KL too.
-    Not BOTH: there is no teacher.
+    Every lane keeps its own maximum, so nothing is reduced inside the loop. FORWARD: the teacher's sum for forward KL
+    too. Not BOTH: there is no teacher.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, t_row = s_ptr + row * s_stride, t_ptr + row * t_stride

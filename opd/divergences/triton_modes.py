@@ -28,11 +28,11 @@ def triton_divergence(
 
 def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
     """Close the statistics of these rows: their loss and their weights."""
-    found = engine.observe(rows)[0]
-    weight = engine.job.rows(rows).row_weight(found)
-    sink.append(found)
-    assert found.value is not None
-    return (weight * found.value).sum(), weight
+    observed = engine.observe(rows)[0]
+    weight = engine.job.rows(rows).row_weight(observed)
+    sink.append(observed)
+    assert observed.value is not None
+    return (weight * observed.value).sum(), weight
 
 
 def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
@@ -154,18 +154,18 @@ class TritonLogprobs(torch.autograd.Function):
         engine = TileEngine(job, projection.detach(), None, plan)
         for rows in engine.row_slices():
             engine.fold(engine.tile(rows, slice(0, job.size)))
-        found = engine.observe_one(slice(0, engine.count)).logprob
-        assert found is not None
+        logprob = engine.observe_one(slice(0, engine.count)).logprob
+        assert logprob is not None
         ctx.save_for_backward(hidden, weight, bias, engine.state)
         ctx.static = projection, job, plan
-        return found
+        return logprob
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, state = ctx.saved_tensors
         projection, job, plan = ctx.static
-        own = replace(projection, hidden=hidden, weight=weight, bias=bias).detach()
-        engine, totals = TileEngine(job, own, None, plan), _Totals(own, ctx.needs_input_grad[:3], job.size)
+        detached = replace(projection, hidden=hidden, weight=weight, bias=bias).detach()
+        engine, totals = TileEngine(job, detached, None, plan), _Totals(detached, ctx.needs_input_grad[:3], job.size)
         engine.state = state
         targets = canonical_ids(job.tokens, engine.groups)
         for rows in engine.row_slices():

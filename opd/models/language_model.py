@@ -111,6 +111,18 @@ class LanguageModel:
         plain_layers(clone.module)
         return clone
 
+    def base(self) -> LanguageModel:
+        """The model below the adapters; every tensor is shared."""
+        clone = copy.copy(self)
+        clone.module, clone.adapter, clone._plain = _share(self._plain), None, None
+        clone.head = clone.module.get_output_embeddings()
+        plain_layers(clone.module)
+        return clone
+
+    def moving(self) -> set[str]:
+        """Plain names of the weights that training changes."""
+        return set(self.trainable()) if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
+
     # Saving
 
     def snapshot(self) -> LanguageModel:

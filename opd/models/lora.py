@@ -96,7 +96,11 @@ def find_targets(module: Any, head: nn.Linear, lora: Lora) -> Targets:
     modules = {name: child for name, child in module.named_modules() if name}
     experts = {name: parameter for name, parameter in module.named_parameters() if _is_experts(name, parameter)}
     everything = _everything(modules, module.config.model_type, head)
-    chosen = everything + list(experts) if lora.targets == EVERYTHING else _chosen(lora.targets, modules, list(experts))
+    chosen = (
+        everything + list(experts)
+        if lora.targets == EVERYTHING
+        else _chosen(lora.targets, modules, list(experts), head)
+    )
     named = [name for name in chosen if name not in experts]
     for name in named:
         _refuse(name, modules[name], head)
@@ -130,7 +134,7 @@ def _everything(modules: dict[str, Any], model_type: str, head: nn.Linear) -> li
     return [name for name, child in linear.items() if uses[id(child.weight)] == 1 and not _ends_with(name, left_out)]
 
 
-def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str]) -> list[str]:
+def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str], head: nn.Linear) -> list[str]:
     names = [*modules, *experts]
     if isinstance(targets, str):
         try:
@@ -142,7 +146,8 @@ def _chosen(targets: str | list[str], modules: dict[str, Any], experts: list[str
         found = [name for name in names if any(_ends_with(name, target) for target in targets)]
         missing = [target for target in targets if not any(_ends_with(name, target) for name in found)]
     if missing or not found:
-        last = dict.fromkeys(name.rpartition(".")[2] for name in names if name in experts or _is_linear(modules[name]))
+        fit = [name for name in names if name in experts or (_is_linear(modules[name]) and modules[name] is not head)]
+        last = dict.fromkeys(name.rpartition(".")[2] for name in fit)
         raise ModelError(
             f"lora.targets: {', '.join(map(repr, missing)) or 'nothing'} names nothing in this model. It has "
             f"{', '.join(last)}; a text is a regular expression over full names, a list holds last parts of them."

@@ -55,7 +55,7 @@ class Advantage(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Advantage:
         if not self.parts:
-            raise ValueError("every weight is 0: there is no advantage")
+            raise ValueError("every weight is 0, so there is no advantage")
         if self.student == "current" and any(part.needs_batch for part in self.parts):
             raise ValueError("whiten needs the whole batch first: compare with behaviour or proximal, not with current")
         if "student" in changed(self) and not any(part.of_student for part in self.parts):

@@ -130,7 +130,9 @@ class OutcomeAdvantage(AdvantagePart):
         if "overlong_buffer" in given and self.overlong != "penalise":
             raise ValueError("overlong_buffer belongs to overlong: penalise")
         if self.baseline == "none" and self.std:
-            raise ValueError("std divides what a baseline has centred: set a baseline")
+            raise ValueError(
+                "`std` divides rewards that a baseline has centred: set `baseline` to group, leave_one_out or batch"
+            )
         return self
 
     @property
@@ -149,8 +151,8 @@ class OutcomeAdvantage(AdvantagePart):
             )
         if view.rollout.samples == 1 and self.baseline in ("group", "leave_one_out"):
             yield (
-                f"outcome_weight {self.outcome_weight:g} with baseline: {self.baseline} and rollout.samples 1: a sample alone in "
-                "its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
+                f"outcome_weight {self.outcome_weight:g} with baseline: {self.baseline} and rollout.samples 1: a "
+                "sample alone in its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
             )
 
     def leaves_out(self, batch: TrainingBatch) -> set[str]:
@@ -205,7 +207,7 @@ class TeacherAdvantage(AdvantagePart):
                 "kl_baseline belongs to the plain log-ratio: drop discount, whiten, clip and extrapolation"
             )
         if self.teacher_weight == 0 and changed(self) - {"teacher_weight"}:
-            raise ValueError("teacher_weight is 0, so what shapes the teacher's part does nothing")
+            raise ValueError("teacher_weight is 0, so the other settings of the teacher's part do nothing")
         return self
 
     @property

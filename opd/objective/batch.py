@@ -1,4 +1,4 @@
-"""A batch to train on, with everything known about it: rollouts, rewards, the teachers' signals, the student's first pass."""
+"""A batch to train on and what is known about it: rollouts, rewards, signals, the student's first pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from opd.types import Rollout, Signal, SignalKind
+from opd.types import Rollout, Signal, SignalKind, SignalNeed
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
 Rewards = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
@@ -46,6 +46,11 @@ class TrainingBatch:
         """Of the response tokens, under the model of a role."""
         signals = self.signals[role, "logprobs_at"]
         return [np.asarray(signals[rollout.id].values, dtype=np.float64) for rollout in rollouts]
+
+
+def need_beside(signals: Signals, role: str, kind: SignalKind) -> SignalNeed:
+    """What is asked of a role's teachers, which have said these signals already: a teacher reads a rollout once."""
+    return SignalNeed(kind, hidden=signals.get((role, "hidden")) if kind == "logprobs_at" else None)
 
 
 def concatenated(rollouts: Sequence[Rollout], name: str) -> np.ndarray:

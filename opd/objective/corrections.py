@@ -43,7 +43,7 @@ class Correction(Choice):
     def apply(self, log_ratio_N: Tensor, segment_N: Tensor, *, included: bool = False) -> tuple[Tensor, Tensor]:
         """(weights, where they bite). Masked tokens keep their place in the denominator.
 
-        `included`: the surrogate's own ratio is rho already, so what is still missing is w(rho) / rho, not rho once more.
+        `included`: the surrogate's own ratio is rho already, so what is still missing is w(rho) / rho.
         """
         weight = self.weight(log_ratio_N, segment_N)
         bites = self.bites(weight)
@@ -95,7 +95,7 @@ class TIS(Correction):
     @model_validator(mode="after")
     def _no_mean(self) -> TIS:
         if self.level == "geometric":
-            raise ValueError("a geometric mean is a measure to reject by: use kind: mis")
+            raise ValueError("level: geometric is for rejecting rollouts, not for weighting tokens: use kind: mis")
         return self
 
     def weight(self, log_ratio_N: Tensor, segment_N: Tensor) -> Tensor:
@@ -141,9 +141,14 @@ class VetoOnly(Correction):
 
 
 def correction_weight(
-    kind: Kind, log_ratio_N: Tensor, segment_N: Tensor, *, low: float = 0.5, high: float = 2.0,
+    kind: Kind,
+    log_ratio_N: Tensor,
+    segment_N: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
     level: Level = "token",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(N,) the weight w(rho) a token's policy gradient gets.
 
     tis      min(rho, high): truncated importance sampling; biased, and never 0

@@ -34,14 +34,19 @@ class Direct(CorrectedTerm):
     def _means_something(self) -> Direct:
         if self.support.for_f_divergences and not self.divergence.f_divergence:
             raise ValueError(
-                f"closure generalised is defined for f-divergences, and {self.divergence.name} is none: use closure: tail"
+                f"closure generalised is defined for f-divergences, and {self.divergence.name} is not one: "
+                "use closure: tail"
             )
         if self.correction is not None and self.correction.weighs_by == "token":
             raise ValueError(
-                f"{self.correction.name} weighs a token by its own ratio, which corrects nothing in a direct loss: it depends on "
-                "the prefix alone. Use kind: prefix, or a veto"
+                f"{self.correction.name} weighs a token by its own ratio, which corrects nothing in a direct loss: it "
+                "depends on the prefix alone. Use kind: prefix, or a veto"
             )
         return self
+
+    @property
+    def minimises(self) -> str:
+        return self.divergence.name
 
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
@@ -60,9 +65,15 @@ class Direct(CorrectedTerm):
                 continue
             student, tokens = micro.rows(rows), micro.tokens(rows)
             result = divergence(
-                self.divergence.formula(), student, teacher, weight=micro.tensor(weight_N[rows]),
-                temperature=self.temperature, merge=micro.merge, tokens=tokens, **self.support.truncation,
-            )  # fmt: skip
+                self.divergence.formula(),
+                student,
+                teacher,
+                weight=micro.tensor(weight_N[rows]),
+                temperature=self.temperature,
+                merge=micro.merge,
+                tokens=tokens,
+                **self.support.truncation,
+            )
             self._note(micro, rows, self._untempered(micro, result.statistics, student, teacher, tokens))
             total = total + result.loss
         return total

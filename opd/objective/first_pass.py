@@ -33,9 +33,14 @@ StudentNeeds = frozenset[tuple[str | int, ...]]
 
 @torch.no_grad()
 def take_first_pass(
-    student: LanguageModel, packs: Iterable[Pack], batch: TrainingBatch, needs: StudentNeeds,
-    teachers: Mapping[str, TeacherHead], merge: MergeGroups, temperature: float,
-) -> None:  # fmt: skip
+    student: LanguageModel,
+    packs: Iterable[Pack],
+    batch: TrainingBatch,
+    needs: StudentNeeds,
+    teachers: Mapping[str, TeacherHead],
+    merge: MergeGroups,
+    temperature: float,
+) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
     result = batch.first_pass
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
@@ -55,9 +60,14 @@ def take_first_pass(
 
 
 def _compare(
-    projection: Projection, pack: Pack, batch: TrainingBatch, role: str, needs: StudentNeeds,
-    teachers: Mapping[str, TeacherHead], merge: MergeGroups,
-) -> None:  # fmt: skip
+    projection: Projection,
+    pack: Pack,
+    batch: TrainingBatch,
+    role: str,
+    needs: StudentNeeds,
+    teachers: Mapping[str, TeacherHead],
+    merge: MergeGroups,
+) -> None:
     result, count, device = batch.first_pass, projection.count, projection.hidden.device
     names = ("entropy", "reverse_kl", "teacher_entropy")
     columns = {name: torch.full((count,), float("nan")) for name in names}

@@ -1,7 +1,7 @@
 """Gates: which tokens count, and how much. Factors per token, formed over the whole batch before it is cut up.
 
-A gate gives one (T,) array per rollout: 0 closes a token, other numbers weigh it, NaN means that nothing can be said. It sees
-only the tokens that the gates before it left open.
+A gate gives one (T,) array per rollout: 0 closes a token, other numbers weigh it, NaN means that nothing can be said.
+It sees only the tokens that the gates before it left open.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Gate(Choice):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.compares_samples and view.rollout.samples == 1:
-            yield f"gate {self.name} compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+            yield f"gate {self.name} compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
         others = view.term.authors_beside_student(view.rollout) if view.term is not None else []
         if self.by_student and others:
             yield (
-                f"gate {self.name} goes by the student's log-prob of what it sampled, and the term also trains on {others[0]} "
-                "tokens. Set `on: [student]`."
+                f"gate {self.name} uses the student's log-prob of the tokens it sampled, but the term also trains on "
+                f"{others[0]} tokens. Set `on: [student]`."
             )
 
 
@@ -167,7 +167,10 @@ class SelectKD(Gate):
     name = "selectkd"
     accept: Literal["greedy", "speculative"] = Field(
         "greedy",
-        description="greedy: the student's likeliest token is in the teacher's top k; speculative: min(1, T/S) of the sampled one",
+        description=(
+            "greedy: the student's likeliest token is in the teacher's top k; "
+            "speculative: min(1, T/S) of the sampled one"
+        ),
     )
     k: Positive = Field(5, description="of greedy")
     rejected: Fraction = 0.0
@@ -194,9 +197,9 @@ class SelectKD(Gate):
             drawn.temperature != 1 or drawn.top_p < 1 or drawn.top_k or drawn.teacher_mix
         ):
             yield (
-                f"gate selectkd with accept: speculative takes min(1, T/S) of tokens drawn from the student itself, but "
-                f"rollout has temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k} and teacher_mix "
-                f"{drawn.teacher_mix:g}. Sample at temperature 1 without limits, or use accept: greedy."
+                "gate selectkd with accept: speculative takes min(1, T/S) of tokens drawn from the student itself, "
+                f"but rollout has temperature {drawn.temperature:g}, top_p {drawn.top_p:g}, top_k {drawn.top_k} and "
+                f"teacher_mix {drawn.teacher_mix:g}. Sample at temperature 1 without limits, or use accept: greedy."
             )
 
     def factors(self, view: GateView) -> Arrays:
@@ -209,7 +212,7 @@ class SelectKD(Gate):
 
 
 class Perplexity(Gate):
-    """SCOPE: rollouts weigh perplexity^power, normalised to mean 1 over those of their group that other gates let through."""
+    """SCOPE: rollouts weigh perplexity^power, with mean 1 over those of their group that other gates let through."""
 
     name = "perplexity"
     weighs = True
@@ -252,8 +255,8 @@ class Turns(Gate):
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
         yield (
-            "gate turns compares the turns of a rollout, and every rollout of this recipe has one turn, which would weigh 1. "
-            "Remove the gate: it is for episodes with an environment."
+            "gate turns compares the turns of a rollout, but every rollout of this recipe has one turn, which would "
+            "weigh 1. Remove the gate: it is for episodes with an environment."
         )
 
     def factors(self, view: GateView) -> Arrays:
@@ -295,7 +298,7 @@ def _scaled(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Arrays
 
 
 def random_share(names: Sequence[str], lengths: Sequence[int], share: float, seed: int) -> Arrays:
-    """Every token open with probability `share`, keyed by (seed, rollout): the same on every machine and after a restart."""
+    """Every token open with probability `share`, keyed by (seed, rollout), so it is the same after a restart."""
     return [
         (_uniforms(f"{seed}/{name}", length) < share).astype(np.float64)
         for name, length in zip(names, lengths, strict=True)
@@ -305,7 +308,7 @@ def random_share(names: Sequence[str], lengths: Sequence[int], share: float, see
 def speculative(
     names: Sequence[str], students: Sequence[np.ndarray], teachers: Sequence[np.ndarray], rejected: float, seed: int
 ) -> Arrays:
-    """Accept the sampled token with probability min(1, T/S), as speculative decoding would; rejected ones weigh `rejected`."""
+    """Accept a sampled token with probability min(1, T/S), as speculative decoding does; others weigh `rejected`."""
     factors = []
     for name, student, teacher in zip(names, students, teachers, strict=True):
         accept = _uniforms(f"{seed}/{name}", student.size) < np.exp(np.minimum(teacher - student, 0.0))
@@ -340,7 +343,7 @@ def perplexity_weights(
 
 
 def turn_weights(gap_T: np.ndarray, turns: Sequence[tuple[int, int]], delta: float, eps: float) -> np.ndarray:
-    """SOD: every token of turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), d = mean |log student - log teacher|.
+    """SOD: a token of turn k weighs min((d_1 + eps) / (d_k + eps), 1 + delta), d = mean |log student - log teacher|.
 
     >>> turn_weights(np.array([0.1, 0.1, 0.4, 0.05]), [(0, 2), (2, 3), (3, 4)], 0.2, 1e-9).round(3).tolist()
     [1.0, 1.0, 0.25, 1.2]

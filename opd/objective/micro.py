@@ -35,8 +35,8 @@ class TeacherHead(Protocol):
 class TokenStatistics:
     """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed.
 
-    Untempered, whatever temperature a divergence has: runs are compared by them. What is computed on a device is written
-    here by `settle`, once per update: reading it at once would let the device run dry between micro-batches.
+    Untempered, whatever temperature a divergence has: runs are compared by them. What is computed on a device is
+    written here by `settle`, once per update: reading it at once would let the device run dry between micro-batches.
     """
 
     loss: dict[str, float] = field(default_factory=dict)
@@ -51,7 +51,9 @@ class TokenStatistics:
         self._unread.append(read)
 
     def settle(self, moved: bool = False) -> None:
-        """`moved`: the policy has been updated since the batch was drawn, so what differs from the sampler now is that."""
+        """`moved`: the policy has been updated since the batch was drawn, so what differs from the sampler now is
+        that.
+        """
         for read in self._unread:
             read()
         self._unread.clear()
@@ -125,7 +127,7 @@ class MicroBatch:
         return self.tensor(np.concatenate([known[item.id] for item in self.pack.rollouts])[rows]).float()
 
     def current(self, rows: np.ndarray) -> Tensor:
-        """Ratios compare both sides under one transform: the merged policy itself at temperature 1, else the tempered one."""
+        """As ratios need them, both sides under one transform: merged at temperature 1, else tempered."""
         projection, ids = self.rows(rows), self.tokens(rows)
         if self.temperature == 1.0:
             return token_logprobs(projection, ids, merge=self.merge)
@@ -145,7 +147,7 @@ class MicroBatch:
     # What is noted for the metrics
 
     def log_ratio(self, rows: np.ndarray, current: Tensor) -> Tensor:
-        """log rho, trainer over sampler, of the student's tokens; 0 where somebody else wrote them. Noted as mismatch."""
+        """log rho, trainer over sampler, of the student's tokens, noted as mismatch; 0 at tokens of others."""
         gap = self.proximal(rows, current) - self.sampler(rows)
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         noted = gap.detach().abs()
@@ -158,8 +160,8 @@ class MicroBatch:
         """|log trainer - log sampler| of the policy itself, of the student's tokens."""
         theirs = concatenated(self.pack.rollouts, "author")[rows] != Author.STUDENT
         sampler = np.where(theirs, np.nan, concatenated(self.pack.rollouts, "logprob")[rows])
-        found = logprobs.detach()
-        self.statistics.later(lambda: _put(self.statistics.mismatch, rows, np.abs(found.cpu().numpy() - sampler)))
+        detached = logprobs.detach()
+        self.statistics.later(lambda: _put(self.statistics.mismatch, rows, np.abs(detached.cpu().numpy() - sampler)))
 
     def note(self, name: str, rows: np.ndarray, values: Tensor) -> None:
         """Per-token statistics: `reverse_kl`, `entropy`."""
@@ -192,7 +194,8 @@ def _put(into: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
 def autocast_head(projection: Projection) -> Projection:
     """Under autocast the head's operands are of its type too, whatever the weights and the last norm come in.
 
-    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the weights are.
+    So they reach the fast kernels; logits are still accumulated and returned in fp32, and gradients come back as the
+    weights are.
     """
     device = projection.hidden.device.type
     if not torch.is_autocast_enabled(device) or projection.weight.dtype == torch.float64:
@@ -212,8 +215,12 @@ def token_ids(pack: Pack, device: torch.device) -> Tensor:
 
 
 def teacher_projections(
-    pack: Pack, signals: Mapping[str, Signal], teachers: Mapping[str, TeacherHead], open_N: np.ndarray, student: Projection
-) -> Iterator[tuple[np.ndarray, Projection]]:  # fmt: skip
+    pack: Pack,
+    signals: Mapping[str, Signal],
+    teachers: Mapping[str, TeacherHead],
+    open_N: np.ndarray,
+    student: Projection,
+) -> Iterator[tuple[np.ndarray, Projection]]:
     """Micro-batches are ordered by teacher, so mostly there is one. Its head is as precise as the student's.
 
     Rows about which nothing was said are left out.

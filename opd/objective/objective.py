@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from opd.objective.batch import TrainingBatch
 from opd.objective.first_pass import take_first_pass
-from opd.objective.micro import MicroBatch, TeacherHead, TokenStatistics, autocast_head
+from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
-from opd.settings import Needs, by_hand
-from opd.types import Rollout, SignalKind
+from opd.settings import Needs, OneOrMany, by_hand
+from opd.types import Rollout, SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.config import Train
@@ -64,23 +64,23 @@ class PlainDrawing:
 
 
 class Objective:
-    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are one event.
+    """A sum of terms. `drawing` and `train` say how the batches are drawn and how often each is used; `stop_ids` are
+    one event.
 
-    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without `stop_ids` it
-    takes the student's.
+    By hand, as a recipe writes it: `opd.Objective({"divergence": "jsd", "beta": 0.3}, teacher, sampler)`. Without
+    `stop_ids` it takes the student's.
     """
 
     def __init__(
         self,
         terms: Term | Mapping[str, Any] | Sequence[Term | Mapping[str, Any]],
-        teachers: TeacherHead | Mapping[str, TeacherHead] | None = None,
+        teachers: TeacherLike | Mapping[str, TeacherLike] | None = None,
         drawing: Drawing | None = None,
         stop_ids: tuple[int, ...] | None = None,
         train: Train | None = None,
         seed: int = 0,
     ) -> None:
-        listed = [terms] if isinstance(terms, (Term, Mapping)) else terms
-        self.terms: list[Term] = by_hand("objective", list[AnyTerm], listed)
+        self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], OneOrMany()], terms)
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self._drawing, self._stop_ids = drawing or PlainDrawing(), stop_ids
@@ -93,8 +93,11 @@ class Objective:
         return [item for item in terms if item[2] != 0]
 
     def needs(self, step: int) -> list[tuple[str, SignalKind]]:
-        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing."""
-        return list(self._needs(step).signals)
+        """Which role has to give which kind of signal at this step; a term whose coefficient is 0 costs nothing.
+
+        Hidden states come first: log-probs follow from them.
+        """
+        return sorted(self._needs(step).signals, key=lambda need: need[1] != "hidden")
 
     def _needs(self, step: int) -> Needs:
         needs = Needs()
@@ -105,7 +108,7 @@ class Objective:
     def prepare(
         self, student: LanguageModel, batch: TrainingBatch, step: int, cut: Callable[[Sequence[Rollout]], list[Pack]]
     ) -> PreparedBatch:
-        """Gates, advantages and denominators of the batch; `cut` makes micro-batches, if the student is to be asked first."""
+        """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first."""
         asked = self._needs(step).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
@@ -124,9 +127,15 @@ class Objective:
     ) -> tuple[Tensor, TokenStatistics]:
         projection = autocast_head(student.predict(pack))
         micro = MicroBatch(
-            pack, projection, prepared.batch, self.teachers, self._merge(student),
-            self._drawing.temperature, self._drawing.teacher_mix, TokenStatistics.empty(projection.count),
-        )  # fmt: skip
+            pack,
+            projection,
+            prepared.batch,
+            self.teachers,
+            self._merge(student),
+            self._drawing.temperature,
+            self._drawing.teacher_mix,
+            TokenStatistics.empty(projection.count),
+        )
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
             weight_N = np.concatenate([by_rollout[rollout.id] for rollout in pack.rollouts])

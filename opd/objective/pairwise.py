@@ -1,7 +1,7 @@
 """Preferences: of two answers to one prompt, the better-rewarded is made likelier than the other.
 
-The student's own samples are compared, or a teacher's, in pairs of one group; groups are never split, so neither are pairs.
-With h the log-ratio of a whole answer, log student - log reference, and d = h(preferred) - h(rejected):
+The student's own samples are compared, or a teacher's, in pairs of one group; groups are never split, so neither are
+pairs. With h the log-ratio of a whole answer, log student - log reference, and d = h(preferred) - h(rejected):
 
     dpo    -log sigmoid(reference_weight * d)              DPO, SPIN
     ipo    (d - 1 / (2 * reference_weight))^2              IPO
@@ -107,7 +107,7 @@ class ORPO(Preference):
 
 
 def log_odds(side: Answers) -> Tensor:
-    """log(p / (1 - p)), p the geometric mean of the answer's token probabilities; an answer that is certain has a bound."""
+    """log(p / (1 - p)), p the geometric mean of the answer's token probabilities, kept below 1."""
     mean = (side.student / side.length).clamp(max=-1e-6)
     return mean - (-mean.expm1()).log()
 
@@ -120,11 +120,13 @@ class Pairwise(Term):
     usual_authors = ("student", "teacher")
 
     role: str = Field("reference", description="whose signal")
-    aggregate: Literal["pair_mean", "prompt_mean", "constant"] = "pair_mean"  # type: ignore[assignment]  # pairs, not tokens
+    aggregate: Literal["pair_mean", "prompt_mean", "constant"] = "pair_mean"  # type: ignore[assignment]
     preference: AnyPreference = Field(DPO(), description="of pairwise: what a pair costs")
     pairs: Literal["best_worst", "all"] = Field(
         "best_worst",
-        description="of pairwise: the best-rewarded answer of a prompt against the worst, or every two whose rewards differ",
+        description=(
+            "of pairwise: the best-rewarded answer of a prompt against the worst, or every two whose rewards differ"
+        ),
     )
 
     def form_needs(self, updates: int) -> Needs:
@@ -137,7 +139,7 @@ class Pairwise(Term):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.rollout.samples == 1:
-            yield "pairwise compares the samples of a prompt, and rollout.samples is 1. Set it to 2 or more."
+            yield "pairwise compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
         yield from super().refuse(view)
 
     def prepare(self, prepared: PreparedTerm) -> list[Pair]:

@@ -57,6 +57,10 @@ class PolicyGradient(CorrectedTerm):
         return self
 
     @property
+    def minimises(self) -> str:
+        return self.divergence.name if self.advantage.of_teacher else ""
+
+    @property
     def parts(self) -> Iterable[Choice]:
         return [*super().parts, *self.advantage.parts, self.surrogate]
 
@@ -103,7 +107,7 @@ class PolicyGradient(CorrectedTerm):
         return micro.tensor(value_N[rows]).float()
 
     def _exact_kl(self, micro: MicroBatch, rows: np.ndarray) -> np.ndarray:
-        """(N,) KL(student || teacher): what the log-ratio averages to, so adding it leaves the gradient's mean alone."""
+        """(N,) KL(student || teacher), the log-ratio's mean: adding it leaves the gradient's mean as it is."""
         from opd.divergences import statistics
 
         open_N, kl_N = np.zeros(micro.projection.count, dtype=bool), np.zeros(micro.projection.count)

@@ -64,12 +64,16 @@ def prepare_term(
         closed = [np.isnan(value) | ((value == 0) & (not gate.weighs)) for value in values]
         is_open = [mask & ~shut for mask, shut in zip(is_open, closed, strict=True)]
     prepared = PreparedTerm(
-        term, name, coefficient, batch, max_new_tokens,
+        term,
+        name,
+        coefficient,
+        batch,
+        max_new_tokens,
         eligible=_by_rollout(rollouts, eligible),
         counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
         factor=_by_rollout(rollouts, factors),
         metrics=metrics,
-    )  # fmt: skip
+    )
     prepared.state = term.prepare(prepared)
     return prepared
 

@@ -31,6 +31,10 @@ class K2(CorrectedTerm):
             raise ValueError("prefix is for form: direct; k2 is corrected by icepop, tis or mis")
         return self
 
+    @property
+    def minimises(self) -> str:
+        return "reverse_kl"
+
     def form_needs(self, updates: int) -> Needs:
         proximal = {("proximal",)} if updates > 1 and self.correction is not None else set()
         return Needs(signals=((self.role, "logprobs_at"),), student=frozenset(proximal))
@@ -39,8 +43,8 @@ class K2(CorrectedTerm):
         drawn = view.rollout
         if drawn.temperature != 1:
             yield (
-                f"rollout.temperature {drawn.temperature:g} with form: k2, whose gradient is reverse KL's only on samples of the "
-                "policy itself. Sample at temperature 1, or use policy_gradient."
+                f"rollout.temperature {drawn.temperature:g} with form: k2, whose gradient is reverse KL's only on "
+                "samples of the policy itself. Sample at temperature 1, or use policy_gradient."
             )
         if drawn.teacher_mix:
             yield "rollout.teacher_mix with form: k2, which has no importance weight. Use policy_gradient."

@@ -1,7 +1,8 @@
 """Surrogates: how the advantage meets the ratio of the policy being trained to the one that sampled.
 
-The advantage is detached; the gradient flows through the current log-prob alone. Three policies have names: `behaviour` (the
-sampler's log-probs), `proximal` (the trainer's at the start of this batch's updates), `current`. Every ratio says which.
+The advantage is detached; the gradient flows through the current log-prob alone. Three policies have names:
+`behaviour` (the sampler's log-probs), `proximal` (the trainer's at the start of this batch's updates), `current`.
+Every ratio says which.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def gspo(current: Tensor, old: Tensor, advantage: Tensor, segment: Tensor, low: 
 
 
 def cut_off(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """(N,) bool: tokens whose gradient a clip cuts off, for ratios that are those of tokens (ppo) or sequences (gspo)."""
+    """(N,) bool: tokens whose gradient a clip cuts off, for ratios of tokens (ppo) or of sequences (gspo)."""
     outside = ((ratio > 1 + high) & (advantage > 0)) | ((ratio < 1 - low) & (advantage < 0))
     return outside if dual is None else outside | ((ratio > dual) & (advantage < 0))
 

@@ -48,7 +48,10 @@ class Term(Choice):
     on: list[AuthorName] | None = Field(
         None,
         min_length=1,
-        description="authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher for cross_entropy",
+        description=(
+            "authors of the tokens trained on; default: all, but student for policy_gradient and k2, data and teacher "
+            "for cross_entropy"
+        ),
     )
     coefficient: Annotated[Schedule, Short("value", int, float)] = Schedule()
     gate: Annotated[list[AnyGate], OneOrMany()] = Field(
@@ -66,17 +69,20 @@ class Term(Choice):
         if "denominator" in given and self.aggregate != "constant":
             raise ValueError(f"denominator belongs to aggregate: constant, not to {self.aggregate}")
         if "gated" in given and not self.gate:
-            raise ValueError("gated says what becomes of tokens that a gate closes: there is no gate")
+            raise ValueError("`gated` says what becomes of tokens that a gate closes, but the term has no gate")
         if not self.roles and "role" in given:
-            raise ValueError("nobody is asked, so `role` does nothing")
+            raise ValueError("the term asks no teacher, so `role` does nothing")
         if self.by_ratio and self.on not in (None, ["student"]):
-            raise ValueError(f"{self.name} trains on tokens whose sampling log-prob is known, so `on` is [student]")
+            raise ValueError(f"{self.name} trains only on tokens that the student sampled, so `on` must be [student]")
         return self
 
     # What it asks for
 
     def needs(self, updates: int = 1) -> Needs:
-        """Of the form and its gates. `updates`: optimiser steps per batch; with one, the proximal policy is the current one."""
+        """Of the form and its gates.
+
+        `updates`: optimiser steps per batch; with one, the proximal policy is the current one.
+        """
         needs = self.form_needs(updates)
         for gate in self.gate:
             needs |= gate.needs(self.role)
@@ -89,6 +95,11 @@ class Term(Choice):
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that have to score its tokens."""
         return tuple(dict.fromkeys(role for role, _ in self.needs().signals))
+
+    @property
+    def minimises(self) -> str:
+        """The divergence to its role's model that it minimises, if it does."""
+        return ""
 
     @property
     def authors(self) -> tuple[AuthorName, ...]:
@@ -157,11 +168,15 @@ class CorrectedTerm(Term):
         drawn = view.rollout
         if drawn.top_p < 1 or drawn.top_k > 0:
             yield (
-                f"rollout: top_p {drawn.top_p:g}, top_k {drawn.top_k} with a {self.name} term that weighs by ratios. Importance ratios "
-                "are undefined for tokens that truncated sampling can never draw; set top_p: 1 and top_k: 0, or use form: direct."
+                f"rollout: top_p {drawn.top_p:g}, top_k {drawn.top_k} with a {self.name} term that weighs by ratios. "
+                "Importance ratios are undefined for tokens that truncated sampling can never draw; set top_p: 1 and "
+                "top_k: 0, or use form: direct."
             )
         if drawn.temperature == 0:
-            yield f"rollout.temperature 0 with a {self.name} term: greedy tokens carry no gradient. Sample at temperature 1."
+            yield (
+                f"rollout.temperature 0 with a {self.name} term: greedy tokens carry no gradient. "
+                "Sample at temperature 1."
+            )
 
 
 AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]

@@ -46,6 +46,10 @@ class PythonCallable(Reward):
         return f"{self.name} {self.function}"
 
     @property
+    def in_fork(self) -> bool:
+        return True
+
+    @property
     def given(self) -> RewardFunction:
         if self._given is None:
             raise RecipeError(

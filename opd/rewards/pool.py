@@ -113,11 +113,12 @@ class Pool:
         self.workers: list[Worker] = []
         self.failures = 0  # starts that failed, in a row
         self._lock = threading.Lock()
-        atexit.register(self.close)
 
     def run(self, errands: Sequence[Errand]) -> None:
         """Reward every sample, each within its limit. Replies are left on the errands."""
         with self._lock, selectors.DefaultSelector() as selector:
+            if not self.workers:
+                atexit.register(self.close)
             waiting = deque(errands)
             while waiting or any(worker.errand for worker in self.workers):
                 self._assign(waiting)
@@ -227,6 +228,7 @@ class Pool:
             waiting.popleft().reply = Reply(RewardResult(None, error=f"its worker could not start. {said}"))
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         for worker in self.workers:
             worker.end()
         self.workers = []

@@ -51,6 +51,11 @@ class RewardKind(Choice):
         """Whether every answer gets a process of its own."""
         return self.evaluates
 
+    @property
+    def in_fork(self) -> bool:
+        """Whether its workers are forks of this process, since it was made here and can be imported nowhere else."""
+        return type(self).__module__ == "__main__"
+
     def reward(self, sample: Sample) -> RewardResult | float | None:
         """A number within `bounds`, or None: there is no reward for this answer."""
         raise NotImplementedError

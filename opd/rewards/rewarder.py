@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from opd.errors import RecipeError
-from opd.rewards.callables import PythonCallable, callables
+from opd.rewards.callables import callables
 from opd.rewards.pool import Errand, Pool, pool
 from opd.rewards.protocol import Request, content, write_request
 from opd.rewards.reward import RewardKind, give
@@ -136,7 +136,7 @@ class Rewarder:
 
     def _pool(self, kind: RewardKind) -> Pool:
         """Where it runs. One that keeps its process shares it with no other."""
-        if isinstance(kind, PythonCallable):
+        if kind.in_fork:
             return self._forks
         keeps = kind.sees_prompt and not kind.forks
         return pool(kind.walls(self._sandbox), kind.label if keeps else "")

@@ -51,6 +51,7 @@ def main(parent: int) -> None:
 
 def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction], owner: int) -> None:
     """The same in a fork of the process that the functions were made in. Nothing that is open there stays so, but the pipes."""
+    gc.freeze()  # what the process leaves behind is not for the fork to tidy up
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,6 +61,7 @@ def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction]
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor not in (asked, answers, nowhere):
             os.dup2(nowhere, descriptor, inheritable=descriptor <= LAST_STANDARD)
+    sys.stdin, sys.stdout, sys.stderr = open(os.devnull), open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115
     _tie_to_parent()
     if os.getppid() != owner:
         return

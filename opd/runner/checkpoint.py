@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face model directory plus the trainer's state and a manifest, all there or not there at all.
 
-checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file
+checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file;
+                                 teachers/weights.safetensors, where teachers follow the student
 checkpoints/latest               a link to the newest one, replaced in one move
 """
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:  # naming checkpoints needs no torch
 
 NAME = re.compile(r"step-(?:[0-9]{6}|[1-9][0-9]{6,})")
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetensors"
+TEACHERS = "teachers/weights.safetensors"  # of teachers that follow the student
 
 
 def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int, ...], card: str,
-                    tensors: dict[str, Any], state: dict[str, Any]) -> Path:  # fmt: skip
+                    tensors: dict[str, Any], state: dict[str, Any], teachers: dict[str, Any] | None = None) -> Path:  # fmt: skip
     """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
     from safetensors.torch import save_file
 
@@ -36,6 +38,9 @@ def save_checkpoint(directory: Path, student: LanguageModel, stop_ids: tuple[int
     student.save(partial, stop_ids)
     (partial / "README.md").write_text(card, encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
+    if teachers:  # in a folder of their own: the model's is read by others
+        (partial / TEACHERS).parent.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in teachers.items()}, partial / TEACHERS)
     (partial / STATE).write_text(json_text(state), encoding="utf-8")
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in [*files, *(path for path in partial.rglob("*") if path.is_dir())]:

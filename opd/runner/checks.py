@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from opd.models.tokenizers import require_same
 from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_prompts
+from opd.settings import StageView
 from opd.teachers.router import routes
 from opd.teachers.views import SameView, View
 from opd.types import Prompt
@@ -77,12 +78,19 @@ def check_stage(
         scored = {domain for domain, teacher in table[kind.role].items() if teacher == name}
         _require_shown(name, kind.view, scored, sources, tokenizers[""])
     rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
-    if any(term.needs().rewards for term in spec.objective) and not any(map(rewarder.covers, examples)):
+    choices = [*spec.objective, *(kind.view for kind in spec.teachers.values())]
+    if any(choice.needs().rewards for choice in choices) and not any(map(rewarder.covers, examples)):
         raise RecipeError(
-            "the objective uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
+            "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min(map(context_of, configs.values()))
+    warnings = [
+        f"WARNING: teachers.{name}: {line}"
+        for name, kind in spec.teachers.items()
+        for line in kind.warn(StageView.of(spec))
+    ]
     inputs = look_at_prompts(spec, sources, tokenizers[""], rewarder.covers, context, told)
+    inputs = replace(inputs, notes=(*inputs.notes, *warnings))
     return Checked(device, sources, domains, table, rewarder, configs, inputs)
 
 

@@ -49,7 +49,7 @@ class Run:
             number = len(found.whole) + 1
         if number is not None:
             raise RunDirectoryError(
-                f"{path}, line {number}: the line was altered or cut (its checksum does not match). Without it the others can be read."
+                f"{path}, line {number}: the line was altered or cut off (its checksum does not match). Delete it to read the others."
             )
         return found.whole
 
@@ -63,7 +63,7 @@ class Run:
         try:
             return dict(json.loads(data))
         except (ValueError, TypeError, RecursionError):
-            raise RunDirectoryError(f"{path} was altered or cut: it is not a JSON object.") from None
+            raise RunDirectoryError(f"{path} was altered or cut off: it is not a JSON object.") from None
 
     @property
     def checkpoints(self) -> list[Path]:

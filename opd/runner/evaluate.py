@@ -57,7 +57,7 @@ def evaluate_model(
 ) -> Evaluation:
     """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
     if temperature is not None and not k:
-        raise RecipeError("--temperature is of the sampled answers, and --k is 0. Set --k, or drop it.")
+        raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
     specs, chosen = [prompt_source(source) for source in sources], parse_rewards(rewards)
     opened = open_sources(specs, rewarded=bool(chosen.domains))
     examples = [prompt for source in opened for prompt in source.examples()]

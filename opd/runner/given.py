@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import RunDirectoryError
+from opd.errors import RecipeError, RunDirectoryError
 from opd.files import write_whole
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ class GivenPrompts:
         ]
         return recipe.model_copy(update={"stages": stages})
 
+    def require_used(self, recipe: Recipe) -> None:
+        names = {source["source"] for source in self.sources}
+        read = {source.source for stage in recipe.stages for source in stage.prompts}
+        if not names & read:
+            raise RecipeError(
+                f"prompts= is read by no stage: {', '.join(stage.name for stage in recipe.stages)} have prompts of their own. "
+                "Take them out of the recipe, or do not give any."
+            )
+
     def write(self, directory: Path) -> None:
         (directory / FOLDER).mkdir(exist_ok=True)
         for name, text in self.files.items():
@@ -76,8 +85,8 @@ class GivenPrompts:
             path = directory / FOLDER / name
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 raise RunDirectoryError(
-                    f"{path} holds other prompts than those given now. Go on with them: opd.resume({str(directory)!r}). "
-                    "Or give these another directory."
+                    f"{path} holds other prompts than those given now. To continue with them: opd.resume({str(directory)!r}). "
+                    "To use these, choose another directory."
                 )
 
 

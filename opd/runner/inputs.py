@@ -60,14 +60,14 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         if now.get(name) != facts and not name.startswith(HUB)  # those are loaded by their commit
     ]
     changed += [
-        f"{name} ({facts['for']}) was not there then"
+        f"{name} ({facts['for']}) did not exist then"
         for name, facts in now.items()
         if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
     ]
     if changed:
         raise RunDirectoryError(
-            f"stage {stage!r} would go on with other inputs than {directory} began with: {'; '.join(changed[:5])}"
-            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Put them back, or start a new run: "
+            f"stage {stage!r}: these inputs have changed since {directory} was started: {'; '.join(changed[:5])}"
+            f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Restore them, or start a new run: "
             f"opd run {directory / 'resolved.yaml'}"
         )
 
@@ -91,7 +91,7 @@ def pinned(stage: Stage, recorded: Inputs) -> Stage:
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
     if now is None:
-        return "is gone"
+        return "is missing"
     kind = next(key for key in then if key != "for")
     return f"has changed: {kind} {then[kind][:12]}… then, {now.get(kind, 'none')[:12]}… now"
 

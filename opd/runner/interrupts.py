@@ -39,7 +39,7 @@ class Interrupts:
             if not self._said:
                 self._said = True
                 self._announce(
-                    f"SIGTERM: flushing, and leaving within {self.grace:g} s; `opd resume` goes on from here"
+                    f"SIGTERM: saving, and exiting within {self.grace:g} s; `opd resume` continues from here"
                 )
             raise Preempted
         if self._asked is not None:
@@ -78,7 +78,7 @@ class Interrupts:
         if self._asked is None:
             self._asked, self._since = number, time.monotonic()
             if number == signal.SIGINT:
-                self._announce("stopping: saving a checkpoint (press Ctrl-C again to leave at once)")
+                self._announce("stopping: saving a checkpoint (press Ctrl-C again to quit at once)")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -93,5 +93,5 @@ class Interrupts:
                     reader.settimeout(max(deadline - time.monotonic(), 0.001))
                     heard = reader.recv(64)
             except TimeoutError:
-                print("opd: the grace time is over; leaving at once", file=sys.stderr, flush=True)
+                print("opd: the grace time is over; exiting now", file=sys.stderr, flush=True)
                 os._exit(RESUME_ME)

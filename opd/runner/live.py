@@ -104,5 +104,5 @@ class Callbacks:
         except Stopped:
             raise
         except Exception as error:  # a user's own code may raise anything
-            error.add_note(f"raised by {name}; go on with the run: opd.resume({str(self.run.directory)!r})")
+            error.add_note(f"raised by {name}; to continue the run: opd.resume({str(self.run.directory)!r})")
             raise CallbackRaised(error) from error

@@ -70,22 +70,22 @@ class RunLock:
             raise Gone(f"{self.directory}: no such directory.") from None
         except OSError as error:
             raise RunDirectoryError(
-                f"{self.path} cannot be opened: {error.strerror}. Whoever writes into a run directory has to own this file: "
-                "see to its permissions, or choose another directory."
+                f"{self.path} cannot be opened: {error.strerror}. A process that writes to a run directory must be able to "
+                "open this file: check its permissions, or choose another directory."
             ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             raise RunLocked(
-                f"{self.directory} is in use by {describe(self.directory)}. One process at a time writes there; "
-                "wait for it or end it."
+                f"{self.directory} is in use by {describe(self.directory)}. Only one process may write there: "
+                "wait for it to finish, or stop it."
             ) from None
         except OSError as error:
             os.close(handle)
             raise RunDirectoryError(
-                f"{self.path}: this file system gives no lock ({error.strerror}), so a second process could write into the "
-                "run. Put the run directory on another one."
+                f"{self.path}: this file system does not support locks ({error.strerror}), so a second process could write to "
+                "the run. Put the run directory on another file system."
             ) from None
         return handle
 
@@ -166,8 +166,8 @@ def make(directory: Path) -> bool:
                 f"run directory {str(directory)!r}: {directory.parent} is not a directory."
             ) from None
         except OSError as error:
-            raise RunDirectoryError(f"run directory {str(directory)!r} cannot be made: {error.strerror}.") from None
-    raise RunDirectoryError(f"run directory {str(directory)!r} cannot be made: {why}.")
+            raise RunDirectoryError(f"run directory {str(directory)!r} cannot be created: {error.strerror}.") from None
+    raise RunDirectoryError(f"run directory {str(directory)!r} cannot be created: {why}.")
 
 
 def _free(directory: Path) -> bool:
@@ -203,7 +203,7 @@ def describe(directory: Path) -> str:
     mine = _myself()
     here = found.get("host") == mine["host"] and found.get("boot") == mine["boot"]
     if here and _started(found.get("pid")) != found.get("started"):
-        return f"a child of {who}, which is dead itself"
+        return f"a child of {who}, which has died"
     return who
 
 

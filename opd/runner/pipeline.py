@@ -92,13 +92,13 @@ class Pipeline:
                 self._summarise(status)
 
     def _advice(self) -> str:
-        return f"go on: opd resume {self._directory}" if self.began else "start again."
+        return f"continue: opd resume {self._directory}" if self.began else "start again."
 
     def _take_up(self) -> list[Standing]:
         """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
         if (previous := self._lock.previous) is not None:
             self._progress.say(
-                f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is gone"
+                f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
@@ -119,7 +119,9 @@ class Pipeline:
     def _check_inputs(self, stages: Sequence[Stage]) -> None:
         """Runs from before inputs were written down have none to compare with."""
         if self._inputs is None:
-            self._progress.say("this run began before checksums of inputs were kept: changed ones would not be noticed")
+            self._progress.say(
+                "this run was started before opd recorded checksums of its inputs: changed inputs go unnoticed"
+            )
             return
         now = inputs_of(stages, self._progress.say, self._directory, hub=False)
         for stage in stages:
@@ -161,7 +163,7 @@ class Pipeline:
             run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
-                self._progress.say(f"{spec.name}: going on after step {result.steps}, from {standing.checkpoint}")
+                self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         self._reports.open()
@@ -201,14 +203,14 @@ class Pipeline:
             enough = self._close_step(run, result, saved)
         if enough and result.steps < run.spec.train.steps:
             self._progress.say(
-                f"{run.spec.name}: early stop after step {result.steps}; {run.spec.eval.metric} was best at step {result.best_step}"
+                f"{run.spec.name}: early stop after step {result.steps}; the best {run.spec.eval.metric} was at step {result.best_step}"
             )
 
     def _say_taken_up(self, run: StageRun, step: int) -> None:
         found = run.trajectories
         if found.taken_up:
             self._progress.say(
-                f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and went on with {found.continued}"
+                f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and continued {found.continued}"
             )
 
     def _close_step(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> bool:
@@ -234,7 +236,7 @@ class Pipeline:
         self._on_phase("evaluate")
         before = run.evaluate(run.engine)
         self._progress.evaluated(
-            0, {domain: score.value for domain, score in before.items() if score.value is not None}
+            0, {domain: found.value for domain, found in before.items() if found.value is not None}
         )
         self._on_phase("evaluate teachers")
         if run.spec.eval.teachers and run.teachers:
@@ -251,9 +253,9 @@ class Pipeline:
         if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
             return False
         self._on_phase("evaluate")
-        scores = run.evaluate(run.engine)
-        metrics |= {f"eval/{domain}": score.value for domain, score in scores.items()}
-        better = result.note_evaluation(step, scores, watched(scores, spec.metric))
+        measures = run.evaluate(run.engine)
+        metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
+        better = result.note_evaluation(step, measures, watched(measures, spec.metric))
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better

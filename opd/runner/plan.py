@@ -83,14 +83,17 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts,
-        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, resolve), longest),
+        memory=_memory(stage, str(checked.device), config, student, trained, _held(stage, str(checked.device), resolve, student), longest),
     )  # fmt: skip
 
 
-def _held(stage: Stage, resolve: Callable[[str], str]) -> int:
-    """Bytes of the teachers' weights; a model that several of them name is there once."""
+def _held(stage: Stage, device: str, resolve: Callable[[str], str], student: int) -> int:
+    """Bytes of the teachers' weights, at most; a model that several of them name is there once."""
     models = {ref for kind in stage.teachers.values() for ref in kind.reads()}
-    return sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype] for ref in models)
+    usual = WEIGHTS[stage.train.precision_on(device)]
+    read = sum(parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual] for ref in models)
+    copies = sum(kind.copies_student(stage.student.lora is not None) for kind in stage.teachers.values())
+    return read + copies * student * BYTES["float32"]
 
 
 def _memory(

@@ -15,7 +15,7 @@ from opd.evaluation import Measures
 from opd.objective.stopping import EvaluationHistory
 from opd.text import cell, plain
 
-SCORES = ("before", "after", "weight_average")  # fields of a result that map domains to scores
+MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
          "plateau", "history", "skipped")  # fmt: skip
 
@@ -39,9 +39,9 @@ class StageResult:
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
 
-    def note_evaluation(self, step: int, scores: Mapping[str, Measures], value: float | None) -> bool:
+    def note_evaluation(self, step: int, measures: Mapping[str, Measures], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
-        self.history.append({"step": step} | {domain: score.value for domain, score in scores.items()})
+        self.history.append({"step": step} | {domain: found.value for domain, found in measures.items()})
         better = value is not None and (self.best_value is None or value > self.best_value)
         if better:
             self.best_value, self.best_step = value, step
@@ -52,10 +52,12 @@ class StageResult:
         values = [
             _mean(metric, {key: value for key, value in line.items() if key in self.before}) for line in self.history
         ]
-        level = _mean(metric, {domain: score.value for domain in self.before if (score := self.teacher_score(domain))})
+        level = _mean(
+            metric, {domain: found.value for domain in self.before if (found := self.teacher_measures(domain))}
+        )
         return EvaluationHistory(values, level)
 
-    def teacher_score(self, domain: str) -> Measures | None:
+    def teacher_measures(self, domain: str) -> Measures | None:
         return self.teachers.get(self.teacher_of.get(domain, ""), {}).get(domain)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,16 +68,16 @@ class StageResult:
             else None
         )
         return {
-            "name": self.name, "evals": evals, "teachers": {name: {domain: score.value for domain, score in scores.items()} for name, scores in self.teachers.items()},
+            "name": self.name, "evals": evals, "teachers": {name: {domain: found.value for domain, found in measures.items()} for name, measures in self.teachers.items()},
             "history": self.history, "best": best, "steps": self.steps, "seconds": round(self.seconds, 2), "tokens": self.tokens,
             "skipped_prompts": self.skipped,
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint; `restored` gives it back. Paths are named within the stage's folder."""
-        tables = {name: {key: score.to_json() for key, score in getattr(self, name).items()} for name in SCORES}
+        tables = {name: {key: found.to_json() for key, found in getattr(self, name).items()} for name in MEASURED}
         teachers = {
-            name: {key: score.to_json() for key, score in scores.items()} for name, scores in self.teachers.items()
+            name: {key: found.to_json() for key, found in measures.items()} for name, measures in self.teachers.items()
         }
         best = self.best.name if self.best else None
         return {**{name: getattr(self, name) for name in PLAIN}, **tables, "teachers": teachers, "best": best}
@@ -83,17 +85,17 @@ class StageResult:
     @classmethod
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
         result = cls(**{name: state[name] for name in PLAIN if name in state})  # earlier runs know less
-        for name in SCORES:
-            setattr(result, name, {key: Measures.of_json(score) for key, score in state[name].items()})
+        for name in MEASURED:
+            setattr(result, name, {key: Measures.of_json(found) for key, found in state[name].items()})
         result.teachers = {
-            name: {key: Measures.of_json(score) for key, score in scores.items()}
-            for name, scores in state["teachers"].items()
+            name: {key: Measures.of_json(found) for key, found in measures.items()}
+            for name, measures in state["teachers"].items()
         }
         result.best = folder / state["best"] if state["best"] else None
         return result
 
     def _domain(self, domain: str) -> dict[str, Any]:
-        before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_score(domain)
+        before, after, teacher = self.before[domain], self.after.get(domain), self.teacher_measures(domain)
         line: dict[str, Any] = {
             "before": before.value, "after": after.value if after else None, "teacher": teacher.value if teacher else None,
             "n": before.n, "stderr": (after or before).stderr, "reward": (after or before).reward,
@@ -103,9 +105,9 @@ class StageResult:
             line["weight_average_normalised"] = normalised(before, self.weight_average[domain], teacher)
         line["normalised"] = normalised(before, after, teacher)
         line["details"] = {
-            name: score.to_json()
-            for name, score in (("before", before), ("after", after), ("teacher", teacher))
-            if score
+            name: found.to_json()
+            for name, found in (("before", before), ("after", after), ("teacher", teacher))
+            if found
         }
         return line
 
@@ -120,10 +122,10 @@ def watched_domains(metric: str, domains: Sequence[str]) -> list[str]:
     return [domain] if domain else list(domains)
 
 
-def watched(scores: Mapping[str, Measures], metric: str) -> float | None:
+def watched(measures: Mapping[str, Measures], metric: str) -> float | None:
     """None: nothing of it could be rewarded."""
-    watched_domains(metric, list(scores))
-    return _mean(metric, {domain: score.value for domain, score in scores.items()})
+    watched_domains(metric, list(measures))
+    return _mean(metric, {domain: found.value for domain, found in measures.items()})
 
 
 def _mean(metric: str, values: Mapping[str, float | None]) -> float | None:
@@ -135,16 +137,16 @@ def _mean(metric: str, values: Mapping[str, float | None]) -> float | None:
 
 def normalised(before: Measures, after: Measures | None, teacher: Measures | None) -> float | None:
     """0 = where the student started, 1 = the domain's own teacher. None where the teacher is no better than the start."""
-    start, end, goal = (score.value if score is not None else None for score in (before, after, teacher))
+    start, end, goal = (found.value if found is not None else None for found in (before, after, teacher))
     if start is None or end is None or goal is None or goal <= start:
         return None
     return (end - start) / (goal - start)
 
 
 def results_table(result: StageResult) -> Table:
-    """Per domain: student before, every teacher, the weight average, student after, and the normalised score."""
-    score = next(iter(result.before.values()))
-    what = f"pass@1, {'greedy' if score.greedy is not None else 'sampled'}, {score.n} held-out prompts per domain"
+    """Per domain: student before, every teacher, the weight average, student after, and the normalised gain."""
+    found = next(iter(result.before.values()))
+    what = f"pass@1, {'greedy' if found.greedy is not None else 'sampled'}, {found.n} held-out prompts per domain"
     title = Text.assemble(cell(result.name), f": {what}")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("domain")
@@ -159,8 +161,8 @@ def results_table(result: StageResult) -> Table:
     table.add_column("norm.", justify="right")
     for domain in result.before:
         own = result.teachers.get(result.teacher_of.get(domain, ""))
-        cells = [_cell(scores.get(domain), own=scores is own) for _, scores in columns]
-        ratio = normalised(result.before[domain], result.after.get(domain), result.teacher_score(domain))
+        cells = [_cell(measures.get(domain), own=measures is own) for _, measures in columns]
+        ratio = normalised(result.before[domain], result.after.get(domain), result.teacher_measures(domain))
         table.add_row(cell(domain), *cells, "–" if ratio is None else f"{ratio:.2f}")
     notes = ["norm.: 0 = before, 1 = the domain's own teacher (*)"] if result.teachers else []
     notes += ["average: plain average of the teachers' weights"] if result.weight_average else []
@@ -174,8 +176,8 @@ def results_table(result: StageResult) -> Table:
     return table
 
 
-def _cell(score: Measures | None, own: bool) -> Text:
+def _cell(found: Measures | None, own: bool) -> Text:
     """The domain's own teacher has a star, which a log and a pipe keep."""
-    if score is None or score.value is None:
+    if found is None or found.value is None:
         return Text("– ")
-    return Text(f"{score.value:.1%}*", style="underline") if own else Text(f"{score.value:.1%} ")
+    return Text(f"{found.value:.1%}*", style="underline") if own else Text(f"{found.value:.1%} ")

@@ -1,8 +1,8 @@
-"""Where an interrupted run stands, and how its stage takes up from there.
+"""Where an interrupted run stands, and how its stage continues from there.
 
     finished stages    their result.json, and the checkpoint it names
     the stage at work  its newest checkpoint whose every file is unaltered; without any, its first step
-    after that step    the store: finished rollouts are used, unfinished ones go on (`training.trajectories`)
+    after that step    the store: finished rollouts are used, unfinished ones are continued (`trainer.trajectories`)
 
 A damaged checkpoint is named, set aside and never used again; the one before it takes its place.
 """
@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.errors import RunDirectoryError, StoreError
 from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
-from opd.runner.checkpoint import NAME, TENSORS, read_state, step_of, steps_in, verify_checkpoint
+from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.runner.results import StageResult
 from opd.store import Position, RolloutStore
+from opd.teachers.pool import restore_teachers
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -73,14 +74,14 @@ def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) 
     for folder in (root, *(root / spec.name for spec in recipe.stages)):
         if folder.exists() and not folder.is_dir():
             raise RunDirectoryError(
-                f"{folder} is not a directory. Delete it to begin again from the rollouts in the store."
+                f"{folder} is not a directory. Delete it to start again from the rollouts in the store."
             )
     if latest.exists() and not latest.is_symlink():
         raise RunDirectoryError(
             f"{latest} is not a link. Was the run copied without its links? Delete it and resume again."
         )
     if latest.is_symlink() and not latest.exists():
-        say(f"checkpoints/latest names {latest.readlink()}, which is gone")
+        say(f"checkpoints/latest names {latest.readlink()}, which does not exist")
     return [_stage(root / spec.name, say) for spec in recipe.stages]
 
 
@@ -92,7 +93,7 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
         output = folder / ended["checkpoint"]
         if output not in whole:
             raise damaged.get(output) or RunDirectoryError(
-                f"checkpoint {output}: the model its stage ended with is gone."
+                f"checkpoint {output}: the model that its stage ended with is missing."
             )
         found = Standing(output, output, StageResult.restored(ended["result"], folder))
     elif whole:
@@ -102,14 +103,14 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
         )
     elif damaged:
         raise RunDirectoryError(
-            f"{damaged[max(damaged)]} No other checkpoint of this stage is whole. Delete {folder} to begin the stage again: the rollouts in "
+            f"{damaged[max(damaged)]} No other checkpoint of this stage is intact. Delete {folder} to start the stage again: the rollouts in "
             "the store are used, so only the updates are repeated."
         )
     else:
         before = _sealed_or_none(folder / BEFORE, say)
         found = Standing(result=None if before is None else StageResult.restored(before, folder))
     for path, what in damaged.items():
-        say(f"{what} It is now called {_set_aside(path).name}; going on from {found.checkpoint}")
+        say(f"{what} It was renamed to {_set_aside(path).name}; continuing from {found.checkpoint}")
         if found.result is not None and found.result.best == path:
             found.result.best = None
     return found
@@ -131,7 +132,7 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
     state = read_state(checkpoint)
     if (state["stage"], state["step"]) != (checkpoint.parent.name, step_of(checkpoint)):
         raise RunDirectoryError(
-            f"checkpoint {checkpoint} holds step {state['step']} of stage {state['stage']!r}: it was renamed."
+            f"checkpoint {checkpoint} holds step {state['step']} of stage {state['stage']!r}: it has been renamed."
         )
     return state
 
@@ -147,7 +148,7 @@ def require_rollouts(directory: Path, standings: Sequence[Standing]) -> None:
             store.require(Position.from_json(read_state(checkpoint)["store"]), str(checkpoint))
         except StoreError as error:
             raise StoreError(
-                f"{error} To go on without what is lost, delete {checkpoint}: an older one takes its place, and what is missing is drawn again."
+                f"{error} To continue without what is lost, delete {checkpoint}: an older one takes its place, and what is missing is sampled again."
             ) from None
 
 
@@ -158,7 +159,7 @@ def _sealed_or_none(path: Path, say: Callable[[str], None]) -> dict[str, Any] | 
     try:
         return read_sealed(path)
     except RunDirectoryError as error:
-        say(f"{error} What it held is worked out again.")
+        say(f"{error} Its contents are computed again.")
         return None
 
 
@@ -200,10 +201,12 @@ def drop_before(folder: Path) -> None:
 
 
 def restore(run: StageRun, checkpoint: Path) -> None:
-    """Student, optimiser, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
+    """Student, optimiser, teachers, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
     run.student.restore(checkpoint)
     run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
+    followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
+    restore_teachers(run.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none that move
     run.stream.restore(state["stream"])
     if run.trajectories.consumed is not None:
         run.trajectories.consumed = min(state["rollouts"], len(run.store))
@@ -245,16 +248,16 @@ def _bytes_tensor(text: str) -> torch.Tensor:
 def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str]:
     """Keep each stage's lines up to its step; those that are damaged go, too. Returns what is to be said of the latter."""
     if not path.exists():
-        return [f"{path.name} is gone, and with it what was written until now"] if any(upto.values()) else []
+        return [f"{path.name} is missing, so the lines written so far are lost"] if any(upto.values()) else []
     found = read_lines(path, checked=checked)
     kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
     write_whole(path, "".join(line_of(line) for line in kept))
-    said = [f"{path}, line {number}: the line was altered or cut, and is dropped" for number in found.damaged]
+    said = [f"{path}, line {number}: the line was altered or cut off; it is dropped" for number in found.damaged]
     if path.name == "metrics.jsonl":
         for stage, last in upto.items():
             steps = {line["step"] for line in kept if line["stage"] == stage}
             if lost := sorted(set(range(1, last + 1)) - steps):
-                said.append(f"{path.name} has lost {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
+                said.append(f"{path.name} lacks {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
     return said
 
 

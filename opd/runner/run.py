@@ -97,6 +97,8 @@ def run(
     overrides = tuple(overrides)
     given = None if prompts is None else GivenPrompts.of(prompts)
     loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
+    if given is not None:
+        given.require_used(loaded)
     wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
     try:
@@ -221,7 +223,7 @@ def verified_recipe(directory: Path) -> Recipe:
 
     if not (directory / SEALS).exists():
         raise RunDirectoryError(
-            f"{directory / SEALS} is missing, so nothing says that resolved.yaml is what the run began with. Start again: "
+            f"{directory / SEALS} is missing, so nothing shows that resolved.yaml is unchanged. Start a new run: "
             f"opd run {directory / 'resolved.yaml'}"
         )
     expected = read_sealed(directory / SEALS)
@@ -229,7 +231,7 @@ def verified_recipe(directory: Path) -> Recipe:
         path = directory / name
         if sha256(path) != digest:
             raise RunDirectoryError(
-                f"{path} was altered since the run began (its sha256 does not match {SEALS}). A changed recipe is a new run: "
+                f"{path} has been altered since the run started (its sha256 does not match {SEALS}). A changed recipe is a new run: "
                 f"opd run {path}"
             )
     loaded = load_recipe(directory / "resolved.yaml")
@@ -237,7 +239,7 @@ def verified_recipe(directory: Path) -> Recipe:
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
             raise RunDirectoryError(
-                f"{directory} was begun with {package} {recorded.get(package)}, and {version} is installed. Install that one, or "
+                f"{directory} was started with {package} {recorded.get(package)}, but {version} is installed. Install the former, or "
                 f"start a new run: opd run {directory / 'resolved.yaml'}"
             )
     return loaded
@@ -249,8 +251,8 @@ def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -
         recipe = given.inside(recipe, directory)
     if verified_recipe(directory).stages != recipe.stages:
         raise RunDirectoryError(
-            f"{directory} was begun with another recipe than this one (see {directory / 'resolved.yaml'}). Go on with its own: "
-            f"opd resume {directory}. Or give this one another directory."
+            f"{directory} was started with a different recipe (see {directory / 'resolved.yaml'}). To continue that one: "
+            f"opd resume {directory}. To run this one, choose another directory."
         )
 
 
@@ -269,7 +271,7 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
     if foreign and not (wanted / SEALS).exists():
         lock.release()
         raise RunDirectoryError(
-            f"{wanted} is neither empty nor a run directory: there is {foreign[0]!r} in it, and no {SEALS}. Choose another."
+            f"{wanted} is neither empty nor a run directory: it contains {foreign[0]!r}, but no {SEALS}. Choose another directory."
         )
     return lock, made
 

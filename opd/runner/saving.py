@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
 from opd.runner.resume import Boundary, drop_before, sync_lines
 from opd.runner.stage import StageRun, checkpoint_directory, model_card
+from opd.teachers.pool import teacher_tensors
 
 SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has been timed
 
@@ -76,9 +77,9 @@ class StageCheckpoints:
         if result.saved == result.steps and not self._saver.busy:
             return last
         if not result.steps:
-            return "no step was finished, so the student is what it was; what was sampled is in the store"
+            return "no step was finished, so the student is unchanged; what was sampled is in the store"
         if run.optimiser.updates != self._boundary.updates:
-            return f"step {result.steps + 1} was half done and is not saved; {last}"
+            return f"step {result.steps + 1} was only half done, so it is not saved; {last}"
         if not all(bool(torch.isfinite(parameter).all()) for parameter in run.student.trainable().values()):
             return f"the weights are not finite; {last}"
         if preempted and (self._saver.busy or self._save_seconds() > grace_left() / 2):
@@ -103,16 +104,17 @@ class StageCheckpoints:
             "unreported": self.unreported,
             "newest": run.trajectories.newest if self.unreported else [],  # whose samples are not written yet
             "result": result.state(),
+            "teachers": {name: teacher.version for name, teacher in run.teachers.items()},
         }
         student = run.student.snapshot() if background else run.student
-        tensors = run.optimiser.tensors()
+        tensors, teachers = run.optimiser.tensors(), teacher_tensors(run.teachers)
         if background:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            tensors, teachers = _copied(tensors), _copied(teachers)
         card, best = model_card(run.spec, result.steps, self.metrics), result.best
 
         def write() -> None:
             sync_lines(self._root)
-            save_checkpoint(where, student, run.stop_ids, card, tensors, state)
+            save_checkpoint(where, student, run.stop_ids, card, tensors, state, teachers)
             point_latest(where)
             drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
@@ -129,3 +131,7 @@ class StageCheckpoints:
             return self._saver.seconds
         model = sum(parameter.nbytes for parameter in self._run.student.module.parameters())
         return (model + sum(tensor.nbytes for tensor in self._run.optimiser.tensors().values())) / SAVE_RATE
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

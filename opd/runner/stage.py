@@ -57,11 +57,12 @@ class StageRun:
         self._unrewarded = 0  # steps in a row
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
         device, student = str(self.device), spec.student
-        self.student = load_model(resolve_model(student.model), dtype=WEIGHTS[spec.train.precision_on(device)], revision=student.revision, lora=student.lora,
+        own = WEIGHTS[spec.train.precision_on(device)]
+        self.student = load_model(resolve_model(student.model), dtype=own, revision=student.revision, lora=student.lora,
                                   gradient_checkpointing=student.gradient_checkpointing, device=device)  # fmt: skip
 
         def load(ref: ModelRef) -> LanguageModel:
-            return load_model(resolve_model(ref.model), dtype=ref.dtype, revision=ref.revision, device=device)
+            return load_model(resolve_model(ref.model), dtype=ref.dtype or own, revision=ref.revision, device=device)
 
         self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, load)
         if not self.stop_ids:
@@ -235,11 +236,11 @@ class StageRun:
                         temperature=spec.temperature, seed=self.spec.seed, check_stop=self.check_stop, reward=self.rewarder)  # fmt: skip
 
     def evaluate_teachers(self) -> dict[str, dict[str, Measures]]:
-        """Every teacher of the role `teacher` that can answer, on every domain: its own, and what it has forgotten."""
+        """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
         return {
             name: self.evaluate(self._engine(self.teachers[name].model))
             for name in dict.fromkeys(self.routes.get("teacher", {}).values())
-            if self.spec.teachers[name].has_model
+            if self.spec.teachers[name].has_model and not self.spec.teachers[name].of_student
         }
 
     def evaluate_weight_average(self) -> dict[str, Measures]:

@@ -23,9 +23,13 @@ LENGTH = 9  # tokens of each of the probe's two sequences
 
 
 def open_sampler(
-    model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
+    model: LanguageModel,
+    spec: BuiltInSampler,
+    max_length: int,
+    *,
+    merge_stop: tuple[int, ...],
     partner: Partner | None = None,
-) -> Engine | PlainSampler:  # fmt: skip
+) -> Engine | PlainSampler:
     """The sampler takes the model over: give it an `inference_copy`."""
     if partner is not None:
         require_slots([model, partner.model], max_length)
@@ -41,8 +45,8 @@ def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:
         why = unfit_for_slots(model, max_length)
         if why:
             raise ModelError(
-                f"rollout.teacher_mix draws from two models at once, and {model.name} samples one request at a time ({why}). "
-                "Set teacher_mix: 0."
+                f"rollout.teacher_mix draws from two models at once, and {model.name} samples one request at a time "
+                f"({why}). Set teacher_mix: 0."
             )
 
 
@@ -54,7 +58,10 @@ def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
     if not takes_our_attention(model):
         return FOREIGN_LAYERS
     if route.limit is not None and max_length > route.limit:
-        return f"sequences of {max_length} tokens are longer than the {route.limit} for which its rotary frequencies are fixed"
+        return (
+            f"sequences of {max_length} tokens are longer than the {route.limit} for which its rotary frequencies are "
+            "fixed"
+        )
     return _wrong_in_slots(model)
 
 

@@ -49,9 +49,19 @@ def _rollout(request: SampleRequest, tokens: Sequence[SampledToken], stop: Any) 
     size = prefix.size + sampled.size
     versions = np.array([token.version for token in tokens], dtype=np.int32)
     return Rollout(
-        id=request.id, prompt_id=request.id, visit=0, sample=0, domain="", source="student", group=request.id,
-        prompt_ids=request.prompt_ids, response_ids=np.concatenate([prefix, sampled]).astype(np.int32),
-        author=np.full(size, Author.STUDENT, dtype=np.uint8), logprob=column("logprob"),
-        logprob_sampled=column("logprob_sampled"), logprob_stop=column("logprob_stop"),
-        version=np.concatenate([np.full(prefix.size, -1, dtype=np.int32), versions]), stop=stop,
-    )  # fmt: skip
+        id=request.id,
+        prompt_id=request.id,
+        visit=0,
+        sample=0,
+        domain="",
+        source="student",
+        group=request.id,
+        prompt_ids=request.prompt_ids,
+        response_ids=np.concatenate([prefix, sampled]).astype(np.int32),
+        author=np.full(size, Author.STUDENT, dtype=np.uint8),
+        logprob=column("logprob"),
+        logprob_sampled=column("logprob_sampled"),
+        logprob_stop=column("logprob_stop"),
+        version=np.concatenate([np.full(prefix.size, -1, dtype=np.int32), versions]),
+        stop=stop,
+    )

@@ -106,13 +106,19 @@ class Engine:
     """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
 
     def __init__(
-        self, model: LanguageModel, spec: BuiltInSampler, max_length: int, *, merge_stop: tuple[int, ...],
+        self,
+        model: LanguageModel,
+        spec: BuiltInSampler,
+        max_length: int,
+        *,
+        merge_stop: tuple[int, ...],
         partner: Partner | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_context(model, max_length)
         if partner is not None and partner.model.size < model.size:
             raise ModelError(
-                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot draw for it."
+                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot "
+                "draw for it."
             )
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec, partner)

@@ -86,9 +86,14 @@ class Steps:
     """Cache, slot state and the two calls. Slot number `slots` is scratch: dummy rows write there and nobody reads."""
 
     def __init__(
-        self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
+        self,
+        model: LanguageModel,
+        settings: Settings,
+        max_length: int,
+        stop: tuple[int, ...],
+        compiled: bool,
         partner: Partner | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.settings, self.max_length, self.partner = model, settings, max_length, partner
         self.device = model.device
         self.width = -(-max_length // CPU_SPAN) * CPU_SPAN
@@ -102,9 +107,12 @@ class Steps:
         entries = settings.slots + 1
         self.token, self.column = self._zeros(entries), self._zeros(entries)
         self.slot_settings = RowSettings(
-            temperature=self._zeros(entries, torch.float32), top_p=self._zeros(entries, torch.float32) + 1,
-            top_k=self._zeros(entries), key=self._zeros(entries), position=self._zeros(entries),
-        )  # fmt: skip
+            temperature=self._zeros(entries, torch.float32),
+            top_p=self._zeros(entries, torch.float32) + 1,
+            top_k=self._zeros(entries),
+            key=self._zeros(entries),
+            position=self._zeros(entries),
+        )
         # Inputs and outputs of the calls.
         rows, chunk = settings.prefill_rows, settings.prefill_chunk
         self._prefill_ints = self._zeros((rows, chunk + len(FIELDS)))
@@ -163,7 +171,9 @@ class Steps:
         self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
 
     def park(self, slot: int) -> None:
-        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no harm."""
+        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no
+        harm.
+        """
         self.column[slot].fill_(self.max_length - 1)
 
     @torch.inference_mode()
@@ -337,7 +347,9 @@ class Steps:
 
 
 def _waits_for_the_device(call: Callable[[], None]) -> str:
-    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or nothing."""
+    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or
+    nothing.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()

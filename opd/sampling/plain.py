@@ -1,8 +1,8 @@
 """The sampler for models whose state does not fit into slots: one request at a time, through the model's own cache.
 
-Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on its
-request and the weights only. Used for recurrent and hybrid models, for attention that does not come through transformers'
-interface, and for sequences beyond a rotary limit.
+Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on
+its request and the weights only. Used for recurrent and hybrid models, for attention that does not come through
+transformers' interface, and for sequences beyond a rotary limit.
 """
 
 from __future__ import annotations
@@ -79,9 +79,12 @@ class PlainSampler:
             return torch.tensor([value], dtype=dtype, device=device)
 
         settings = RowSettings(
-            temperature=row(sampling.temperature, torch.float32), top_p=row(sampling.top_p, torch.float32),
-            top_k=row(sampling.top_k, torch.int64), key=row(request.key, torch.int64), position=row(position, torch.int64),
-        )  # fmt: skip
+            temperature=row(sampling.temperature, torch.float32),
+            top_p=row(sampling.top_p, torch.float32),
+            top_k=row(sampling.top_k, torch.int64),
+            key=row(request.key, torch.int64),
+            position=row(position, torch.int64),
+        )
         return draw(logits_V[None], settings, self.stop, filters(sampling))
 
     def _cache_is_right(self) -> bool:
@@ -99,7 +102,10 @@ class PlainSampler:
 
 
 class Reader:
-    """Reads one growing sequence. Without a cache the whole of it is read again for every token: slow, and always right."""
+    """Reads one growing sequence.
+
+    Without a cache the whole of it is read again for every token: slow, and always right.
+    """
 
     def __init__(self, sampler: PlainSampler, cached: bool | None = None) -> None:
         self.model = sampler.model

@@ -26,8 +26,9 @@ def sequence_ids(request: SampleRequest, max_length: int) -> tuple[np.ndarray, n
     ids = np.concatenate([request.prompt_ids, prefix]).astype(np.int64)
     if request.prompt_ids.size + request.sampling.max_new_tokens > max_length or ids.size == 0:
         raise DataError(
-            f"request {request.id!r}: {request.prompt_ids.size} prompt tokens and {request.sampling.max_new_tokens} new ones; a "
-            f"sequence here has at least 1 and at most {max_length}. Shorten the prompt or lower max_new_tokens."
+            f"request {request.id!r}: {request.prompt_ids.size} prompt tokens and {request.sampling.max_new_tokens} "
+            f"new ones; a sequence here has at least 1 and at most {max_length}. Shorten the prompt or lower "
+            "max_new_tokens."
         )
     return ids, prefix
 

@@ -35,7 +35,10 @@ class Rollouts(BaseModel):
     )
     contrast: Count = Field(
         0,
-        description="dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the batch; 0: off",
+        description=(
+            "dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the "
+            "batch; 0: off"
+        ),
     )
     max_prompt_tokens: Positive | None = Field(
         None, description="longer prompts are bad rows; default: what the context leaves"

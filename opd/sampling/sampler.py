@@ -25,9 +25,11 @@ ROOM = 256  # tokens of the shortest sequence there is room for
 
 
 class Sampler:
-    """Answers of a model as it is now: weights are shared with it, or, where they cannot be, taken over before every call.
+    """Answers of a model as it is now: weights are shared with it, or, where they cannot be, taken over before every
+    call.
 
-    Draws are keyed by (seed, prompt, visit, sample): the same prompt asked again is another visit. `settings`: a recipe's
+    Draws are keyed by (seed, prompt, visit, sample): the same prompt asked again is another visit. `settings`: a
+    recipe's
     `sampler` keys. `stop_ids`: beside the model's own, such as its teacher's.
     """
 

@@ -39,11 +39,17 @@ class SamplerKind(Choice):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.rollout.teacher_mix and not self.mixes:
-            yield f"rollout.teacher_mix {view.rollout.teacher_mix}: the sampler {self.name} cannot draw from two models. Set it to 0."
+            yield (
+                f"rollout.teacher_mix {view.rollout.teacher_mix}: the sampler {self.name} cannot draw from two models. "
+                "Set it to 0."
+            )
 
 
 class BuiltInSampler(SamplerKind):
-    """The built-in engine, or one request at a time for models that need it. `null`: chosen from the model and the device."""
+    """The built-in engine, or one request at a time for models that need it.
+
+    `null`: chosen from the model and the device.
+    """
 
     name = "builtin"
     by_default = True

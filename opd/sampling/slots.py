@@ -64,9 +64,15 @@ class SlotLayout:
         return near[: self.slots.shape[0]] if self.in_order else near[self.slots]
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """query (B, H, Q, D), whole caches (S, G, W, D) -> (B, Q, H, D).
 
         The query heads that share a key/value head lie side by side on the query axis: nothing is repeated.

@@ -1,4 +1,5 @@
-"""Who writes the answers of a step. One writer answers a prompt, all its samples; which one is a draw keyed by the visit.
+"""Who writes the answers of a step. One writer answers a prompt, all its samples; which one is a draw keyed by the
+visit.
 
 The student has what the shares of the others leave. Everything that is written goes into the store.
 """

@@ -33,7 +33,6 @@ LONGEST = 1 << 24  # bytes of a message
 LONGEST_VALUE = 1 << 18
 SMALL = 1 << 53
 SET_DUMPABLE = 4
-COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag -> type, to JSON, from JSON
     "int": (int, hex, lambda digits: int(digits, 16)),
     "float": (float, lambda value: repr(float(value)), float),
@@ -71,9 +70,7 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
     if isinstance(value, list):
         return [encode(entry, other, depth + 1) for entry in value]
     if isinstance(value, dict):
-        return {
-            "dict": [[encode(key, other, depth + 1), encode(entry, other, depth + 1)] for key, entry in value.items()]
-        }
+        return {"dict": [[encode(part, other, depth + 1) for part in pair] for pair in value.items()]}
     for tag, group in GROUPS.items():
         if isinstance(value, group):
             return {tag: [encode(entry, other, depth + 1) for entry in value]}
@@ -206,6 +203,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 # The examiner's side
 
 
+def _refuse(self: Any, other: Any) -> bool:
+    raise TypeError("an object of the program's own is not compared; only plain values are")
+
+
 class Handle:
     """An object of the program that is no data."""
 
@@ -247,20 +248,13 @@ class Handle:
     def __bool__(self) -> bool:
         return bool(_ask(self, "truth"))
 
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 
 def _ask(handle: Handle, op: str, *args: Any, **options: Any) -> Any:
     ask, number = object.__getattribute__(handle, "_handle")
     return ask(op, number, args, options)
-
-
-def _refuse(self: Any, other: Any) -> bool:
-    raise TypeError("an object of the program's own is not compared; only plain values are")
-
-
-for _name in COMPARISONS:
-    setattr(Handle, _name, _refuse)
 
 
 class Examiner:

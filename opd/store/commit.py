@@ -1,7 +1,7 @@
 """Group commit: what callers hand in is written together, at most every interval, by a thread that also syncs it.
 
-The thread writes one frame and waits until it is durable before it takes the next, so a crash can tear one frame at most.
-Sampling never waits for the disk; only `wait` does.
+The thread writes one frame and waits until it is durable before it takes the next, so a crash can tear one frame at
+most. Sampling never waits for the disk; only `wait` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 
 class GroupCommit:
-    """`write` makes a list of items durable. With an interval of 0 there is no thread: `wait` writes, and so does `nudge`."""
+    """`write` makes a list of items durable.
+
+    With an interval of 0 there is no thread: `wait` writes, and so does `nudge`.
+    """
 
     def __init__(self, write: Callable[[list[Any]], None], interval_s: float) -> None:
         self._write, self.interval_s = write, interval_s

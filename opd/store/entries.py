@@ -15,7 +15,10 @@ from opd.types import StopReason
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index knows of one rollout. `stop` None: it is not finished, and `length` is what is in the log so far."""
+    """What the index knows of one rollout.
+
+    `stop` None: it is not finished, and `length` is what is in the log so far.
+    """
 
     number: int
     id: str
@@ -44,11 +47,22 @@ def entry(state: State, number: int) -> Entry:
         seen = [token[5] for token in live.rows]
         versions = (min(seen), max(seen)) if seen else versions
     return Entry(
-        number=number, id=id, prompt_id=prompt_id, visit=row["visit"], sample=row["sample"], domain=index.text("domain", number),
-        source=index.text("source", number), group=group, pair=pair, prompt_length=row["prompt_length"], length=row["length"],
-        stop=cast("StopReason | None", STOPS[row["stop"]]), versions=versions, teacher=index.text("teacher", number),
+        number=number,
+        id=id,
+        prompt_id=prompt_id,
+        visit=row["visit"],
+        sample=row["sample"],
+        domain=index.text("domain", number),
+        source=index.text("source", number),
+        group=group,
+        pair=pair,
+        prompt_length=row["prompt_length"],
+        length=row["length"],
+        stop=cast("StopReason | None", STOPS[row["stop"]]),
+        versions=versions,
+        teacher=index.text("teacher", number),
         notes=index.notes(number),
-    )  # fmt: skip
+    )
 
 
 class Entries(Mapping[str, Entry]):

@@ -31,8 +31,8 @@ class Replay:
             logged = self._logged[order]
             if logged.call != key:
                 raise StoreError(
-                    f"rollout {self._id!r}: replay diverged at environment call {order}: the log has {logged.call!r}, now {key!r} is asked. "
-                    "The environment or its settings changed; start a new run."
+                    f"rollout {self._id!r}: replay diverged at environment call {order}: the log has {logged.call!r}, "
+                    f"now {key!r} is asked. The environment or its settings changed; start a new run."
                 )
             result = logged.result
         else:

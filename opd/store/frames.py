@@ -4,13 +4,13 @@
     header   magic (8) | format u32 | number u32 | log id (8) | chain u32 | checksum u32
     frame    marker u32 | length u32 | previous u32 | checksum u32 | payload (length bytes, a multiple of 8)
 
-A frame is one commit. Its checksum is a CRC-32 of length, previous and payload, seeded with the log's id; `previous` is the
-checksum of the frame before it (of the segment's header, for the first). A header's `chain` is the last checksum of the
-segment before. So a frame proves itself alone, and its place by the chain.
+A frame is one commit. Its checksum is a CRC-32 of length, previous and payload, seeded with the log's id; `previous`
+is the checksum of the frame before it (of the segment's header, for the first). A header's `chain` is the last
+checksum of the segment before. So a frame proves itself alone, and its place by the chain.
 
-The writer syncs every frame before it writes the next (`fsync: commit`), and a segment gets its name only when its header
-is on the disk. Hence the rule: behind a frame that does not hold, one later frame that proves itself shows that the bad
-one had been durable: damage. Nothing provable behind it, in the last segment: a write that was torn, and is cut.
+The writer syncs every frame before it writes the next (`fsync: commit`), and a segment gets its name only when its
+header is on the disk. Hence the rule: behind a frame that does not hold, one later frame that proves itself shows that
+the bad one had been durable: damage. Nothing provable behind it, in the last segment: a torn write, which is cut.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def frames(data: Buffer, offset: int, seed: int, chain: int) -> Iterator[Frame]:
 def next_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
     """The first frame at or behind an offset that proves itself, whatever lies between."""
     window = bytes(data[offset:])
-    found = window.find(MARKER_BYTES)
-    while found >= 0:
-        if frame := read_frame(data, offset + found, seed):
+    place = window.find(MARKER_BYTES)
+    while place >= 0:
+        if frame := read_frame(data, offset + place, seed):
             return frame
-        found = window.find(MARKER_BYTES, found + 1)
+        place = window.find(MARKER_BYTES, place + 1)
     return None

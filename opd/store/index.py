@@ -1,8 +1,9 @@
 """The light index: one row per rollout in columns, enough to shuffle, pack, route and query without touching payload.
 
-It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is opened. It is only a
-shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to date from there. Ahead of the
-log it is a witness: it saw frames durable that are gone, and the store refuses to go on as if nothing had happened.
+It is saved beside the log as `index.bin` when a store is closed and as it grows, checksummed, and mapped when it is
+opened. It is only a shortcut: missing or damaged, it is built again from the log; behind the log, it is brought up to
+date from there. Ahead of the log it is a witness: it saw frames durable that are gone, and the store refuses to go on
+as if nothing had happened.
 
     index.bin   magic (8) | header length u64 | header (JSON) | sections, each aligned to 64 bytes | checksum u64
 """
@@ -140,16 +141,31 @@ class Index:
     def begin(self, names: Mapping[str, Any], prompt_length: int) -> int:
         unit = names["pair"] or names["group"] or names["id"]
         row = self.rows.append(
-            visit=names["visit"], sample=names["sample"], prompt_length=prompt_length, domain=self.code("domain", names["domain"]),
-            source=self.code("source", names["source"]), reward=np.nan, version_min=-1, version_max=-1, unit=digest(unit),
-        )  # fmt: skip
+            visit=names["visit"],
+            sample=names["sample"],
+            prompt_length=prompt_length,
+            domain=self.code("domain", names["domain"]),
+            source=self.code("source", names["source"]),
+            reward=np.nan,
+            version_min=-1,
+            version_max=-1,
+            unit=digest(unit),
+        )
         self.names[row] = json.dumps([names["id"], names["prompt_id"], names["group"], names["pair"]])
         return row
 
     def finish(self, row: int, place: Place, size: int, stop: str, versions: np.ndarray) -> None:
         low, high = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
-        self.rows.set(row, segment=place.segment, offset=place.offset, size=size, length=versions.size, stop=STOPS.index(stop),
-                      version_min=low, version_max=high)  # fmt: skip
+        self.rows.set(
+            row,
+            segment=place.segment,
+            offset=place.offset,
+            size=size,
+            length=versions.size,
+            stop=STOPS.index(stop),
+            version_min=low,
+            version_max=high,
+        )
 
     def note(self, row: int, facts: Mapping[str, Any]) -> None:
         renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # as older runs call it
@@ -169,7 +185,9 @@ class Index:
         return {**held, **{"reward" if key == "score" else key: value for key, value in kept.items()}}
 
     def attach(self, row: int, what: str, place: Place, size: int) -> None:
-        self.attached.append(rollout=row, what=self.code("what", what), segment=place.segment, offset=place.offset, size=size)  # fmt: skip
+        self.attached.append(
+            rollout=row, what=self.code("what", what), segment=place.segment, offset=place.offset, size=size
+        )
 
     def find_attached(self, rows: np.ndarray, what: str) -> Iterator[tuple[int, Place, int]]:
         """(row, place, size) in the order they were logged."""
@@ -189,11 +207,15 @@ class Index:
         sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED}
         for kind, texts in (("names", self.names), ("facts", self.facts)):
             sections[f"{kind}/blob"], sections[f"{kind}/ends"] = texts.sections(count)
-        header = json.dumps({
-            "format": FORMAT, "position": position.to_json(), "count": count,
-            "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
-            "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
-        }).encode()  # fmt: skip
+        header = json.dumps(
+            {
+                "format": FORMAT,
+                "position": position.to_json(),
+                "count": count,
+                "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
+                "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
+            }
+        ).encode()
         files.create(path, _chunks(header, list(sections.values())))
 
 

@@ -88,7 +88,10 @@ class SegmentLog:
         return len(numbers)
 
     def scan(self, start: Position = START) -> Iterator[tuple[int, Frame]]:
-        """(segment, frame) from a known end of the log on. Every checksum is verified, every link of the chain followed."""
+        """(segment, frame) from a known end of the log on.
+
+        Every checksum is verified, every link of the chain followed.
+        """
         count = self.segments()
         if start is not START:
             self.end = start
@@ -241,7 +244,8 @@ class SegmentLog:
             pass  # a torn tail; the next writer cuts it
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            "Free some space (lower checkpoint.keep, set store.hidden: false, or move the run directory to a larger disk)"
+            "Free some space "
+            "(lower checkpoint.keep, set store.hidden: false, or move the run directory to a larger disk)"
             if full
             else "See to the disk"
         )

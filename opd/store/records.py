@@ -2,8 +2,8 @@
 
     record   kind u8, 3 zero bytes | number u32 | facts u32 | body u32 | checksum u32 | 0 u32 | facts | arrays
 
-`number` is the rollout's (of TOKENS: the count of rows). Facts and every array are padded to 8 bytes, so arrays can be used
-where they are mapped. The record's own checksum is what a reader checks who comes for one rollout alone.
+`number` is the rollout's (of TOKENS: the count of rows). Facts and every array are padded to 8 bytes, so arrays can be
+used where they are mapped. The record's own checksum is what a reader checks who comes for one rollout alone.
 
     BEGIN         names, prompt_ids                          a rollout exists
     TOKENS        rows of whichever rollouts, column by column
@@ -35,9 +35,13 @@ RECORD = struct.Struct("<B3xIIIII")
 CHECKED = struct.Struct("<BIII")
 
 COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it belongs to; as in `Rollout`
-    ("response_ids", "<i4"), ("logprob", "<f4"), ("logprob_sampled", "<f4"), ("logprob_stop", "<f4"),
-    ("version", "<i4"), ("author", "u1"),
-)  # fmt: skip
+    ("response_ids", "<i4"),
+    ("logprob", "<f4"),
+    ("logprob_sampled", "<f4"),
+    ("logprob_stop", "<f4"),
+    ("version", "<i4"),
+    ("author", "u1"),
+)
 ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *COLUMNS)
 Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
 
@@ -114,8 +118,9 @@ def rows_of(record: Record) -> dict[str, np.ndarray]:
     return record.arrays([(name, kind, (record.number,)) for name, kind in ROW_COLUMNS])
 
 
-def finish(number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray,
-           columns: Mapping[str, np.ndarray]) -> bytes:  # fmt: skip
+def finish(
+    number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray, columns: Mapping[str, np.ndarray]
+) -> bytes:
     facts = {**names, "stop": stop, "prompt": int(prompt_ids.size), "tokens": int(columns["author"].size)}
     return encode_record(FINISH, number, facts, [prompt_ids.astype("<i4"), *(columns[name] for name, _ in COLUMNS)])
 

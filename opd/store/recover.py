@@ -1,8 +1,9 @@
 """A repair that was cut short: the clean log is whole, and only its name is missing.
 
-`repair` writes the clean log beside the damaged one, with `repaired.json` as the last of its files, renames the damaged one out
-of the way, and renames the clean one into its place. Killed before, nothing has changed; killed between the two, either of the
-names `rollouts` and `rollouts.repaired` holds a whole log, and the next one who opens it does the last step.
+`repair` writes the clean log beside the damaged one, with `repaired.json` as the last of its files, renames the
+damaged one out of the way, and renames the clean one into its place. Killed before, nothing has changed; killed
+between the two, either of the names `rollouts` and `rollouts.repaired` holds a whole log, and the next one who opens
+it does the last step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,6 @@ def finish_repair(directory: Path) -> None:
     damaged = directory.with_name(directory.name + DAMAGED)
     if not directory.exists() and damaged.exists():
         raise StoreError(
-            f"{directory}, byte 0: the log is missing, but {damaged.name} is there: a repair has lost its result. Rename it "
-            f"to {directory.name}, and repair it again with `opd store repair`."
+            f"{directory}, byte 0: the log is missing, but {damaged.name} is there: a repair has lost its result. "
+            f"Rename it to {directory.name}, and repair it again with `opd store repair`."
         )

@@ -60,16 +60,16 @@ class Report:
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{self.kinds[name]} {name}" for name in records.KINDS.values() if self.kinds[name])
-        found = [f"{name}: {size} bytes" for name, size in self.segments]
-        found.append(f"{self.frames} commits: {kinds or 'no records'}")
-        found.append(f"rollouts: {self.finished} finished, {len(self.unfinished)} unfinished")
-        found.append(f"index: {self.index}")
+        told = [f"{name}: {size} bytes" for name, size in self.segments]
+        told.append(f"{self.frames} commits: {kinds or 'no records'}")
+        told.append(f"rollouts: {self.finished} finished, {len(self.unfinished)} unfinished")
+        told.append(f"index: {self.index}")
         if self.torn is not None:
-            found.append(f"torn tail, no damage: {self.torn}; the next writer cuts it")
-        found += [f"DAMAGED {damage}" for damage in self.damages]
+            told.append(f"torn tail, no damage: {self.torn}; the next writer cuts it")
+        told += [f"DAMAGED {damage}" for damage in self.damages]
         if self.damages:
-            found.append(f"`opd store repair {self.directory}` keeps what is whole.")
-        return found
+            told.append(f"`opd store repair {self.directory}` keeps what is whole.")
+        return told
 
 
 def find_log(run: Path) -> Path:
@@ -148,7 +148,8 @@ def repair(run: Path) -> list[str]:
     finish_repair(source)
     return [
         *(f"DAMAGED {damage}" for damage in report.damages),
-        f"kept {report.finished} finished rollouts and {len(report.unfinished)} unfinished ones, with their tokens up to the damage",
+        f"kept {report.finished} finished rollouts and {len(report.unfinished)} unfinished ones, "
+        "with their tokens up to the damage",
         f"lost: {', '.join(lost)}" if lost else "lost: no rollout that is known to have existed",
         f"the damaged log is kept in {aside}",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,7 +20,7 @@ from opd.store.log import SEGMENT_BYTES, START, Place, Position, SegmentLog
 from opd.store.records import Record, Row
 from opd.store.recover import REPAIRED, finish_repair, pending_repair
 from opd.store.select import Selection
-from opd.store.state import ENVIRONMENT, Live, State, columns_of
+from opd.store.state import ENVIRONMENT, Live, State, Waiting, columns_of
 from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
 
 INDEX = "index.bin"
@@ -30,34 +29,24 @@ HEAVY_BYTES = 128 << 20  # of signals in one frame, about
 Fsync = Literal["commit", "never"]
 
 
-@dataclass
-class Waiting:
-    """A record on its way into the log; a finish is encoded by the thread that writes it."""
-
-    kind: int
-    number: int
-    data: bytes = b""
-    facts: Any = None
-    live: Live | None = None
-    versions: np.ndarray | None = None
-
-    def encode(self) -> bytes:
-        if self.live is not None:
-            columns = columns_of(self.live.rows)
-            self.versions = columns["version"]
-            self.data = records.finish(self.number, self.live.names, self.facts, self.live.prompt_ids, columns)
-        return self.data
-
-
 class RolloutStore:
-    """`commit_ms`: how long tokens wait for the group commit, at most (0: until `commit` is called; there is no thread).
+    """`commit_ms`: how long tokens wait for the group commit at most (0: until `commit` is called, without a thread).
 
-    `fsync`: `commit` syncs every group commit. `never` leaves it to the operating system: a killed process loses nothing that
-    was written, a power failure may. `hidden`: keep teachers' hidden states too.
+    `fsync`: `commit` syncs every group commit. `never` leaves it to the operating system: a killed process loses
+    nothing that was written, a power failure may. `hidden`: keep teachers' hidden states too.
     """
 
-    def __init__(self, directory: Path, *, read_only: bool = False, commit_ms: int = 50, fsync: Fsync = "commit",
-                 hidden: bool = False, segment_bytes: int = SEGMENT_BYTES, files: Files | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        read_only: bool = False,
+        commit_ms: int = 50,
+        fsync: Fsync = "commit",
+        hidden: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
+        files: Files | None = None,
+    ) -> None:
         """Open a log, or start one. `read_only` never touches the files: the run may be alive and writing."""
         if not read_only:
             finish_repair(directory)
@@ -86,11 +75,22 @@ class RolloutStore:
 
     # Writing
 
-    def begin(self, *, id: str, prompt_id: str, visit: int, sample: int, domain: str, source: str,
-              prompt_ids: np.ndarray, group: str = "", pair: str = "") -> None:  # fmt: skip
+    def begin(
+        self,
+        *,
+        id: str,
+        prompt_id: str,
+        visit: int,
+        sample: int,
+        domain: str,
+        source: str,
+        prompt_ids: np.ndarray,
+        group: str = "",
+        pair: str = "",
+    ) -> None:
         self._writable()
-        names = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample, "domain": domain, "source": source,
-                 "group": group, "pair": pair}  # fmt: skip
+        names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
+        names |= {"domain": domain, "source": source, "group": group, "pair": pair}
         with self._lock:
             if id in self._state.numbers:
                 raise StoreError(f"rollout {id!r} was begun twice")
@@ -114,7 +114,7 @@ class RolloutStore:
     def finish(self, id: str, stop: StopReason) -> None:
         """The rollout counts, i.e. may be read and trained on, once this record is durable behind its tokens."""
         if stop not in STOPS[1:]:
-            raise StoreError(f"rollout {id!r}: stop {stop!r} is none of {', '.join(map(str, STOPS[1:]))}")
+            raise StoreError(f"rollout {id!r}: stop {stop!r} must be one of {', '.join(map(str, STOPS[1:]))}")
         live = self._taking(id)
         del self._open[id]
         self._commit.add(Waiting(records.FINISH, live.number, facts=stop, live=live))
@@ -128,15 +128,32 @@ class RolloutStore:
             self._state.index.note(number, facts)
         self._commit.add(Waiting(records.NOTE, number, data))
 
-    def record_signal(self, id: str, role: str, kind: SignalKind, teacher: str, teacher_version: int, values: np.ndarray | TopK,
-                      mask: np.ndarray, *, view: str = "same", spans: Iterable[tuple[int, ...]] = ()) -> bool:  # fmt: skip
+    def record_signal(
+        self,
+        id: str,
+        role: str,
+        kind: SignalKind,
+        teacher: str,
+        teacher_version: int,
+        values: np.ndarray | TopK,
+        mask: np.ndarray,
+        *,
+        view: str = "same",
+        spans: Iterable[tuple[int, ...]] = (),
+    ) -> bool:
         """Keep a teacher's answer; says whether it was kept: hidden states are only with `store.hidden`."""
         self._writable()
         if kind == "hidden" and not self._hidden:
             return False
         number = self.entries.number(id)
-        facts = {"role": role, "kind": kind, "teacher": teacher, "teacher_version": teacher_version, "view": view,
-                 "spans": [list(span) for span in spans]}  # fmt: skip
+        facts = {
+            "role": role,
+            "kind": kind,
+            "teacher": teacher,
+            "teacher_version": teacher_version,
+            "view": view,
+            "spans": [list(span) for span in spans],
+        }
         data = records.signal(number, facts, values, mask)
         self._commit.add(Waiting(records.SIGNAL, number, data, facts))
         self._heavy += len(data)
@@ -149,9 +166,7 @@ class RolloutStore:
         """Log a call to an environment and its result, both plain JSON. `order` counts the rollout's calls from 0."""
         live = self._taking(id)
         if order != live.calls:
-            raise StoreError(
-                f"rollout {id!r}: environment call {order} was to be logged, but call {live.calls} is next"
-            )
+            raise StoreError(f"rollout {id!r}: environment call {order} cannot be logged: call {live.calls} is next")
         try:
             data = records.environment(live.number, order, call, result)
         except (TypeError, ValueError) as error:
@@ -250,17 +265,17 @@ class RolloutStore:
     def partial(self, ids: Iterable[str]) -> list[Rollout]:
         """Unfinished rollouts with their durable tokens so far; `stop` is None."""
         self._settle()
-        found = []
+        unfinished = []
         for id in ids:
             live = self._state.live.get(self.entries.number(id))
             if live is None:
                 raise StoreError(f"rollout {id!r} is finished; `load` reads it")
             arrays: dict[str, Any] = columns_of(live.rows)
-            found.append(Rollout(**live.names, prompt_ids=live.prompt_ids, stop=None, **arrays))
-        return found
+            unfinished.append(Rollout(**live.names, prompt_ids=live.prompt_ids, stop=None, **arrays))
+        return unfinished
 
     def where(self, **conditions: Any) -> Selection:
-        """Finished rollouts by domain, source, teacher, reward, length, stop, version_min… or a note: see `Selection`."""
+        """Finished rollouts by domain, source, teacher, reward, length, stop or a note: see `Selection`."""
         self._settle()
         return Selection(self, np.flatnonzero(self.index["stop"])).where(**conditions)
 
@@ -273,7 +288,7 @@ class RolloutStore:
         """What teachers said of these rollouts, where it was kept; the newest, if they were asked twice."""
         self._settle()
         wanted = {self.entries.number(id): id for id in ids}
-        found: dict[str, Signal] = {}
+        kept: dict[str, Signal] = {}
         for row, place, size in self._state.index.find_attached(
             np.array(list(wanted), dtype=np.int64), f"{role}/{kind}"
         ):
@@ -281,10 +296,10 @@ class RolloutStore:
             values, mask = records.signal_values(record)
             facts = record.facts
             spans = tuple(cast("tuple[int, int, int, int]", tuple(span)) for span in facts["spans"])
-            found[wanted[row]] = Signal(
+            kept[wanted[row]] = Signal(
                 facts["teacher"], facts["teacher_version"], role, facts["view"], spans, values, mask
             )
-        return found
+        return kept
 
     def environment(self, id: str) -> list[EnvironmentRecord]:
         """The calls a rollout made to its environment, in order."""
@@ -300,12 +315,15 @@ class RolloutStore:
         return self._log.end
 
     def require(self, position: Position, who: str, other: str = "") -> None:
-        """Refuse a log that has lost what was durable when `who` was written. A repaired log says itself what it lost."""
+        """Refuse a log that has lost what was durable when `who` was written.
+
+        A repaired log says itself what it lost.
+        """
         if self._log.holds(position) or position.log == self._repaired_from():
             return
         raise StoreError(
-            f"{self._log.path(position.segment)}, byte {position.offset}: {who} was written when the log reached this byte, "
-            f"and it no longer does: durable rollouts are lost. Put the right files back{other}."
+            f"{self._log.path(position.segment)}, byte {position.offset}: {who} was written when the log reached this "
+            f"byte, and it no longer does: durable rollouts are lost. Put the right files back{other}."
         )
 
     def _repaired_from(self) -> str | None:
@@ -339,7 +357,10 @@ class RolloutStore:
     # Recovery
 
     def _recover(self) -> tuple[str, State]:
-        """(what became of the saved index, the state of the log). A writer verifies every frame, a reader what is new."""
+        """(what became of the saved index, the state of the log).
+
+        A writer verifies every frame, a reader what is new.
+        """
         path = self.directory / INDEX
         loaded = load_index(path)
         count = self._log.segments()

@@ -94,7 +94,7 @@ class Salvage:
         return Damage(path, size, seen.offset - size, f"the index saw this segment reach byte {seen.offset}")
 
     def _find_id(self) -> bytes:
-        """The log's id: from a header that holds, else from the index, else the one under which a frame proves itself."""
+        """The log's id: from a header that holds, else the index, else the one under which a frame proves itself."""
         for number in self.numbers:
             try:
                 return read_segment_header(self.log.map(number), self.log.path(number)).log_id

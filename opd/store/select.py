@@ -1,4 +1,7 @@
-"""Queries on the index: `run.rollouts.where(domain="math", reward=0)`. Payload is touched only by `load` and `to_parquet`."""
+"""Queries on the index: `run.rollouts.where(domain="math", reward=0)`.
+
+Payload is touched only by `load` and `to_parquet`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ BATCH = 256  # rollouts in memory at once
 class Selection:
     """Finished rollouts that meet conditions, oldest first. It holds row numbers, nothing else.
 
-    A condition is a value to equal (`reward=None`: none was given), or a function. Of numbers it gets the whole column and
-    returns a mask (`length=lambda n: n > 100`); of texts it gets one after the other. A name that is no column is looked up
-    in the notes.
+    A condition is a value to equal (`reward=None`: none was given), or a function. Of numbers it gets the whole column
+    and returns a mask (`length=lambda n: n > 100`); of texts it gets one after the other. A name that is no column is
+    looked up in the notes.
     """
 
     def __init__(self, store: RolloutStore, rows: np.ndarray) -> None:
@@ -65,7 +68,7 @@ class Selection:
             return np.array(STOPS, dtype=object)[index["stop"][self.rows]]
         if name in NAMED:
             return np.array([_names(index, row)[NAMED.index(name)] for row in self.rows], dtype=object)
-        raise UserError(f"column {name!r}: there is none; known are {', '.join(KNOWN)}.")
+        raise UserError(f"unknown column {name!r}; known: {', '.join(KNOWN)}.")
 
     def load(self) -> list[Rollout]:
         return self._store.load_rows(self.rows)
@@ -77,8 +80,15 @@ class Selection:
             import pyarrow.parquet as pq
         except ModuleNotFoundError:
             raise UserError("to_parquet needs pyarrow: pip install 'opd[data]'") from None
-        arrays = [("prompt_ids", pa.int32()), ("response_ids", pa.int32()), ("logprob", pa.float32()), ("logprob_sampled", pa.float32()),
-                  ("logprob_stop", pa.float32()), ("version", pa.int32()), ("author", pa.uint8())]  # fmt: skip
+        arrays = [
+            ("prompt_ids", pa.int32()),
+            ("response_ids", pa.int32()),
+            ("logprob", pa.float32()),
+            ("logprob_sampled", pa.float32()),
+            ("logprob_stop", pa.float32()),
+            ("version", pa.int32()),
+            ("author", pa.uint8()),
+        ]
         texts = [*NAMED, *CODED, "stop", "notes"]
         numbers = [(name, pa.float64() if name == "reward" else pa.int64()) for name in NUMBERS]
         schema = pa.schema(

@@ -40,6 +40,25 @@ class Live:
         self.frames, self.replayed = [], 0
 
 
+@dataclass
+class Waiting:
+    """A record on its way into the log; a finish is encoded by the thread that writes it."""
+
+    kind: int
+    number: int
+    data: bytes = b""
+    facts: Any = None
+    live: Live | None = None
+    versions: np.ndarray | None = None
+
+    def encode(self) -> bytes:
+        if self.live is not None:
+            columns = columns_of(self.live.rows)
+            self.versions = columns["version"]
+            self.data = records.finish(self.number, self.live.names, self.facts, self.live.prompt_ids, columns)
+        return self.data
+
+
 class State:
     def __init__(self, index: Index | None = None) -> None:
         self.index = index or Index()
@@ -48,7 +67,7 @@ class State:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Row of each id. Built when first asked for: planning an epoch needs none of them."""
+        """Row of each id. Built when first asked for: a query needs none of them."""
         if self._numbers is None:
             self._numbers = {json.loads(self.index.names[row])[0]: row for row in range(len(self.index))}
         return self._numbers
@@ -123,9 +142,9 @@ class State:
     def _finish(self, record: Record, place: Place, where: str) -> None:
         live = self.live.pop(record.number, None)
         if live is None or live.replayed != record.facts["tokens"]:
-            found = "a finished rollout" if live is None else f"{live.replayed} tokens"
+            stored = "a finished rollout" if live is None else f"{live.replayed} tokens"
             raise StoreError(
-                f"{where}: rollout {record.number} finishes with {record.facts['tokens']} tokens behind {found}"
+                f"{where}: rollout {record.number} finishes with {record.facts['tokens']} tokens behind {stored}"
             )
         self.index.finish(
             record.number, place, record.size, record.facts["stop"], records.finished_arrays(record)["version"]

@@ -1,20 +1,20 @@
 """Kinds of teacher: where what scores comes from. One class each, with its settings; no torch here.
 
 A kind says which signals it `offers` and which models it reads, so that recipes are refused before anything is loaded; `open`
-makes the teacher, which from then on is used through the protocol `opd.types.Teacher` alone.
+makes the teacher, which from then on is used through the protocol `opd.types.TeacherLike` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from opd.settings import Address, Choice, Dtype, Family, Positive, Word
+from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
-from opd.types import SignalKind, Teacher
+from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -29,7 +29,7 @@ class ModelRef(NamedTuple):
 
     model: str
     revision: str | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = None  # None: what the student computes in
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TeacherKind(Choice):
     family = "teacher"
     offers: ClassVar[frozenset[SignalKind]]
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
+    of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
 
     role: Word = Field("teacher", description="terms ask for signals by role")
     domains: list[Word] | None = Field(
@@ -66,7 +67,15 @@ class TeacherKind(Choice):
         """What it is called in a model card."""
         return ", ".join(ref.model for ref in self.reads()) or self.name
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def copies_student(self, lora: bool) -> bool:
+        """Whether it holds the student's weights a second time."""
+        return False
+
+    def warn(self, view: StageView) -> Iterable[str]:
+        """What may be meant as it is, but has gone wrong for others."""
+        return ()
+
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         raise NotImplementedError
 
 
@@ -83,7 +92,7 @@ class FrozenTeacher(TeacherKind):
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")
     revision: Word | None = None
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = Field(None, description="default: what the student computes in (train.precision)")
     batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
 
     def reads(self) -> Sequence[ModelRef]:
@@ -93,7 +102,7 @@ class FrozenTeacher(TeacherKind):
         found = commit(self.model, self.revision)
         return self if found is None else self.model_copy(update={"revision": found})
 
-    def open(self, name: str, supplies: Supplies) -> Teacher:
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.local import LocalTeacher
 
         (ref,) = self.reads()

@@ -96,14 +96,18 @@ class ScoringTeacher:
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
         found: dict[int, Signal] = {}
         for batch in pack([_Numbered(number, seen[number]) for number in order], self._batch_tokens):
-            for (number, text), values in zip(batch, self._values([text for _, text in batch], need), strict=True):
+            ids = [rollouts[number].id for number, _ in batch]
+            for (number, text), values in zip(batch, self._values([text for _, text in batch], need, ids), strict=True):
                 found[number] = self._signal(rollouts[number], text, values)
         return [found[number] for number in range(len(seen))]
 
     @torch.no_grad()
-    def _values(self, texts: Sequence[Rendered], need: SignalNeed) -> list[Any]:
+    def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
-        hidden_ND = self.hidden(page)
+        if need.hidden is not None and all(name in need.hidden for name in ids):
+            hidden_ND = torch.cat([_reached(need.hidden[name]) for name in ids]).to(self.device)
+        else:
+            hidden_ND = self.hidden(page)
         if need.kind == "hidden":
             return list(hidden_ND.split(page.counts))
         logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=self._merge).cpu()
@@ -140,6 +144,12 @@ class _Numbered(NamedTuple):
     @property
     def length(self) -> int:
         return self.text.length
+
+
+def _reached(signal: Signal) -> Tensor:
+    """Hidden states of the tokens that a span reaches."""
+    values: Tensor = signal.values
+    return values if signal.mask.all() else values[torch.from_numpy(signal.mask).to(values.device)]
 
 
 def _spread(values: Any, mask: np.ndarray) -> Any:

@@ -20,6 +20,7 @@ from opd.types import Message, Prompt, Rendered, Rollout
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
 QUESTION = "prompt"  # in a template: the question itself
+THOUGHT = "</think>"  # where thinking ends; a chat template may have opened it before the answer begins
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,14 @@ class Group:
 
         return behind(render_prompt(prompt, self.tokenizer, self.template_kwargs), rollout, skip)
 
-    def text(self, rollout: Rollout) -> str:
+    def answer(self, rollout: Rollout) -> str:
+        """A response as text, without its thinking, whether that ends in text or in a special token."""
         from opd.data.render import response_text
 
-        return response_text(rollout.response_ids, self.tokenizer, self.stop_ids)
+        ids, end = rollout.response_ids, self.tokenizer.convert_tokens_to_ids(THOUGHT)
+        known = end is not None and end != self.tokenizer.unk_token_id
+        ids = ids[np.flatnonzero(ids == end)[-1] + 1 :] if known and (ids == end).any() else ids
+        return response_text(ids, self.tokenizer, self.stop_ids).rpartition(THOUGHT)[2].strip()
 
 
 def behind(prompt_ids: np.ndarray, rollout: Rollout, skip: int = 0) -> Rendered:
@@ -110,7 +115,7 @@ class TemplateView(View):
         return value
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
-        known = {QUESTION: question(prompt), **_texts(prompt.fields)}
+        known = {QUESTION: question(prompt), **field_texts(prompt.fields)}
         if any(name not in known for name in fields_of(self.template)):
             return None
         return asking(prompt, filled(self.template, known))
@@ -159,7 +164,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
-def _texts(fields: Mapping[str, Any]) -> dict[str, str]:
+def field_texts(fields: Mapping[str, Any]) -> dict[str, str]:
     """Fields that hold something that can be written."""
     return {name: str(value) for name, value in fields.items() if value is not None and value != ""}
 

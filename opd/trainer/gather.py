@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opd.data.stream import Visit
-from opd.objective.batch import Signals
+from opd.objective.batch import Signals, need_beside
 from opd.teachers.router import by_teacher
 from opd.teachers.views import Group, SameView, texts_for
 from opd.trainer.metrics import Clock
@@ -82,12 +82,13 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
     for role, kind in run.objective.needs(step):
         answers: dict[str, Signal] = {}
         signals[role, kind] = answers
+        need = need_beside(signals, role, kind)
         for name, asked in by_teacher(batch.rollouts, run.routes[role]).items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
             seen = texts_for(view, asked, batch.prompts, batch.groups, teacher.context)
             if view.name != SameView.name:
                 metrics[f"unshown/{name}"] = sum(text is None for text in seen) / len(seen)
-            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, kind), strict=True):
+            for rollout, signal in zip(asked, ask(run, teacher, asked, seen, need), strict=True):
                 answers[rollout.id] = signal
             run.check_stop()
     return signals, metrics

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, Teacher
+from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 
 def ask(
-    run: StageRun, teacher: Teacher, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], kind: SignalKind
+    run: StageRun, teacher: TeacherLike, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None], need: SignalNeed
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
-    view = run.spec.teachers[teacher.name].view.name
+    view, kind = run.spec.teachers[teacher.name].view.name, need.kind
     known = {
         rollout.id: _nothing(teacher, view, rollout)
         for rollout, text in zip(rollouts, seen, strict=True)
@@ -33,7 +33,7 @@ def ask(
     if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
-    answers = teacher.score(rest, SignalNeed(kind), [shown[rollout.id] for rollout in rest]) if rest else []
+    answers = teacher.score(rest, need, [shown[rollout.id] for rollout in rest]) if rest else []
     for rollout, signal in zip(rest, answers, strict=True):
         known[rollout.id] = signal
         if kind != "hidden" or run.spec.store.hidden:
@@ -44,7 +44,7 @@ def ask(
     return [known[rollout.id] for rollout in rollouts]
 
 
-def _nothing(teacher: Teacher, view: str, rollout: Rollout) -> Signal:
+def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
     """About a rollout for which the teacher's view has nothing to show."""
     size = rollout.response_ids.size
     return Signal(
@@ -52,7 +52,7 @@ def _nothing(teacher: Teacher, view: str, rollout: Rollout) -> Signal:
     )
 
 
-def _stored(run: StageRun, teacher: Teacher, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
+def _stored(run: StageRun, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind) -> dict[str, Signal]:
     """What the same teacher, in the same version, said of the same texts."""
     found = run.store.signals(list(shown), teacher.role, kind)
     return {

@@ -6,16 +6,22 @@ result = trainer.step(trainer.batch(sampler.sample(prompts)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from opd.config import Train
+from opd.config.stage import WEIGHTS
+from opd.errors import UserError
 from opd.models.language_model import LanguageModel
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import Rewards, TrainingBatch, need_beside
 from opd.objective.objective import Objective
 from opd.settings import by_hand
+from opd.teachers.router import by_teacher
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.step import StepResult, train_step
+from opd.types import Rollout, Signal, SignalKind
 
 
 class Trainer:
@@ -33,9 +39,41 @@ class Trainer:
     ) -> None:
         self.student, self.objective = student, objective
         self.train: Train = by_hand("train", Train, train if train is not None else {})
+        self._require_precision()
         self.optimiser = Optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
+
+    def _require_precision(self) -> None:
+        """A student that was loaded by hand is as it was loaded."""
+        half = any(parameter.dtype == torch.bfloat16 for parameter in self.student.module.parameters())
+        wanted = WEIGHTS.get(self.train.precision)
+        if wanted is not None and (wanted == "bfloat16") != half:
+            raise UserError(
+                f"train.precision {self.train.precision} computes with {wanted} weights, and the student has others. "
+                f"Load it with dtype={wanted!r}, or leave precision out."
+            )
+
+    def batch(self, rollouts: Sequence[Rollout], rewards: Rewards | None = None) -> TrainingBatch:
+        """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
+        if not rewards and any(term.needs().rewards for term in self.objective.terms):
+            raise UserError("the objective uses rewards. Give them: trainer.batch(rollouts, {rollout.id: reward, …})")
+        signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
+        for role, kind in self.objective.needs(self.steps + 1):
+            table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
+            answers = signals[role, kind] = {}
+            for name, asked in by_teacher(rollouts, table).items():
+                found = self.objective.teachers[name].score(asked, need_beside(signals, role, kind))
+                answers |= {rollout.id: signal for rollout, signal in zip(asked, found, strict=True)}
+        return TrainingBatch(rollouts, signals, rewards or {})
+
+    def _teacher(self, role: str, domain: str) -> str:
+        """The only one of its role, or the one named after the domain."""
+        names = [name for name, teacher in self.objective.teachers.items() if teacher.role == role]
+        if len(names) != 1 and domain not in names:
+            known = ", ".join(names) or "none"
+            raise UserError(f"domain {domain!r} has no teacher of the role {role!r}; there are: {known}.")
+        return names[0] if len(names) == 1 else domain
 
     def step(self, batch: TrainingBatch, step: int | None = None) -> StepResult:
         """Train on one scored batch. `step` counts from 1, for schedules; by itself it goes up by one."""
