@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opd.models.language_model import LanguageModel
 from opd.sampling.sampling import Drawn, RowSettings, draw
-from opd.sampling.slots import SlotCache, SlotLayout
+from opd.sampling.slots import SlotCache, SlotLayout, fused_decoding
 from opd.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class Steps:
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
+        self._decode_kernel = fused_decoding(self.device)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
         self._span_step, self._span_doubles = CPU_SPAN, False
@@ -212,12 +213,12 @@ class Steps:
     def _decode_step(self, span: int, filtered: bool) -> None:
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
-        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
         hidden = self._decode_hidden(token[:, None], layout)
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
         other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
         drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
