@@ -31,6 +31,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PHASES = ("sample", "score", "update")
+PROFILED = 24  # new tokens of a recorded sampling phase
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
@@ -216,21 +217,71 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
-    """Where one more step's time goes, kernel by kernel and call by call; a text file beside the results."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
+class PhaseProfiler:
+    """Records each phase of a step apart: which kernels took the device's time, and how many launches it took."""
 
+    def __init__(self, cuda: bool, wanted: Iterable[str]) -> None:
+        self.cuda, self.wanted, self.tables, self.phase = cuda, tuple(wanted), dict[str, str](), ""
+        self.recorder: Any = None
+
+    def __call__(self, phase: str) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        self.stop()
+        if phase in self.wanted:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+            self.phase, self.begun, self.recorder = phase, time.perf_counter(), record(activities=kinds)
+            self.recorder.start()
+
+    def stop(self) -> None:
+        import torch
+
+        if self.recorder is None:
+            return
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.begun
+        self.recorder.stop()
+        self.tables[self.phase] = self.tables.get(self.phase, "") + phase_table(self.recorder, self.phase, seconds)
+        self.recorder = None
+
+
+def phase_table(recorder: Any, phase: str, seconds: float, rows: int = 30) -> str:
+    """Kernels by the time they took, then calls of the host by theirs."""
+    averages = recorder.key_averages()
+    kernels = [event for event in averages if str(event.device_type).endswith("CUDA")]
+    calls = [event for event in averages if str(event.device_type).endswith("CPU")]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6
+    head = f"{phase}: {seconds:.3f} s recorded, device busy {busy:.3f} s in {sum(e.count for e in kernels)} kernels\n"
+    lines = [
+        f"  {event.self_device_time_total / 1e3:10.2f} ms {event.count:8d} x  {event.key[:150]}"
+        for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:rows]
+    ] + [
+        f"  {event.self_cpu_time_total / 1e3:10.2f} ms {event.count:8d} x  host {event.key[:120]}"
+        for event in sorted(calls, key=lambda event: -event.self_cpu_time_total)[:rows]
+    ]  # fmt: skip
+    return head + "\n".join(lines) + "\n\n"
+
+
+def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
+    """Where two more steps' time goes, phase by phase; a text file beside the results.
+
+    Sampling is recorded over a few tokens: every one takes the same kernels, and their number is what recording costs.
+    """
     from opd.trainer.step import run_step
 
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if arguments.device != "cpu" else [])]
-    with record(activities=kinds) as found:
-        run_step(run, arguments.warm + arguments.steps + 1)
-    averages = found.key_averages()
-    orders = ["self_cpu_time_total"] + (["self_cuda_time_total"] if arguments.device != "cpu" else [])
-    tables = [averages.table(sort_by=order, row_limit=40, max_name_column_width=90) for order in orders]
+    forced, before = run.trajectories.desk.student, run.on_phase
+    whole, tables = forced.limits, []
+    for number, wanted in enumerate((["sample"], ["score", "update"]), 1):
+        forced.limits = [min(limit, PROFILED) for limit in whole] if number == 1 else whole
+        run.on_phase = PhaseProfiler(arguments.device != "cpu", wanted)
+        run_step(run, arguments.warm + arguments.steps + number)
+        run.on_phase.stop()
+        tables += [run.on_phase.tables[phase] for phase in wanted]
+    run.on_phase = before
     path = arguments.out.with_name(f"{arguments.out.stem}-{name}-profile.txt")
-    path.write_text("\n\n".join(tables), encoding="utf-8")
+    path.write_text("".join(tables), encoding="utf-8")
 
 
 def main() -> None:
@@ -241,7 +292,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2, help="steps before them that are left out")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe settings")
     parser.add_argument("--models", type=Path, help="where random models are kept; default: made anew")
-    parser.add_argument("--profile", action="store_true", help="record one more step")
+    parser.add_argument("--profile", action="store_true", help="record two more steps")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.out = arguments.out or RESULTS / f"step-{arguments.device}-shapes.json"
