@@ -14,6 +14,8 @@ from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.data.source import PromptSource
 from opd.models import load_config, lora_parameter_count, parameter_count
+from opd.models.fused import fuse_layers, kernels_on
+from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import check_stage
 from opd.teachers.kinds import ModelRef
@@ -45,6 +47,7 @@ class Plan:
     pool: str = ""  # which teachers come and go
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
+    fused: str = ""  # parts of the student's layers that are one kernel each
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -52,6 +55,7 @@ class Plan:
         return [
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
+            *([f"  layers     one kernel each: {self.fused}"] if self.fused else []),
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
@@ -112,6 +116,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
+        fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
 from opd.sampling.sampling import Drawn, RowSettings, draw
 from opd.sampling.slots import SlotCache, SlotLayout, fused_decoding
@@ -132,6 +133,7 @@ class Steps:
         if self.device.type == "cuda":
             self._span_step, self._span_doubles = (COMPILED_SPAN if compiled else CUDA_SPAN), True
         if compiled and self.device.type == "cuda":
+            stock_layers(model.module)
             dynamo = torch._dynamo.config  # the limit counts spans and engines together
             dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
             self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
