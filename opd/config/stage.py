@@ -73,7 +73,9 @@ class Train(BaseModel):
         True,
         description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached",
     )
-    micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
+    micro_tokens: Positive | None = Field(
+        None, description="token budget of one micro-batch; default: what fits a GPU, 4096 on a CPU"
+    )
     precision: Precision = Field(
         "auto",
         description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",

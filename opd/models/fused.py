@@ -51,7 +51,7 @@ def stock_layers(module: nn.Module) -> None:
 
 
 def _recognised(child: nn.Module) -> tuple[str, type[nn.Module] | None]:
-    base = type(child)
+    base: Any = type(child)
     if STOCK in vars(base):
         return "", None
     if base.__name__.endswith("RMSNorm"):
@@ -106,8 +106,8 @@ def norm_formula(x: Tensor, weight: Tensor, eps: float, offset: float, early: bo
 
 
 @cache
-def _norm_class(base: type[nn.Module], epsilon: str, offset: float, early: bool) -> type[nn.Module]:
-    class Fused(base):  # type: ignore[misc, valid-type]
+def _norm_class(base: Any, epsilon: str, offset: float, early: bool) -> type[nn.Module]:
+    class Fused(base):
         def forward(self, x: Tensor) -> Tensor:
             if not _takes(x) or self.weight.dtype != x.dtype:
                 stock: Tensor = super().forward(x)
@@ -139,8 +139,8 @@ def _is_gated(child: nn.Module) -> bool:
 
 
 @cache
-def _gated_class(base: type[nn.Module]) -> type[nn.Module]:
-    class Fused(base):  # type: ignore[misc, valid-type]
+def _gated_class(base: Any) -> type[nn.Module]:
+    class Fused(base):
         def forward(self, x: Tensor) -> Tensor:
             if not _takes(x):
                 stock: Tensor = super().forward(x)
@@ -157,7 +157,7 @@ def _gated_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _turning_class(base: type[nn.Module]) -> type[nn.Module] | None:
+def _turning_class(base: Any) -> type[nn.Module] | None:
     """Its own forward pass, in which the function that turns queries and keys is another."""
     forward = base.forward
     if not inspect.isfunction(forward) or ROTARY not in forward.__code__.co_names:

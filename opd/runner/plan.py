@@ -17,10 +17,12 @@ from opd.models import load_config, lora_parameter_count, parameter_count
 from opd.models.fused import fuse_layers, kernels_on
 from opd.models.load import empty_model
 from opd.plugins import plugin_errors
-from opd.runner.checks import check_stage
+from opd.runner.checks import Checked, check_stage
+from opd.runner.sizes import Sizes, choose_sizes, in_words, with_sizes
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
+from opd.trainer.halving import MICRO_TOKENS
 
 SHOWN = 50  # values of a route that are printed
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -47,6 +49,7 @@ class Plan:
     pool: str = ""  # which teachers come and go
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
+    sizes: str = ""
     fused: str = ""  # parts of the student's layers that are one kernel each
 
     def lines(self) -> list[str]:
@@ -59,6 +62,7 @@ class Plan:
             *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
+            *([f"  sizes      {self.sizes}"] if self.sizes else []),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             f"  memory     about {bytes_in_words(size)}: {parts}",
             *(
@@ -96,17 +100,14 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     checked = check_stage(stage, resolve, planning=True)
+    stage = with_sizes(stage, sizes_for(stage, checked, resolve))
     config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {
         name: sum(parameter_count(resolve(ref.model), ref.revision) for ref in kind.reads())
         for name, kind in stage.teachers.items()
     }
-    trained = (
-        student
-        if stage.student.lora is None
-        else lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
-    )
+    trained = _trained(stage, resolve, student)
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     held = _held(stage, checked.device, resolve, student)
@@ -116,8 +117,29 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
-        fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
+        sizes=in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
+
+
+def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> Sizes:
+    """What fits the device, by the estimate that the plan prints."""
+    device, config = checked.device, checked.student
+
+    def estimate(settled: Stage) -> int:
+        student = parameter_count(resolve(stage.student.model), stage.student.revision)
+        longest = checked.inputs.scanned.longest + stage.rollout.max_new_tokens
+        held = _held(settled, device, resolve, student)[""]
+        return sum(
+            _memory(settled, str(device), config, student, _trained(stage, resolve, student), held, longest).values()
+        )
+
+    return choose_sizes(stage, estimate, device, int(config.hidden_size) * 2)
+
+
+def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:
+    if stage.student.lora is None:
+        return student
+    return lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
@@ -165,7 +187,7 @@ def _memory(
     each, half = BYTES[own], precision != "float32"
     kept = 4 if half and stage.student.lora is None and precision == "mixed" else 0  # a master for every weight
     step = stage.rollout.prompts * stage.rollout.samples * longest
-    tokens = max(min(stage.train.micro_tokens, step), longest)
+    tokens = max(min(stage.train.micro_tokens or MICRO_TOKENS, step), longest)
     per_layer = 2 if stage.student.gradient_checkpointing else 34
     queries = int(
         getattr(config, "num_attention_heads", None) or 1

@@ -58,7 +58,7 @@ EARLY = {
     f".{SEALS}.partial",
 }
 WRITTEN = ("rollouts", "checkpoints", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "start.json", ".start.json.partial",
+           "start.json", ".start.json.partial", "sizes.json", ".sizes.json.partial",
            "metrics.jsonl", "samples.jsonl", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 

@@ -20,9 +20,11 @@ from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
-from opd.runner.checks import RevisionOf, as_named, check_stage
+from opd.runner.checks import Checked, RevisionOf, as_named, check_stage
+from opd.runner.plan import sizes_for
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.shown import shown_room
+from opd.runner.sizes import keep_micro_tokens, kept_sizes, with_sizes
 from opd.runner.stage_models import StageModels
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
@@ -72,6 +74,8 @@ class StageRun:
         torch.manual_seed(spec.seed)
         checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
+        self._settle_sizes(checked, resolve_model)
+        spec = self.spec
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
         self.device = self.world.device(self.device, spec.device)
         self.routes, self.rewarder = checked.routes, checked.rewarder
@@ -94,6 +98,17 @@ class StageRun:
             )
         self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
         self._build(checked.inputs, on_token)
+
+    def _settle_sizes(self, checked: Checked, resolve_model: Callable[[str], str]) -> None:
+        """What the recipe leaves open, as the run has kept it or chooses it now."""
+        directory, spec = self.store.directory.parent, self.spec
+        choose = partial(sizes_for, spec, checked, resolve_model)
+        self.spec = with_sizes(spec, self.world.share(partial(kept_sizes, directory, spec.name, choose)))
+
+    def _halved(self, tokens: int) -> None:
+        """Memory ran out in an update."""
+        self.say(f"{self.spec.name}: memory ran out; micro-batches have {tokens:,} tokens from now on")
+        keep_micro_tokens(self.store.directory.parent, self.spec.name, tokens)
 
     def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
         """Whose scores this stage keeps, for teachers of kind cached."""
@@ -167,6 +182,7 @@ class StageRun:
             seed=spec.seed,
             check_stop=self.check_stop,
             world=self.world,
+            told=self._halved,
         )
         self.optimiser = self.trainer.optimiser
         self.version = 0

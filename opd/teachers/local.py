@@ -16,7 +16,7 @@ class LocalTeacher(ScoringTeacher):
     """A frozen checkpoint."""
 
     def __init__(
-        self, name: str, role: str, model: LanguageModel, batch_tokens: int, stop_ids: tuple[int, ...]
+        self, name: str, role: str, model: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> None:
         super().__init__(name, role, stop_ids, batch_tokens, model.device)
         self._model, self.context = model, model.context
