@@ -3,17 +3,19 @@
     python benchmarks/self_distillation.py                  # SmolLM2 on a GPU: nine runs, three at a time
     python benchmarks/self_distillation.py --tiny           # tiny models on a CPU: the same script, a smaller claim
 
-privileged   the teacher reads the answer; the student is measured without it (OPSD)
-concise      the teacher, copied every 50 steps, is told to be brief (CRISP): length and score, before and after
+privileged   sums; the teacher reads the answer; the student is measured without it (OPSD)
+concise      word problems; the teacher, copied every 50 steps, is told to be concise (CRISP): length and score, before and after
 collapse     the same, copied at every step: refused by default, taken with `force: true`
 
-With --tiny everything is exercised and nothing is shown: the privilege is a question without the words that stand before it in the student's
+Task, instruction and rates were picked after pilots (of the sums, one seed on the same held-out questions): told to be concise, SmolLM2 answers
+word problems as rightly in a third of the tokens; there is nothing to shorten in its sums. With --tiny everything is exercised and nothing is shown: the privilege is a question without the words that stand before it in the student's
 prompt (OPSDL's short context), and 30 steps leave the held-out score at 0. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -27,7 +29,14 @@ from opd.data.tasks import WORDS, Dice, get_task
 from opd.errors import RecipeError
 
 STUDIES = ("privileged", "concise", "collapse")
-BRIEF = "Answer with the number only, without words."
+BRIEF = "Be concise."
+RATES = {"privileged": 1e-3, "concise": 3e-4, "collapse": 3e-4}
+NAMES, THINGS = ("Tom", "Ann", "Sam", "Eva"), ("apples", "pens", "coins", "books")
+PROBLEMS = (
+    "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
+    "There are {a} {things} on the table and {b} {things} in the box. How many {things} are there in all?",
+    "{name} found {a} {things} on Monday and {b} {things} on Tuesday. How many {things} did {name} find in all?",
+)
 WINDOW = 5  # steps over which lengths and entropies are averaged
 
 
@@ -46,15 +55,18 @@ def smol(study: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     objective = {"form": "direct", "divergence": "jsd", "beta": 0.5} if study == "privileged" else {"form": "direct"}
     terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    task: dict[str, Any] = {"source": "reasoning_gym:chain_sum", "domain": "sums", "options": terms}
+    if study != "privileged":
+        task = {"domain": "sums", **{key: str(path) for key, path in told_in_words(args.directory).items()}}
     return {
         "student": {"model": "smol", "lora": {"rank": 32, "alpha": 64}},
         "teachers": {"sums": teachers[study]},
-        "prompts": [{"source": "reasoning_gym:chain_sum", "domain": "sums", "options": terms}],
+        "prompts": [task],
         "rewards": "numeric",
-        "rollout": {"prompts": 64, "samples": 2, "max_new_tokens": 48},
+        "rollout": {"prompts": 64, "samples": 2, "max_new_tokens": 48 if study == "privileged" else 96},
         "sampler": {"slots": 128},
         "objective": {**objective, "aggregate": "token_mean"},
-        "train": {"steps": args.steps, "lr": args.lr, "warmup": 5, "micro_tokens": 32768},
+        "train": {"steps": args.steps, "lr": args.lr or RATES[study], "warmup": 5, "micro_tokens": 8192},
     }
 
 
@@ -74,10 +86,25 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "prompts": [task],
         "rollout": {"prompts": 32, "samples": 2, "max_new_tokens": 6},
         "objective": {"form": "direct", "aggregate": "token_mean"},
-        "train": {"steps": args.steps, "lr": args.lr, "warmup": 5},
+        "train": {"steps": args.steps, "lr": args.lr or 1e-3, "warmup": 5},
         "device": "cpu",
         "threads": 1,
     }
+
+
+def told_in_words(directory: Path) -> dict[str, Path]:
+    """Sums of two digits in a sentence or two; every question is in one of the two files only."""
+    questions = [
+        {"prompt": problem.format(name=name, things=things, a=a, b=b), "answer": str(a + b)}
+        for problem in PROBLEMS for name in NAMES for things in THINGS for a in range(1, 10) for b in range(1, 10)
+    ]  # fmt: skip
+    unique = list({row["prompt"]: row for row in questions}.values())
+    unique.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
+    files = {"source": directory / "words.jsonl", "eval_source": directory / "words-held-out.jsonl"}
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, rows in zip(files.values(), (unique[500:], unique[:500]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return files
 
 
 def distracted(directory: Path) -> dict[str, Path]:
@@ -133,13 +160,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--workers", type=int, default=3, help="runs at a time")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, help="default: 3e-4, with --tiny 1e-3")
+    parser.add_argument("--lr", type=float, help="default: 1e-3, of concise and collapse 3e-4, with --tiny 1e-3")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=300, help="held-out prompts of an evaluation")
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
     args = parser.parse_args()
-    args.lr = args.lr or (1e-3 if args.tiny else 3e-4)
     directory = args.directory = args.directory or Path(tempfile.mkdtemp())
     told = refused(args)
     names = {study: [f"{study}-{seed}" for seed in range(args.seeds)] for study in args.studies}
@@ -155,7 +181,7 @@ def main() -> None:
     title = "self-distillation-tiny" if args.tiny else "self-distillation"
     save(f"{title}.json", {
         "models": "tiny/generalist" if args.tiny else "SmolLM2-135M-Instruct, LoRA", "held_out": args.prompts, "steps": args.steps,
-        "lr": args.lr, "seeds": args.seeds, "studies": studies, "refused": told, "recipes": plain,
+        "seeds": args.seeds, "studies": studies, "refused": told, "recipes": plain,
         "runs": runs,
     })  # fmt: skip
     draw(json.loads((RESULTS / f"{title}.json").read_text(encoding="utf-8")), title)

@@ -5,7 +5,8 @@
 
 Every arm is a run of the same recipe in a process of its own: `one` sends all domains to one teacher, the others have a teacher per
 domain. The rate is so small that all arms draw the same tokens. Models have random weights, made at run
-time: time and memory do not depend on what they have learned. `peak` is the process's own (VmHWM), and on CUDA the allocator's as
+time: time and memory do not depend on what they have learned, and with `--checkpoints N` the disk holds N of them: the other teachers are
+copies, which a run loads as teachers of their own. `peak` is the process's own (VmHWM), and on CUDA the allocator's as
 well; `seconds` is the median step behind the first, `cpu_seconds` the processor time of all threads between two steps, which does
 not feel other work on the machine; `losses` are compared bit for bit.
 
@@ -55,7 +56,9 @@ def make_model(directory: Path, shape: str, seed: int, dtype: str) -> None:
     source = tiny_models()["tiny/generalist"]
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     model_type = raw.pop("model_type")
-    config = AutoConfig.for_model(model_type, **raw | SHAPES[shape] | {"initializer_range": 0.02})
+    config = AutoConfig.for_model(
+        model_type, **raw | SHAPES[shape] | {"initializer_range": 0.02, "max_position_embeddings": 4096}
+    )
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -63,6 +66,12 @@ def make_model(directory: Path, shape: str, seed: int, dtype: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(source / name, directory / name)
     del module
+
+
+def copy_model(source: Path, directory: Path) -> None:
+    """A teacher of its own, for the run, with the same files: they are linked."""
+    if not directory.is_dir():
+        shutil.copytree(source, directory, copy_function=os.link)
 
 
 def recipe(args: argparse.Namespace, models: Path, arm: str) -> dict[str, Any]:
@@ -122,7 +131,10 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, An
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     make_model(models / "student", args.student, 0, dtype)
     for number in range(args.teachers):
-        make_model(models / f"d{number:02}", args.teacher, number + 1, dtype)
+        if number < args.checkpoints:
+            make_model(models / f"d{number:02}", args.teacher, number + 1, dtype)
+        else:
+            copy_model(models / f"d{number % args.checkpoints:02}", models / f"d{number:02}")
     found = {}
     for arm in args.arms:
         out, path, result = directory / arm, directory / f"{arm}.yaml", directory / f"{arm}.json"
@@ -215,6 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--teachers", type=int, default=12)
+    parser.add_argument(
+        "--checkpoints", type=int, help="different ones; the other teachers are copies (default: all different)"
+    )
     parser.add_argument("--student", choices=list(SHAPES))
     parser.add_argument("--teacher", choices=list(SHAPES))
     parser.add_argument("--prompts", type=int)
@@ -229,6 +244,7 @@ def main() -> None:
     usual = {"cpu": ("cpu", "cpu", 24, 24, 1024), "cuda": ("0.6B", "4B", 96, 256, 16_384)}[args.device]
     for key, value in zip(("student", "teacher", "prompts", "new_tokens", "micro_tokens"), usual, strict=True):
         setattr(args, key, getattr(args, key) or value)
+    args.checkpoints = args.checkpoints or args.teachers
     with tempfile.TemporaryDirectory() as name:
         directory = args.directory or Path(name)
         directory.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,9 @@ def test_the_same_weights_pass_and_any_change_is_named() -> None:
     with pytest.raises(TrainingError, match="allowed difference 1e-09"):
         Probe(opened(), teacher.model.size, avoid=teacher.stop_ids, tolerance=1e-9).check(teacher)
     with torch.no_grad():
-        weight.fill_(float("nan"))
+        teacher.model.module.model.norm.weight.fill_(
+            float("nan")
+        )  # attention on some CPUs takes NaN queries for masked ones
     with pytest.raises(TrainingError, match="now has nan"):
         Probe(opened(), teacher.model.size, avoid=teacher.stop_ids, tolerance=1.0).check(teacher)
 

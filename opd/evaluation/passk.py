@@ -17,6 +17,7 @@ from opd.types import Prompt, Rewarding, RewardResult, Sample, SampleRequest, Sa
 
 ROUNDING = 1e-9  # of weighted sums
 FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in the files of older runs
+OnAnswers = Callable[[str, Sequence[Sample], Sequence[RewardResult]], None]
 EVAL_VISIT = -1  # evaluation draws never coincide with a training visit's
 
 
@@ -73,9 +74,12 @@ class Measures:
 def evaluate(
     sampler: TokenSampler, questions: Mapping[str, Sequence[Question]], sampling: Sampling, tokenizer: Any, *,
     greedy: bool, k: int, temperature: float, seed: int, check_stop: Callable[[], None] = lambda: None,
-    reward: Rewarding = verify,
+    reward: Rewarding = verify, on_answers: OnAnswers = lambda domain, samples, results: None,
 ) -> dict[str, Measures]:  # fmt: skip
-    """Measures a model on every domain: greedily, and with k samples per prompt where k > 0."""
+    """Measures a model on every domain: greedily, and with k samples per prompt where k > 0.
+
+    `on_answers` is told the first answer to every question of a domain and what it was rewarded with.
+    """
     runs: dict[str, Sampling] = {}
     if greedy:
         runs["greedy"] = Sampling(sampling.max_new_tokens, 0.0, 1.0, 0, sampling.stop_ids, sampling.stop_strings)
@@ -88,7 +92,10 @@ def evaluate(
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
         for domain, asked in questions.items():
-            results[domain][name] = _rewarded(asked, answers, tokenizer, how.stop_ids, reward)
+            samples, results[domain][name] = _rewarded(asked, answers, tokenizer, how.stop_ids, reward)
+            if name == next(iter(runs)):
+                firsts = [found[0] for found in results[domain][name]]
+                on_answers(domain, [group[0] for group in samples], firsts)
             lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
     return {
         domain: measure(results[domain], lengths[domain], k, sampling.max_new_tokens)
@@ -128,14 +135,14 @@ def _rewarded(
     tokenizer: Any,
     stop_ids: tuple[int, ...],
     reward: Rewarding,
-) -> list[list[RewardResult]]:
-    """Per prompt, one result per sample."""
+) -> tuple[list[list[Sample]], list[list[RewardResult]]]:
+    """Per prompt, the samples and one result for each."""
     samples = [
         [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
         for question in asked
     ]
     found = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
-    return [[next(found) for _ in group] for group in samples]
+    return samples, [[next(found) for _ in group] for group in samples]
 
 
 def is_right(result: RewardResult) -> float:

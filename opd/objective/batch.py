@@ -37,6 +37,7 @@ class TrainingBatch:
     rewards: RewardsById = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
     teacher_of: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
+    traced: frozenset[str] = frozenset()  # ids of rollouts to be written down token by token: see `trace`
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
         """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ class TokenStatistics:
     entropy: np.ndarray = field(default_factory=lambda: np.empty(0))
     mismatch: np.ndarray = field(default_factory=lambda: np.empty(0))  # |log trainer - log sampler| of student tokens
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens: (clipped or masked, all)
+    traces: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rollout id, of those that are traced
+    advantages: dict[str, np.ndarray] = field(default_factory=dict)  # (N,) by term, where a rollout is traced
     _unread: list[Callable[[], None]] = field(default_factory=list)
 
     def later(self, read: Callable[[], None]) -> None:
@@ -81,6 +84,13 @@ class MicroBatch:
     @property
     def device(self) -> torch.device:
         return self.projection.hidden.device
+
+    @cached_property
+    def traced_N(self) -> np.ndarray:
+        """(N,) bool: tokens of rollouts that are written down token by token."""
+        return np.repeat(
+            [rollout.id in self.batch.traced for rollout in self.pack.rollouts], self.pack.response_lengths
+        )
 
     @property
     def wide(self) -> torch.dtype:
@@ -193,6 +203,12 @@ class MicroBatch:
             self.statistics.reverse_kl[rows] = np.where(np.isnan(known), found, known)
 
         self.statistics.later(read)
+
+    def note_advantage(self, name: str, rows: np.ndarray, values: Tensor) -> None:
+        """Of a term, for rollouts that are traced."""
+        if self.traced_N[rows].any():
+            noted = self.statistics.advantages.setdefault(name, np.full(self.projection.count, np.nan))
+            self.statistics.later(lambda: _put(noted, rows, values.cpu().numpy()))
 
     def count(self, name: str, touched: Tensor) -> None:
         number, every = touched.sum(), touched.numel()

@@ -18,6 +18,7 @@ from opd.objective.first_pass import take_first_pass
 from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
 from opd.objective.prepare import PreparedTerm, prepare_term
 from opd.objective.term import AnyTerm, Term
+from opd.objective.trace import trace_tokens
 from opd.settings import Needs, by_hand
 from opd.shorthand import OneOrMany
 from opd.types import Rollout, SignalKind, SignalNeed, TeacherLike
@@ -173,4 +174,5 @@ class Objective:
                 loss = term.term.loss(term, micro, weight_N)
                 micro.note_loss(term.name, loss)
                 total = total + loss
+        trace_tokens(micro, prepared.terms, weights)
         return total, micro.statistics

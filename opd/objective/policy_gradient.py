@@ -134,6 +134,7 @@ class PolicyGradient(CorrectedTerm):
         trained = micro.tensor(weight_N[rows] != 0)
         current = micro.current(rows)
         advantage = self.token_advantages(prepared, micro, rows, current).masked_fill(~trained, 0.0)
+        micro.note_advantage(prepared.name, rows, advantage)
         decoupled = self.surrogate.against == "proximal"
         old = micro.proximal(rows, current) if decoupled else micro.behaviour(rows)
         segment = micro.segment(rows)

@@ -6,7 +6,7 @@ The only place where tokens are masked and denominators formed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class PreparedTerm:
     counted: ByRollout  # bool: in the denominator
     factor: ByRollout  # what gates leave of a token, 0 where closed
     metrics: dict[str, float]  # what the gates did
+    gates: dict[str, ByRollout] = field(default_factory=dict)  # what each did, to rollouts that are traced
     step: int = 1  # of the stage, for what changes with it
     state: Any = None  # what the form has prepared for itself
 
@@ -54,6 +55,7 @@ def prepare_term(
         mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
         for mask, rollout in zip(eligible, rollouts, strict=True)
     ]
+    gates: dict[str, ByRollout] = {}
     is_open, factors = masks, [mask.astype(np.float64) for mask in masks]
     for number, gate in enumerate(term.gate):
         values = gate.factors(GateView(batch, term.role, eligible, is_open, seed))
@@ -61,7 +63,10 @@ def prepare_term(
         count = sum(int(mask.sum()) for mask in is_open)
         touched = sum(int((value[mask] != 1).sum()) for mask, value in zip(is_open, values, strict=True))
         repeated = any(other.name == gate.name for other in term.gate[:number])
-        metrics[f"gate/{name}/{gate.name}{number if repeated else ''}"] = touched / max(count, 1)
+        called = f"{gate.name}{number if repeated else ''}"
+        metrics[f"gate/{name}/{called}"] = touched / max(count, 1)
+        if batch.traced:
+            gates[called] = _by_rollout(rollouts, values)
         factors = [np.nan_to_num(factor * value) for factor, value in zip(factors, values, strict=True)]
         closed = [np.isnan(value) | ((value == 0) & (not gate.weighs)) for value in values]
         is_open = [mask & ~shut for mask, shut in zip(is_open, closed, strict=True)]
@@ -75,6 +80,7 @@ def prepare_term(
         counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
         factor=_by_rollout(rollouts, factors),
         metrics=metrics,
+        gates=gates,
         step=step,
     )
     prepared.state = term.prepare(prepared)

@@ -41,6 +41,16 @@ class Run:
         """The completions that were written down on the way."""
         return self._lines("samples.jsonl")
 
+    @property
+    def tokens(self) -> list[dict[str, Any]]:
+        """Some of the samples token by token: both sides' log-probs and likeliest tokens, weights, gates, advantages."""
+        return self._lines("tokens.jsonl")
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """Answers to a few held-out questions at every evaluation; step 0 is before training."""
+        return self._lines("answers.jsonl")
+
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
         found = read_lines(path, checked=lines_checked(self.directory))

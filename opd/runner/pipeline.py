@@ -27,6 +27,7 @@ from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, results_table, watched
 from opd.runner.resume import (
+    LINES,
     Standing,
     cut_lines,
     find_standings,
@@ -136,7 +137,7 @@ class Pipeline:
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
         upto = {spec.name: standing.reported for spec, standing in stages}
-        for name in ("samples.jsonl", "metrics.jsonl"):
+        for name in LINES:
             for line in cut_lines(self._directory / name, upto, checked=lines_checked(self._directory)):
                 self._progress.say(line)
         return standings
@@ -298,6 +299,7 @@ class Pipeline:
             result.weight_average = measure_weight_average(run)
         result.before = before
         if self.world.leads:
+            self._reports.answers(run, 0)
             write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
     def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
@@ -309,6 +311,8 @@ class Pipeline:
         measures = measure_student(run)
         metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
+        if self.world.leads:
+            self._reports.answers(run, step)
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
             run.objective.plateau = result.plateau = step
         return better
@@ -319,6 +323,8 @@ class Pipeline:
             self._on_phase("evaluate")
             result.after = measure_student(run)
             better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
+            if self.world.leads:
+                self._reports.answers(run, result.steps)
         final = saved.keep(better)
         saved.wait()
         self._outputs[run.spec.name] = final

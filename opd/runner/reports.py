@@ -11,12 +11,15 @@ from opd.config import Recipe
 from opd.files import line_of
 from opd.runner.progress import Progress
 from opd.runner.stage import StageRun
+from opd.runner.token_lines import TOKENS, room_for, token_line
 from opd.runner.trackers import Experiment, Write, open_trackers
+from opd.trainer.samples import few_per_domain
 
 
 class Reports:
     def __init__(self, recipe: Recipe, directory: Path, progress: Progress) -> None:
         self._recipe, self._directory, self._progress = recipe, directory, progress
+        self._steps = sum(stage.train.steps for stage in recipe.stages)
         self._track: Write | None = None
         self._opened = ExitStack()
 
@@ -39,28 +42,41 @@ class Reports:
         numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
         self._track(earlier + step, numbers)
         if log.samples and (step - 1) % log.samples_every == 0:
-            self._write_samples(run, step)
+            self._write_samples(run, step, (earlier + step) / max(self._steps, 1))
 
-    def _write_samples(self, run: StageRun, step: int) -> None:
-        """A few of this step's completions, so that one can read what the numbers mean."""
-        shown: dict[str, int] = {}
-        for rollout_id in reversed(run.trajectories.newest):
+    def answers(self, run: StageRun, step: int) -> None:
+        """What was answered to a few held-out questions; step 0 is before training."""
+        for answer in run.answered:
+            self._write_line("answers.jsonl", {"step": step, "stage": run.spec.name, **answer})
+        run.answered.clear()
+
+    def _write_samples(self, run: StageRun, step: int, progress: float) -> None:
+        """A few of this step's completions, so that one can read what the numbers mean. `progress`: share of the run."""
+        newest = sorted(reversed(run.trajectories.newest), key=lambda name: name not in run.traces)  # traced ones first
+        domains = [(name, run.store.entries[name].domain) for name in newest]
+        for rollout_id in few_per_domain(domains, run.spec.log.samples):
             entry = run.store.entries[rollout_id]
-            if shown.get(entry.domain, 0) < run.spec.log.samples:
-                shown[entry.domain] = shown.get(entry.domain, 0) + 1
-                (rollout,) = run.store.load([entry.id])
-                prompt = run.student.tokenizer.decode(rollout.prompt_ids.tolist())
-                line = {
-                    "step": step,
-                    "stage": run.spec.name,
-                    "domain": entry.domain,
-                    "source": entry.source,
-                    "prompt": prompt,
-                    "response": run.text(rollout),
-                    "stop": entry.stop,
-                }
-                self._write_line("samples.jsonl", line | entry.notes)
+            (rollout,) = run.store.load([entry.id])
+            line = {
+                "step": step,
+                "stage": run.spec.name,
+                "domain": entry.domain,
+                "source": entry.source,
+                "prompt": run.student.tokenizer.decode(rollout.prompt_ids.tolist()),
+                "response": run.text(rollout),
+                "stop": entry.stop,
+                "id": entry.id,
+                "prompt_id": entry.prompt_id,
+            }
+            self._write_line("samples.jsonl", line | entry.notes)
+            if (trace := run.traces.get(entry.id)) is not None:
+                tokens = line_of(token_line(run, step, rollout, trace))
+                if len(tokens) <= room_for(self._directory / TOKENS, progress):
+                    self._append(TOKENS, tokens)
 
     def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
+        self._append(name, line_of(values))
+
+    def _append(self, name: str, line: str) -> None:
         with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(line_of(values))
+            file.write(line)

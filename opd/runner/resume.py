@@ -259,11 +259,18 @@ def _bytes_tensor(text: str) -> torch.Tensor:
 
 # Lines written per step
 
+LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "metrics.jsonl")
+IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have no others
+
 
 def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str]:
     """Keep each stage's lines up to its step; those that are damaged go, too. Returns what is to be said of the latter."""
     if not path.exists():
-        return [f"{path.name} is missing, so the lines written so far are lost"] if any(upto.values()) else []
+        return (
+            [f"{path.name} is missing, so the lines written so far are lost"]
+            if path.name in IN_EVERY_RUN and any(upto.values())
+            else []
+        )
     found = read_lines(path, checked=checked)
     kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
     write_whole(path, "".join(line_of(line) for line in kept))
@@ -278,7 +285,7 @@ def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str
 
 def sync_lines(directory: Path) -> None:
     """The lines of a step are on disk before the checkpoint that follows it."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in LINES:
         if (directory / name).is_file():
             sync(directory / name)
     sync(directory)

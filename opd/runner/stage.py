@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from opd.models.identity import weights_hash
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
+from opd.objective.trace import Trace
 from opd.runner.checks import Checked, RevisionOf, as_named, check_stage
 from opd.runner.plan import sizes_for
 from opd.runner.prompts import Looked, response_limit
@@ -67,6 +68,8 @@ class StageRun:
         self.world = world or World()
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
         self.on_rollouts = on_rollouts
+        self.traces: dict[str, Trace] = {}  # of the newest step, by rollout id
+        self.answered: list[dict[str, Any]] = []  # a few answers to held-out questions, not written down yet
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:

@@ -208,6 +208,7 @@ class Ranks(World):
                 found.entropy,
                 found.mismatch,
                 found.counts,
+                found.traces,
             )
             for pack, found in seen
         ]
@@ -220,10 +221,10 @@ class Ranks(World):
 
     def _seen(
         self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
-        counts: dict[str, tuple[int, int]],
+        counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]],
     ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
         return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
-            loss, reverse_kl, entropy, mismatch, counts
+            loss, reverse_kl, entropy, mismatch, counts, traces
         )
 
     # Errors

@@ -27,6 +27,7 @@ from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.halving import MicroBudget, micro_batches, once
 from opd.trainer.metrics import Clock, step_metrics
+from opd.trainer.samples import sampled_ids, traces_of
 from opd.trainer.world import World
 from opd.types import Rollout
 
@@ -37,21 +38,20 @@ if TYPE_CHECKING:
 def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
     run.rewarder.drain()  # what evaluation rewarded is not this step's
-
     gathered = sample_and_reward(run, clock)
     rollouts, rewards = gathered.rollouts, gathered.rewards
     run.require_rewarded(step, rewards)
     run.on_rollouts(rollouts, rewards)
-
     with clock("score"):
         signals, shown = score(run, gathered, step)
     result = StepResult({})
     if run.spec.train.learn:  # else scores are all that is wanted
         with clock("update"):
-            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=gathered.teacher_of(run))
+            owners, traced = gathered.teacher_of(run), sampled_ids(run, step, rollouts)
+            batch = TrainingBatch(rollouts, signals, rewards, teacher_of=owners, traced=traced)
             result = run.trainer.step(batch, step)
             run.publish(step=step)
-
+    run.traces = traces_of(result.statistics)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
     extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
