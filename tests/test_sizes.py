@@ -84,6 +84,16 @@ def test_an_update_that_runs_out_of_memory_is_repeated_with_half_the_size(dtype:
         assert float((grads[name] - grad).norm() / (grad.norm() + 1e-9)) < bound, name
 
 
+def test_an_answer_longer_than_the_budget_is_a_micro_batch_of_its_own() -> None:
+    """Groups stay whole, whatever they take; the gradient is that of one pass over everything."""
+    (whole, _), exact = one_step(lambda module: None, 10**6, torch.float32)
+    (cut, told), grads = one_step(lambda module: None, 1, torch.float32)
+    assert (len(whole.statistics), len(cut.statistics), told) == (1, 4, [])
+    assert cut.norms == pytest.approx(whole.norms, rel=1e-5)
+    for name, grad in exact.items():
+        assert float((grads[name] - grad).norm() / (grad.norm() + 1e-9)) < 1e-5, name
+
+
 def test_what_cannot_be_cut_further_is_told() -> None:
     def plant(module: torch.nn.Module) -> None:
         def explode(*_: Any) -> None:
