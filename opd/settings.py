@@ -119,6 +119,7 @@ class StageView:
     device: str = "auto"
     teachers_evaluated: bool = True
     lora: bool = False  # whether the student has adapters
+    resume: str = "prefill"  # how unfinished answers go on
 
     @classmethod
     def of(cls, stage: Stage) -> StageView:
@@ -133,6 +134,7 @@ class StageView:
             device=stage.device,
             teachers_evaluated=evaluated,
             lora=lora,
+            resume=stage.checkpoint.resume,
         )
 
 

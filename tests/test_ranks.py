@@ -86,6 +86,25 @@ def test_what_ranks_cannot_do_is_refused(setting: str, why: str) -> None:
         Ranks(None, 0, 2, 0).require(stage)
 
 
+def test_groups_have_to_be_of_one_size() -> None:
+    (stage,) = load_recipe("quickstart", ["cluster={shard: hybrid, group: 2}"]).stages
+    with pytest.raises(RecipeError, match="3 ranks do not make groups of 2"):
+        Ranks(None, 0, 3, 0).require(stage)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["eval.prompts=5"], "eval.teachers needs all weights"),
+        (["eval.prompts=0", "rollout.teacher_share=0.5"], "rollout.teacher_share needs all weights"),
+        (["eval.prompts=0", "pool.resident=2"], "come and go. Choose one"),
+    ],
+)
+def test_spread_teachers_only_score(settings: list[str], why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        load_recipe("quickstart", ["cluster.teachers=shard", *settings])
+
+
 def test_a_teacher_on_one_gpu_is_refused() -> None:
     (stage,) = load_recipe("quickstart", ["teachers.arithmetic={model: tiny/arithmetic, device: 'cuda:1'}"]).stages
     with pytest.raises(RecipeError, match=r"teachers.arithmetic: device 'cuda:1' with several ranks"):

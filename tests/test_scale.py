@@ -43,6 +43,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "experience": ("methods/oel", CUT),
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", CUT),
+    "spread teachers": ("quickstart", [*CUT, "cluster.teachers=shard"]),
 }
 BOUND = {
     "mixed precision": 1e-3,
@@ -90,6 +91,17 @@ def test_any_number_of_ranks_takes_the_same_steps(size: int, alone: Path, untied
     for name in names:
         one, many = job(name, alone, untied).out, job(name, tmp_path, untied).out
         found += differences(one, many, BOUND.get(name, 1e-5), FIRST.get(name))
+    assert not found, "\n".join(found)
+
+
+def test_groups_that_are_replicas_of_each_other_take_the_same_steps(tmp_path: Path, untied: Path) -> None:
+    hybrid = ["cluster.shard=hybrid", "cluster.group=2"]
+    kinds = {"direct": [], "untied": [f"student.model={untied}"], "lora": ["student.lora.rank=4"]}
+    for kind, more in kinds.items():
+        opd.run("quickstart", overrides=[*CUT, *more], out=tmp_path / f"one-{kind}")
+    jobs = [Job(tmp_path / kind, "quickstart", [*CUT, *more, *hybrid]) for kind, more in kinds.items()]
+    together(4, tmp_path / "log.txt", *jobs)
+    found = [line for kind in kinds for line in differences(tmp_path / f"one-{kind}", tmp_path / kind)]
     assert not found, "\n".join(found)
 
 

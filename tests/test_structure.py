@@ -47,6 +47,7 @@ LAYERS = [
     {"trainer"},
     {"runner"},
     {"report", "serve"},
+    {"cluster"},
     {"cli"},
     {"__main__"},
 ]

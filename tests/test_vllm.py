@@ -87,16 +87,24 @@ class Server:
         self._process = None
 
 
-@pytest.fixture(scope="module", params=list(RUNNERS))
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Both at once: most of a start is importing."""
     assert PYTHON.exists(), "run `make test-vllm`, which installs vLLM into .venv-vllm"
-    found = Server(request.param, tmp_path_factory.mktemp(request.param))
-    found.start()
+    found = {runner: Server(runner, tmp_path_factory.mktemp(runner)) for runner in RUNNERS}
     try:
-        found.ready()
+        for server in found.values():
+            server.start()
         yield found
     finally:
-        found.kill()
+        for server in found.values():
+            server.kill()
+
+
+@pytest.fixture(scope="module", params=list(RUNNERS))
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    servers[request.param].ready()
+    return servers[request.param]
 
 
 only = pytest.mark.parametrize
@@ -127,7 +135,7 @@ def recipe(teacher: dict[str, Any], steps: int, **objective: Any) -> dict[str, A
     return {
         "student": STRANGER, "teachers": {"arithmetic": teacher},
         "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
-        "rollout": {"prompts": 16, "max_new_tokens": 12}, "sampler": {"slots": 16}, "train": {"steps": steps, "lr": 3e-4},
+        "rollout": {"prompts": 12, "max_new_tokens": 12}, "sampler": {"slots": 12}, "train": {"steps": steps, "lr": 3e-4},
         "eval": {"prompts": 0}, "objective": objective, "device": "cpu",
     }  # fmt: skip
 
@@ -147,19 +155,19 @@ def test_hidden_states_give_the_local_teachers_loss_and_gradients(server: Server
 def test_a_student_learns_from_hidden_states_and_a_killed_server_loses_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = opd.run(recipe({"model": TEACHER}, 12, form="direct"), out=tmp_path / "here")
+    here = opd.run(recipe({"model": TEACHER}, 10, form="direct"), out=tmp_path / "here")
     asked, ask = [0], PoolingTeacher._ask
 
     def struck(self: PoolingTeacher, ids: list[int]) -> np.ndarray:
         asked[0] += 1
-        if asked[0] == 45:  # the probes and one step are over, a batch of 16 is not
+        if asked[0] == 41:  # the probes and one step are over, a batch of 12 is not
             server.kill()
             server.start()
         return ask(self, ids)
 
     monkeypatch.setattr(PoolingTeacher, "_ask", struck)
-    there = opd.run(recipe(settings(server, "vllm"), 12, form="direct"), out=tmp_path / "there")
-    assert asked[0] > 12 * 16
+    there = opd.run(recipe(settings(server, "vllm"), 10, form="direct"), out=tmp_path / "there")
+    assert asked[0] > 10 * 12
     losses = [[metric["loss"] for metric in run.metrics[:3]] for run in (there, here)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     kl = [metric["reverse_kl"] for metric in there.metrics]
@@ -186,6 +194,6 @@ def test_log_probs_are_the_local_teachers(server: Server) -> None:
     "objective", [{"form": "direct", "support": "topk", "k": 20}, {"form": "policy_gradient"}], ids=["topk", "sampled"]
 )
 def test_a_student_learns_from_log_probs(server: Server, tmp_path: Path, objective: dict[str, Any]) -> None:
-    run = opd.run(recipe(settings(server, "openai"), 12, **objective), out=tmp_path / "run")
+    run = opd.run(recipe(settings(server, "openai"), 10, **objective), out=tmp_path / "run")
     kl = [metric["reverse_kl"] for metric in run.metrics]
     assert np.mean(kl[-3:]) < np.mean(kl[:3])

@@ -151,7 +151,7 @@ def _has_model(student: Any) -> bool:
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
     try:
-        stage = Stage.model_validate(raw)
+        stage = Stage.model_validate(raw).settled()
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, where)) from None
     for path in _booleans(raw, stage.model_dump(), ""):

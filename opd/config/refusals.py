@@ -178,6 +178,7 @@ def _offers(stage: Stage) -> Iterator[str]:
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
     yield from stage.pool.refuse(stage.teachers, drawn)
+    yield from stage.cluster.refuse(stage.teachers, stage.pool, drawn, stage.eval.prompts > 0 and stage.eval.teachers)
     for key in drawn:
         for name, kind in stage.teachers.items():
             if kind.role == "teacher" and not kind.has_model:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from opd.config.cluster import Cluster
 from opd.config.names import check_name
 from opd.data.prompts import DOMAIN
 from opd.data.source import SOURCES, PromptSource
@@ -57,6 +58,9 @@ WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
 }
 
 
+MICRO_TOKENS = 4096  # on a CPU
+
+
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
@@ -80,6 +84,11 @@ class Train(BaseModel):
         "auto",
         description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
     )
+
+    @property
+    def micro_budget(self) -> int:
+        """`micro_tokens`, or what they are where nothing else was chosen."""
+        return self.micro_tokens or MICRO_TOKENS
 
     @property
     def updates(self) -> int:
@@ -187,6 +196,7 @@ class Stage(BaseModel):
     store: Store = Store()
     log: Log = Log()
     hub: Hub | None = None
+    cluster: Cluster = Cluster()
     seed: int = Field(0, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description="auto | cpu | cuda | cuda:N")
     threads: Positive | None = Field(None, le=1024, description="CPU threads of torch; default: torch's own choice")
@@ -229,6 +239,12 @@ class Stage(BaseModel):
                 "rollout.contrast drops groups by their rewards, but neither the objective nor a view uses rewards"
             )
         return self
+
+    def settled(self) -> Stage:
+        """With what the sampler asks of the objective: tokens that were drawn elsewhere are weighed by how they were drawn."""
+        if not self.sampler.corrects or self.rollout.shown_to_student:
+            return self
+        return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
     def inside(self, directory: Path) -> Stage:
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""

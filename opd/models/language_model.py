@@ -39,6 +39,8 @@ T = TypeVar("T")
 class LanguageModel:
     """`module` is the stock transformers class with our attention switched on; LoRA layers, if any, are inside it."""
 
+    spread = False  # over ranks, which then make as many passes
+
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
@@ -195,10 +197,11 @@ class LanguageModel:
 
 
 def stored_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that it is made of: itself, or the several of a quantised one."""
+    """The plain tensors that it is made of: itself, the several of a quantised one, or this rank's of one that is spread."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in stored_parts(getattr(tensor, name))]
+    inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for found in inside if isinstance(found, Tensor) for part in stored_parts(found)]
 
 
 def share_module(module: Any) -> Any:

@@ -225,7 +225,7 @@ def load_model(
             location.path,
             name,
             dtype=getattr(torch, dtype),
-            attn_implementation="eager" if _caps_scores(config) else None,  # None: fused where the class knows how
+            attn_implementation=attention_of(config),
             **location.arguments,
         )
         if location.adapter is not None:
@@ -251,9 +251,9 @@ def weights_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _caps_scores(config: Any) -> bool:
-    """Gemma 2 caps its attention scores, which only its eager path does exactly."""
-    return getattr(config, "attn_logit_softcapping", None) is not None
+def attention_of(config: Any) -> str | None:
+    """Gemma 2 caps its attention scores, which only its eager path does exactly. None: fused where the class knows how."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) is not None else None
 
 
 def quiet_bars() -> None:

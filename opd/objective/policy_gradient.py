@@ -12,8 +12,9 @@ from opd.divergences.kinds import AnyDivergence, ReverseKL
 from opd.objective.advantage_sum import Advantage
 from opd.objective.advantages import SampledTokens
 from opd.objective.batch import TrainingBatch, concatenated
+from opd.objective.corrections import TIS
 from opd.objective.surrogates import AnySurrogate, ImportanceSampling
-from opd.objective.term import CorrectedTerm
+from opd.objective.term import CorrectedTerm, Term
 from opd.settings import Choice, Needs, changed
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class PolicyGradient(CorrectedTerm):
     def compares_with_sampler(self) -> bool:
         by_advantage = self.advantage.student == "behaviour" and any(part.of_student for part in self.advantage.parts)
         return super().compares_with_sampler or by_advantage or self.surrogate.against == "behaviour"
+
+    def corrected(self) -> Term:
+        takes = self.surrogate.multiplies_by_ratio or self.surrogate.against == "proximal"
+        return self.model_copy(update={"correction": TIS()}) if self.correction is None and takes else self
 
     @property
     def minimises(self) -> str:

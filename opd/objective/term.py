@@ -128,6 +128,10 @@ class Term(Choice):
         """Whether it needs to know how likely a token was when it was sampled."""
         return any(gate.by_student for gate in self.gate)
 
+    def corrected(self) -> Term:
+        """For a sampler whose log-probs are not the trainer's: with a correction, where it names none and takes one."""
+        return self
+
     # Mistakes
 
     @property

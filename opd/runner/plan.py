@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -18,15 +17,14 @@ from opd.models.fused import fuse_layers, kernels_on
 from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
+from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
 from opd.runner.sizes import Sizes, choose_sizes, in_words, with_sizes
+from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
-from opd.trainer.halving import MICRO_TOKENS
 
 SHOWN = 50  # values of a route that are printed
-BYTES = {"float32": 4, "bfloat16": 2}
-QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes per weight, scales included
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,9 @@ class Plan:
         parts = ", ".join(f"{name} {bytes_in_words(value)}" for name, value in self.memory.items())
         return [
             f"stage {self.stage} on {self.device}, precision {self.precision}",
-            f"  student    {self.student}: {_count(self.parameters)} parameters, {_count(self.trained)} trained",
+            f"  student    {self.student}: {in_short(self.parameters)} parameters, {in_short(self.trained)} trained",
             *([f"  layers     one kernel each: {self.fused}"] if self.fused else []),
-            *(f"  teacher    {name}: {_count(count)} parameters" for name, count in self.teachers.items()),
+            *(f"  teacher    {name}: {in_short(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
             *([f"  sizes      {self.sizes}"] if self.sizes else []),
@@ -111,12 +109,12 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     held = _held(stage, checked.device, resolve, student)
-    here = held.pop("")
+    here, precision = held.pop(""), stage.train.precision_on(str(checked.device))
     return Plan(
-        stage=stage.name, device=str(checked.device), precision=stage.train.precision_on(str(checked.device)), student=stage.student.model, parameters=student, trained=trained,
-        teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=inputs.notes, tokens_per_step=rollouts * longest,
-        rollouts_per_step=rollouts, memory=_memory(stage, str(checked.device), config, student, trained, here, longest), elsewhere=held,
-        pool=stage.pool.describe(list(_sizes(stage, checked.device, resolve).values()), str(checked.device)),
+        stage=stage.name, device=str(checked.device), precision=precision, student=stage.student.model, parameters=student, trained=trained,
+        teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
+        rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
+        pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)),
         sizes=in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
 
@@ -125,13 +123,13 @@ def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> 
     """What fits the device, by the estimate that the plan prints."""
     device, config = checked.device, checked.student
 
+    student = parameter_count(resolve(stage.student.model), stage.student.revision)
+    shape, trained = ModelShape.of(config, student), _trained(stage, resolve, student)
+    longest = checked.inputs.scanned.longest + stage.rollout.max_new_tokens
+    precision, held = stage.train.precision_on(str(device)), _held(stage, device, resolve, student)[""]
+
     def estimate(settled: Stage) -> int:
-        student = parameter_count(resolve(stage.student.model), stage.student.revision)
-        longest = checked.inputs.scanned.longest + stage.rollout.max_new_tokens
-        held = _held(settled, device, resolve, student)[""]
-        return sum(
-            _memory(settled, str(device), config, student, _trained(stage, resolve, student), held, longest).values()
-        )
+        return sum(memory(settled, precision, shape, trained, held, longest).values())
 
     return choose_sizes(stage, estimate, device, int(config.hidden_size) * 2)
 
@@ -143,69 +141,17 @@ def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:
-    """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
-
-    Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
-    """
     models = {settled(ref, device) for kind in stage.teachers.values() for ref in kind.reads()}
-    usual = WEIGHTS[stage.train.precision_on(str(device))]
-    lora = stage.student.lora is not None
-    paged = _sizes(stage, device, resolve)
-    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)} if lora else set()
-    held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
-    held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
-    for ref in sorted(models - paged.keys() - own, key=str):
-        name, each = resolve(ref.model), BYTES[ref.dtype or usual]
-        config = load_config(name, ref.revision)
-        head, count = int(config.vocab_size) * int(config.hidden_size), parameter_count(name, ref.revision)
-        whole = count if ref.quantise is None else head * (1 if config.tie_word_embeddings else 2)
-        layers = 0.0 if ref.quantise is None else (count - whole) * QUANTISED[ref.quantise]
-        held[ref.device or ""] = held.get(ref.device or "", 0) + whole * each + int(layers)
-        if ref.device is not None:
-            held[""] += head * each
-    return held
+    return teachers_held(stage, _usual(stage, device), models, _shapes(resolve), student)
 
 
-def _sizes(stage: Stage, device: torch.device, resolve: Callable[[str], str]) -> dict[ModelRef, int]:
-    """Bytes of each model that comes and goes."""
-    usual = WEIGHTS[stage.train.precision_on(str(device))]
-    return {
-        ref: parameter_count(resolve(ref.model), ref.revision) * BYTES[ref.dtype or usual]
-        for ref in stage.pool.paged(stage.teachers)
-    }
+def _usual(stage: Stage, device: torch.device) -> Dtype:
+    return WEIGHTS[stage.train.precision_on(str(device))]
 
 
-def _memory(
-    stage: Stage, device: str, config: Any, student: int, trained: int, teachers: int, longest: int
-) -> dict[str, int]:
-    """Rough sizes of what is alive at once. Activations: about 34 widths per layer and token, 2 with checkpointing."""
-    width, layers, vocabulary = (
-        int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
-    )
-    precision = stage.train.precision_on(device)
-    own = WEIGHTS[precision]
-    each, half = BYTES[own], precision != "float32"
-    kept = 4 if half and stage.student.lora is None and precision == "mixed" else 0  # a master for every weight
-    step = stage.rollout.prompts * stage.rollout.samples * longest
-    tokens = max(min(stage.train.micro_tokens or MICRO_TOKENS, step), longest)
-    per_layer = 2 if stage.student.gradient_checkpointing else 34
-    queries = int(
-        getattr(config, "num_attention_heads", None) or 1
-    )  # recurrent models have none, and state of about a width
-    heads = int(getattr(config, "num_key_value_heads", None) or queries)
-    head = int(getattr(config, "head_dim", None) or width // queries)
-    slots = stage.sampler.sequences()
-    sampler = BYTES[stage.sampler.dtype or own]
-    merged = student * sampler if stage.student.lora is not None or stage.sampler.dtype not in (None, own) else 0
-    return {
-        "weights": student * each,
-        "gradients and AdamW": trained * ((each if precision == "bfloat16" else 4) + kept + 8),
-        "teachers": teachers,
-        "activations": tokens * width * layers * per_layer * (2 if half else 4)
-        + 5 * min(64 << 20, tokens * vocabulary * 4),
-        "sampler": slots * longest * 2 * heads * head * layers * sampler + merged,
-    }
+def _shapes(resolve: Callable[[str], str]) -> Callable[[ModelRef], ModelShape]:
+    def shape(ref: ModelRef) -> ModelShape:
+        name = resolve(ref.model)
+        return ModelShape.of(load_config(name, ref.revision), parameter_count(name, ref.revision))
 
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"
+    return shape

@@ -13,10 +13,10 @@ from typing import TypedDict
 import torch
 
 from opd.config import Stage
+from opd.config.stage import MICRO_TOKENS
 from opd.files import json_text, write_whole
 from opd.models.directory import read_json
 from opd.teachers.kinds import BATCH_TOKENS
-from opd.trainer.halving import MICRO_TOKENS
 
 NAME = "sizes.json"
 FULL = 0.85  # of a device's memory; the rest is for what no estimate knows of

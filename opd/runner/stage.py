@@ -88,7 +88,7 @@ class StageRun:
         self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
         self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent)
+        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent, self.world)
         self.pager = models.pager
         self.student = models.student(spec, sharded=self.world.sharded)
         around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
@@ -160,7 +160,7 @@ class StageRun:
     def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
-        for note in inputs.notes:
+        for note in (*inputs.notes, *spec.sampler.notes()):
             self.say(f"{spec.name}: {note}")
         self.questions, self.room = inputs.questions, inputs.room
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
@@ -176,7 +176,7 @@ class StageRun:
                     self.samplers.mixed(name)
         for line in slower_models(self.student, self.teachers.values(), self.samplers.manner):
             self.say(f"{spec.name}: {line}")
-        self.student = self.world.shard(self.student)
+        self.student = self.world.shard(self.student, spec.cluster)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
         self.trainer = Trainer(
             self.student,
@@ -359,6 +359,7 @@ class StageRun:
     def close(self) -> None:
         """What runs beside this process, or is connected to another."""
         self.rewarder.close()
+        self.samplers.close()
         if self.demonstrator is not None:
             self.demonstrator.close()
         if self.pager is not None:

@@ -15,7 +15,9 @@ from opd.models.load import weights_directory
 from opd.runner.checks import RevisionOf
 from opd.teachers.kinds import ModelRef
 from opd.teachers.paging import Pager
+from opd.teachers.pool_settings import movable
 from opd.teachers.quantised import load_teacher
+from opd.trainer.world import World
 
 Key = tuple[str, str | None, str, str, str | None]  # model, revision, dtype, device, quantisation
 
@@ -24,8 +26,16 @@ class StageModels:
     """`scratch`: a directory with room for weights that no file holds as they are."""
 
     def __init__(
-        self, spec: Stage, device: torch.device, resolve: Callable[[str], str], revision_of: RevisionOf, scratch: Path
+        self,
+        spec: Stage,
+        device: torch.device,
+        resolve: Callable[[str], str],
+        revision_of: RevisionOf,
+        scratch: Path,
+        world: World,
     ) -> None:
+        self._world = world
+        self._spread = set(movable(spec.teachers)) if world.sharded and spec.cluster.teachers == "shard" else set()
         self._device, self._usual = str(device), WEIGHTS[spec.train.precision_on(str(device))]
         self._resolve, self._revision_of = resolve, revision_of
         self._known: dict[Key, LanguageModel] = {}
@@ -54,7 +64,10 @@ class StageModels:
     def teacher(self, ref: ModelRef) -> LanguageModel:
         key = name, revision, dtype, device, _ = self._key(ref)
         if key not in self._known:
-            model = load_teacher(ref, name, revision, dtype, device)
+            if ref in self._spread:
+                model = self._world.load_spread(name, dtype, device, revision)
+            else:
+                model = load_teacher(ref, name, revision, dtype, device)
             if self.pager is not None and ref in self._paged:
                 model = self.pager.take_in(model, weights_directory(name, revision))
             self._known[key] = model

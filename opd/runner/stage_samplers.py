@@ -30,7 +30,7 @@ class StageSamplers:
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
         self.copy = student.inference_copy(self._dtype)  # what the student samples with
-        opened = self._opened(self.copy)
+        self._own = opened = self._opened(self.copy)
         self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
         self.student = world.sampler(opened)
 
@@ -51,13 +51,16 @@ class StageSamplers:
         """Of a model that does not learn, in its own precision. What the student is shown may be longer than it can read."""
         copy = model.inference_copy(None)
         length = min(self._max_length, model.context)
-        return self._world.sampler(self._spec.sampler.open(copy, length, merge_stop=self._stop_ids))
+        return self._world.sampler(self._spec.sampler.beside().open(copy, length, merge_stop=self._stop_ids))
 
     def load(self, weights: WeightsRef) -> None:
         """The student's, wherever it samples."""
         self._version = weights.version
         for sampler in (self.student, *self._mixed.values()):
             sampler.load(weights)
+
+    def close(self) -> None:
+        self._spec.sampler.close(self._own)
 
     @property
     def _dtype(self) -> torch.dtype | None:

@@ -95,6 +95,8 @@ class Sampler:
             self._room, self._ends = max(self._room, roomy), ends
             dtype = getattr(torch, self._kind.dtype) if self._kind.dtype else None
             copy = self.model.inference_copy(dtype)
+            if self._opened is not None:
+                self._kind.close(self._opened)
             self._opened = self._kind.open(copy, self._room, merge_stop=ends[0])
         return self._opened
 

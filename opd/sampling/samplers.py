@@ -22,6 +22,7 @@ class SamplerKind(Choice):
     family = "sampler"
     key = "engine"
     mixes: ClassVar[bool] = False  # whether a teacher can read along: `rollout.teacher_mix`
+    on_ranks: ClassVar[bool] = True  # whether each of several ranks can have its own
 
     dtype: Dtype | None = Field(None, description="default: the student's")
 
@@ -38,6 +39,22 @@ class SamplerKind(Choice):
     def manner(self, sampler: TokenSampler) -> str:
         """How one that it opened goes about it, where that is slower than usual."""
         return ""
+
+    def close(self, sampler: TokenSampler) -> None:
+        """End what one that it opened has running beside this process."""
+
+    def beside(self) -> SamplerKind:
+        """What models that do not learn sample with: a teacher that answers or is evaluated."""
+        return self
+
+    def notes(self) -> Iterable[str]:
+        """What a plan should say about it."""
+        return ()
+
+    @property
+    def corrects(self) -> bool:
+        """Whether terms that weigh by ratios get a correction: its log-probs are not the trainer's."""
+        return False
 
     def sequences(self) -> int:
         """How many it holds at once, as far as the plan can tell."""

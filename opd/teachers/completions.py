@@ -72,7 +72,7 @@ class CompletionsTeacher:
             "temperature": 0.0,
             "prompt_logprobs": k,
         }
-        found = self._remote.json("POST", "/v1/completions", body)
+        found = self._remote.json("POST", "/v1/completions", body, load=len(ids))
         try:
             entries = found["choices"][0]["prompt_logprobs"]
             listed = [None if entry is None else _listed(entry) for entry in entries]

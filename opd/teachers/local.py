@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from opd.divergences import Projection
 from opd.models.language_model import LanguageModel
 from opd.teachers.scoring import Page, ScoringTeacher
+from opd.types import Rendered, SignalNeed
 
 
 class LocalTeacher(ScoringTeacher):
@@ -29,6 +32,16 @@ class LocalTeacher(ScoringTeacher):
 
     def hidden(self, page: Page) -> Tensor:
         return self._model.predict(page).hidden
+
+    def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
+        fresh = [not self.is_known(ids, need) for _, ids in asked]
+        turns = self._model.passes([ids for (_, ids), new in zip(asked, fresh, strict=True) if new])
+        for (texts, ids), new in zip(asked, fresh, strict=True):
+            if new:
+                next(turns)
+            yield self._values(texts, need, ids)
+        for _ in turns:  # none are left; where other ranks have more of them, this one joins in
+            pass
 
     @property
     def width(self) -> int:

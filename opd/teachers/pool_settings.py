@@ -12,6 +12,15 @@ from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.text import bytes_in_words
 
 
+def movable(kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
+    """Models of frozen teachers alone, which can be anywhere while others score."""
+    staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
+    waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads())
+    return list(
+        dict.fromkeys(ref for ref in waiting if ref not in staying and ref.device is None and ref.quantise is None)
+    )
+
+
 class TeacherPool(BaseModel):
     model_config = SETTINGS
     resident: Positive | None = Field(
@@ -26,12 +35,8 @@ class TeacherPool(BaseModel):
 
     def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
         """Models that come and go; none where all have room. What another kind reads, is quantised or has a `device` stays."""
-        staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
-        waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads())
-        coming = dict.fromkeys(
-            ref for ref in waiting if ref not in staying and ref.device is None and ref.quantise is None
-        )
-        return list(coming) if self.resident is not None and self.resident < len(coming) else []
+        coming = movable(kinds)
+        return coming if self.resident is not None and self.resident < len(coming) else []
 
     def describe(self, sizes: Sequence[int], device: str) -> str:
         """In words, of models that come and go, in bytes; empty where all are resident."""

@@ -58,7 +58,7 @@ class PoolingTeacher(ScoringTeacher):
             "add_special_tokens": False,
         }
         try:
-            raw, _ = self._remote.bytes("POST", "/pooling", body)
+            raw, _ = self._remote.bytes("POST", "/pooling", body, load=len(ids))
         except RemoteError as error:
             if "answered with 404" in str(error) or "pooler-config" in str(error):
                 raise RemoteError(f"{error} It does not give hidden states as it was started. {START}") from None

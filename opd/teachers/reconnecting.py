@@ -24,20 +24,24 @@ class Constancy:
         self._probe: Probe | None = None
 
     def open(self, avoid: tuple[int, ...]) -> None:
-        """Ask twice: a server that answers one text in two ways is told at once."""
+        """Ask twice: a server that answers one text in two ways is told at once, as are two that serve different models."""
         probe = Probe(self._teacher, self._size, avoid=avoid, tolerance=self._tolerance)
-        probe.check(self._teacher)
+        for place in self._remote.places:
+            place.used = True
+        self._remote.check_used(lambda: probe.check(self._teacher))
         self._probe = probe
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """What was answered counts only if the server is still the same one: it may have been restarted with nobody looking."""
-        yield
         probe, self._probe = self._probe, None  # while it is scored itself
         if probe is None:
+            yield
             return
         try:
-            probe.check(self._teacher)
+            self._remote.take_back(lambda: probe.check(self._teacher))
+            yield
+            self._remote.check_used(lambda: probe.check(self._teacher))
         finally:
             self._probe = probe
 

@@ -167,10 +167,15 @@ class ScoringTeacher:
             *self._fitting(texts[middle:], need, ids[middle:]),
         ]
 
+    @staticmethod
+    def is_known(ids: Sequence[str], need: SignalNeed) -> bool:
+        """Whether the hidden states of these rollouts come with what is asked, so that no pass is needed."""
+        return need.hidden is not None and all(name in need.hidden for name in ids)
+
     @torch.no_grad()
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         page = Page.of(texts, self.device)
-        if need.hidden is not None and all(name in need.hidden for name in ids):
+        if need.hidden is not None and self.is_known(ids, need):
             hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
         else:
             hidden_ND = self.hidden(page)

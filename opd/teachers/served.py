@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opd.errors import RemoteError, ServerAway, TokenizerMismatch
-from opd.remote import HttpAddress, Remote, Variable
+from opd.remote import Addresses, Remote, Variable
 from opd.settings import Positive, StageView, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
@@ -62,7 +62,9 @@ class ServedTeacher(TeacherKind):
     name = "served"
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
-    address: HttpAddress = Field(description="where `opd serve` listens: http://HOST:PORT")
+    address: Addresses = Field(
+        description="where `opd serve` listens: http://HOST:PORT; or several that serve the same"
+    )
     model: Word = Field(description="what it is called there")
     token_env: Variable | None = Field(
         "OPD_TOKEN", description="the environment variable that holds the server's token"
@@ -82,7 +84,7 @@ class ServedTeacher(TeacherKind):
 
     @property
     def title(self) -> str:
-        return f"{self.model} at {self.address}"
+        return f"{self.model} at {', '.join(self.address)}"
 
     def connect(self, around: Surroundings, patience: float | None = None) -> Remote:
         return Remote(
@@ -102,12 +104,12 @@ class ServedTeacher(TeacherKind):
             facts = ServedFacts.model_validate(found)
         except ValidationError as error:
             raise RemoteError(
-                f"{self.address}: what it says about {self.model!r} cannot be read ({error.error_count()} mistakes, the first at "
+                f"{remote.address}: what it says about {self.model!r} cannot be read ({error.error_count()} mistakes, the first at "
                 f"{'.'.join(map(str, error.errors()[0]['loc']))}). Is it `opd serve`?"
             ) from None
         if facts.protocol != PROTOCOL:
             raise RemoteError(
-                f"{self.address} speaks protocol {facts.protocol}, and this is {PROTOCOL}. Use the same version of opd on both sides."
+                f"{remote.address} speaks protocol {facts.protocol}, and this is {PROTOCOL}. Use the same version of opd on both sides."
             )
         return facts
 

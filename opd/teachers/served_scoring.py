@@ -56,11 +56,15 @@ class ServedScorer(ScoringTeacher):
             )
         self.fingerprint = facts.tokenizer
         self._weight, self._bias = self._head(supplies.around.directory)
-        self._instances = {facts.instance}
+        self._known, self._seen = {facts.instance}, set[str]()  # processes that serve it, and those that have answered
+        self._checking = True  # what is asked now is not checked itself
         self._probe = Probe(
             self, supplies.student.size, avoid=self.stop_ids, tolerance=0.0 if self._exact else ROUNDING
         )
-        self._probe.check(self)
+        for place in self._remote.places:
+            place.used = True
+        self._remote.check_used(self._is_the_same)
+        self._checking = False
 
     # Scoring
 
@@ -81,9 +85,18 @@ class ServedScorer(ScoringTeacher):
                 f"{self._remote.address} takes {most} texts in one request, and {len(long[0])} are to be scored together. Lower "
                 f"teachers.{self.name}.batch_tokens, or start it with --max-sequences {len(long[0])}."
             )
-        found = self._remote.map([partial(self._values, texts, need, ids) for texts, ids in asked])
-        if len(self._instances) > 1:
-            self._is_the_same()
+        calls = [partial(self._values, texts, need, ids) for texts, ids in asked]
+        if self._checking:
+            return self._remote.map(calls)
+        self._checking = True
+        try:
+            self._remote.take_back(self._is_the_same)
+            found = self._remote.map(calls)
+            if not self._seen <= self._known:
+                self._remote.check_used(self._is_the_same)
+                self._known |= self._seen  # of one that is away again: its weights are what their hash says
+        finally:
+            self._checking = False
         return found
 
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
@@ -115,10 +128,14 @@ class ServedScorer(ScoringTeacher):
 
     def _ask(self, question: ScoreQuestion, texts: Sequence[Rendered]) -> dict[str, Tensor]:
         body, headers = self._remote.bytes(
-            "POST", f"/models/{self._kind.model}/score", write_question(question, texts), accept=FRAME
+            "POST",
+            f"/models/{self._kind.model}/score",
+            write_question(question, texts),
+            accept=FRAME,
+            load=sum(text.length for text in texts),
         )
         self._require_weights(headers.get(WEIGHTS_HEADER, "none"))
-        self._instances.add(headers.get(INSTANCE_HEADER, ""))
+        self._seen.add(headers.get(INSTANCE_HEADER, ""))
         try:
             tensors = read_answer(body)
         except WireError as error:
@@ -145,7 +162,7 @@ class ServedScorer(ScoringTeacher):
             )
 
     def _is_the_same(self) -> None:
-        """After a restart: the same facts, and the same answers to the probe."""
+        """Of another process: the same facts, and the same answers to the probe."""
         facts = self._kind.facts(self._remote)
         self._require_weights(facts.weights)
         told = {"instance", "limits"}
@@ -154,7 +171,7 @@ class ServedScorer(ScoringTeacher):
                 f"teacher {self.name!r}: {self._kind.title} was started again with another dtype, device or head. Start it as it was, "
                 "and resume the run."
             )
-        self._instances = {facts.instance}
+        self._known.add(facts.instance)
         self._probe.check(self)
 
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -228,7 +228,9 @@ def _template(
 
 
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
-    """Cosine between some weights of the two; None where no tensors have the same shapes."""
+    """Cosine between some weights of the two; None where no tensors have the same shapes, or nobody has them whole."""
+    if model.spread:
+        return None
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
     before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
     plain = {key: value for key, value in model.module.named_parameters() if len(stored_parts(value)) == 1}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from opd.errors import RemoteError
-from opd.remote import HttpAddress, Remote, Variable
+from opd.remote import Addresses, Remote, Variable
 from opd.settings import Address, Dtype, Positive, StageView, Word
 from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ForeignTeacher(TeacherKind):
     """What the two have in common: an address, the name a model has there, and where its tokenizer is read from here."""
 
-    address: HttpAddress = Field(description="of the server: http://HOST:PORT")
+    address: Addresses = Field(description="of the server: http://HOST:PORT; or of several that serve the same")
     model: Word = Field(description="what it is called there")
     revision: Word | None = None
     token_env: Variable | None = Field(
@@ -40,8 +40,8 @@ class ForeignTeacher(TeacherKind):
 
     @field_validator("address")
     @classmethod
-    def _http(cls, value: str) -> str:
-        return value.removesuffix("/v1")
+    def _http(cls, value: list[str]) -> list[str]:
+        return [one.removesuffix("/v1") for one in value]
 
     @property
     def local(self) -> str:
@@ -50,7 +50,7 @@ class ForeignTeacher(TeacherKind):
 
     @property
     def title(self) -> str:
-        return f"{self.model} at {self.address}"
+        return f"{self.model} at {', '.join(self.address)}"
 
     def connect(self, around: Surroundings) -> Remote:
         return Remote(
@@ -69,12 +69,12 @@ class ForeignTeacher(TeacherKind):
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise RemoteError(
-                f"{self.address}: GET /v1/models was not answered with a list of models. Is it the right server?"
+                f"{remote.address}: GET /v1/models was not answered with a list of models. Is it the right server?"
             )
         by_name = {entry.get("id"): entry for entry in entries}
         if self.model not in by_name:
             raise RemoteError(
-                f"{self.address} has no model {self.model!r}; it has {', '.join(map(str, by_name)) or 'none'}. Correct `model`."
+                f"{remote.address} has no model {self.model!r}; it has {', '.join(map(str, by_name)) or 'none'}. Correct `model`."
             )
         length = by_name[self.model].get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None

@@ -11,8 +11,6 @@ import torch
 from opd.models.packing import Pack, pack
 from opd.types import Rollout
 
-MICRO_TOKENS = 4096  # where nothing else is chosen
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -31,8 +29,8 @@ def micro_batches(
 class MicroBudget:
     """Tokens of one micro-batch. `told` hears of a new budget."""
 
-    def __init__(self, tokens: int | None = None, told: Callable[[int], None] = lambda tokens: None) -> None:
-        self.tokens, self._told = tokens or MICRO_TOKENS, told
+    def __init__(self, tokens: int, told: Callable[[int], None] = lambda tokens: None) -> None:
+        self.tokens, self._told = tokens, told
 
     def repeat(self, attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
         """What `attempt` gives, with a budget that it fits into. `undo`: forget what it did before it failed.

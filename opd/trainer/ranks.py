@@ -22,10 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from opd.config import Stage, Train
+from opd.config.cluster import Cluster
 from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
 from opd.models.sharded import ShardedModel
+from opd.models.spread import load_spread
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
 from opd.teachers.of_student import SPREAD
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
+HYBRID = ("replicate", "shard")
 LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
 _RUNS = count()  # of this process
 FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
@@ -77,6 +80,12 @@ class Ranks(World):
             raise RecipeError(
                 "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
                 "one process."
+            )
+        self._group(spec.cluster)
+        if not spec.sampler.on_ranks:
+            raise RecipeError(
+                f"sampler.engine {spec.sampler.name} with several ranks: its engines take their weights from one process. Set engine: "
+                "builtin, or run in one process."
             )
         for name, kind in spec.teachers.items():
             if kind.is_student_now:
@@ -169,9 +178,27 @@ class Ranks(World):
             loads[rank] += sizes[unit]
         return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
 
-    def shard(self, student: LanguageModel) -> LanguageModel:
-        mesh = init_device_mesh(student.device.type, (self.size,))
+    def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
+        group = self._group(cluster)
+        sizes, names = ((self.size,), ("shard",)) if group == self.size else ((self.size // group, group), HYBRID)
+        mesh = init_device_mesh(student.device.type, sizes, mesh_dim_names=names)
         return ShardedModel(student, mesh, self.most, self.leads)
+
+    def _group(self, cluster: Cluster) -> int:
+        """Ranks that share one copy of what is trained."""
+        if cluster.shard == "full":
+            return self.size
+        group = cluster.group or int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if self.size % group:
+            raise RecipeError(
+                f"cluster.shard hybrid: {self.size} ranks do not make groups of {group}. Set cluster.group to a divisor, or "
+                "start another number of ranks."
+            )
+        return group
+
+    def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
+        mesh = init_device_mesh(torch.device(device).type, (self.size,))
+        return load_spread(name, dtype=dtype, device=device, revision=revision, mesh=mesh, most=self.most)
 
     def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
         return ShardedOptimiser(parameters, train)

@@ -42,7 +42,8 @@ def ask(
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]
     own = [rollout for rollout in rest if rollout.id in mine]
-    answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own else []
+    together = teacher.model is not None and teacher.model.spread  # over ranks, which then score side by side
+    answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own or together else []
     said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
     known |= run.world.exchange(said, hidden=kind == "hidden")
     for rollout in rest:

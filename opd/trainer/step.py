@@ -85,7 +85,7 @@ def train_step(
     train, domains, world = train or Train(), teacher_of or {}, world or World()
     owners = batch.teacher_of or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
     device, mine = student.device, {rollout.id for rollout in world.deal(batch.rollouts)}
-    budget = budget or MicroBudget(train.micro_tokens)
+    budget = budget or MicroBudget(train.micro_budget)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=train.precision == "autocast")
 
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:

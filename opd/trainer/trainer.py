@@ -51,7 +51,7 @@ class Trainer:
         self._refuse()
         self.optimiser = self.world.optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
-        self._budget = MicroBudget(self.train.micro_tokens, told)
+        self._budget = MicroBudget(self.train.micro_budget, told)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
 
     def _require_precision(self) -> None:

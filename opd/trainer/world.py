@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a recipe is read, and refused, before torch is needed
     import torch
 
     from opd.config import Stage, Train
+    from opd.config.cluster import Cluster
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
     from opd.objective.batch import TrainingBatch
@@ -73,9 +74,15 @@ class World:
 
     # Models
 
-    def shard(self, student: LanguageModel) -> LanguageModel:
+    def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
         """The student to train. Copies of it have to be made before."""
         return student
+
+    def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
+        """A frozen model of which every rank reads a part. One process reads it whole."""
+        from opd.models import load_model
+
+        return load_model(name, dtype=dtype, device=device, revision=revision)
 
     def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
         from opd.trainer.optimiser import Optimiser

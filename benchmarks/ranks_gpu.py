@@ -1,0 +1,118 @@
+"""A step in one process beside a step on ranks of FSDP2: seconds and peak memory, and what the plan says about memory.
+
+    python benchmarks/ranks_gpu.py --models DIR
+    torchrun --nproc-per-node 1 benchmarks/ranks_gpu.py --models DIR
+
+Models and cases are those of `benchmarks/step_gpu.py`. The first writes `alone`, the second `ranks` into the same file,
+benchmarks/results/ranks-cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from step_gpu import CASES, RESULTS, ForcedLengths, Phases, lengths, prompt_rows, save_model
+
+from opd.runner.run import joined, launched
+
+
+def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, world: Any) -> Any:
+    from dataclasses import replace
+
+    from opd.config import load_recipe
+    from opd.runner.stage import StageRun
+    from opd.store import RolloutStore
+
+    case = CASES[arguments.case]
+    source = directory / "prompts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(case)), encoding="utf-8")
+    recipe = {
+        "student": save_model(case.student, arguments.models, arguments.device),
+        "teachers": {
+            f"teacher{number}": {
+                "model": save_model(case.teacher, arguments.models, arguments.device),
+                "batch_tokens": 16_384,
+            }
+            for number in range(case.teachers)
+        },
+        "prompts": str(source),
+        "rollout": {"prompts": case.prompts, "max_new_tokens": case.new_tokens},
+        "objective": {"form": "direct", "divergence": "reverse_kl"},
+        "train": {"steps": 100, "lr": 1e-6, "micro_tokens": 16_384},
+        "eval": {"prompts": 0},
+        "device": arguments.device,
+    }
+    run = StageRun(
+        load_recipe(recipe, arguments.set).stages[0],
+        RolloutStore(directory / "rollouts"),
+        str,
+        check_stop=lambda: None,
+        on_phase=phases,
+        on_token=lambda: None,
+        world=world,
+    )
+    if world.size == 1:  # else each rank has some of the requests, and other lengths would be forced on them
+        forced = ForcedLengths(run.engine, lengths(case))
+        run.trajectories.desk = replace(run.trajectories.desk, student=forced)
+    return run
+
+
+def predicted(stage: Any, case: Any, ranks: int, device: str) -> dict[str, int]:
+    """Of the plan, in bytes by part."""
+    from opd.cluster.placement import Placement, group_of, rank_memory
+    from opd.cluster.plan import task_of
+    from opd.runner.cost import DEVICES, Device
+
+    paper = DEVICES["h200"] if device != "cpu" else Device("cpu", 1 << 40, 1e11, 1e10)
+    task = task_of(stage, str, {}, paper, max(case.prompt_tokens))
+    return rank_memory(task, Placement(True, ranks, group_of(stage, ranks)), launched())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--case", choices=CASES, default="equal")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe settings")
+    parser.add_argument("--models", type=Path, required=True, help="where random models are kept")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    out = arguments.out or RESULTS / f"ranks-{arguments.device}.json"
+    from opd.trainer.step import run_step
+
+    phases, samples = Phases(arguments.device), []
+    with tempfile.TemporaryDirectory() as directory, joined() as world:
+        run = open_stage(arguments, Path(directory), phases, world)
+        for step in range(1, arguments.warm + arguments.steps + 1):
+            phases.reset()
+            run_step(run, step)
+            samples.append(phases.result())
+        plan = predicted(run.spec, CASES[arguments.case], world.size, arguments.device)
+        kept = samples[arguments.warm :]
+        found = {
+            "ranks": world.size,
+            "seconds": {
+                key: statistics.median(sample["seconds"][key] for sample in kept) for key in kept[0]["seconds"]
+            },
+            "peak_gib": max(max(sample["peak_gib"].values()) for sample in kept),
+            "plan_gib": sum(plan.values()) / 2**30,
+            "plan": plan,
+        }
+        if world.leads:
+            before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            report = before | {"ranks" if launched() else "alone": found}
+            if report.keys() >= {"alone", "ranks"}:
+                report["slower"] = report["ranks"]["seconds"]["total"] / report["alone"]["seconds"]["total"] - 1
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

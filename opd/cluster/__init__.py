@@ -1,0 +1,1 @@
+"""Many devices: what a run would cost on them (`opd cluster plan`)."""

@@ -1,0 +1,235 @@
+"""What a step costs on paper: memory of a device, bytes that are moved, seconds. One model of it for every plan. No torch here.
+
+Sizes of parts that are there anyway (weights, masters, moments, caches) are counted; activations are a rule of thumb, about 34
+widths per layer and token. Times are operations and bytes divided by what a device is known for, times what is reached of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from opd.config import Stage
+from opd.config.stage import WEIGHTS
+from opd.settings import Dtype
+from opd.teachers.kinds import ModelRef
+
+BYTES = {"float32": 4, "bfloat16": 2}
+QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes per weight, scales included
+MOMENTS = 8  # bytes of AdamW's two, per weight that is trained
+CHUNKS = 5 * (64 << 20)  # of logits that the loss looks at, at most
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the cost of a model depends on."""
+
+    parameters: int
+    width: int
+    layers: int
+    vocabulary: int
+    key_values: int  # numbers that a layer keeps per token
+    active: int  # parameters that one token goes through
+    tied: bool = True
+
+    @classmethod
+    def of(cls, config: Any, parameters: int, active: int | None = None) -> ModelShape:
+        """Of a model's config: an object of transformers."""
+        width, layers, vocabulary = (
+            int(getattr(config, name)) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+        )
+        # recurrent models have no heads, and state of about a width
+        queries = int(getattr(config, "num_attention_heads", None) or 1)
+        heads = int(getattr(config, "num_key_value_heads", None) or queries)
+        head = int(getattr(config, "head_dim", None) or width // queries)
+        tied = bool(config.tie_word_embeddings)
+        return cls(parameters, width, layers, vocabulary, 2 * heads * head, active or parameters, tied)
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside the layers: embedding and head."""
+        return self.head * (1 if self.tied else 2)
+
+    @property
+    def layer(self) -> int:
+        return max(self.parameters - self.outside, 0) // self.layers
+
+    def stored(self, each: int, quantise: str | None = None) -> int:
+        """Bytes of its weights. Quantised are layers, not the head."""
+        if quantise is None:
+            return self.parameters * each
+        return self.outside * each + int((self.parameters - self.outside) * QUANTISED[quantise])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over how many ranks a step is spread, and what is elsewhere."""
+
+    ranks: int = 1
+    group: int = 1  # ranks that share one copy of what is trained
+    sharded: bool = False  # by FSDP, which also one rank can be
+    samples: bool = True  # on the ranks themselves
+    teachers: str = "whole"  # shard: over the ranks
+
+
+ALONE = Spread()
+
+
+def teachers_held(
+    stage: Stage, usual: Dtype, models: Iterable[ModelRef], shape_of: Callable[[ModelRef], ModelShape], student: int
+) -> dict[str, int]:
+    """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
+
+    Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
+    """
+    lora = stage.student.lora is not None
+    paged = paged_sizes(stage, usual, shape_of)
+    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)} if lora else set()
+    held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
+    held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
+    for ref in sorted(set(models) - paged.keys() - own, key=str):
+        shape, each = shape_of(ref), BYTES[ref.dtype or usual]
+        held[ref.device or ""] = held.get(ref.device or "", 0) + shape.stored(each, ref.quantise)
+        if ref.device is not None:
+            held[""] += shape.head * each
+    return held
+
+
+def paged_sizes(stage: Stage, usual: Dtype, shape_of: Callable[[ModelRef], ModelShape]) -> dict[ModelRef, int]:
+    """Bytes of each model that comes and goes."""
+    return {ref: shape_of(ref).stored(BYTES[ref.dtype or usual]) for ref in stage.pool.paged(stage.teachers)}
+
+
+def memory(
+    stage: Stage, precision: str, student: ModelShape, trained: int, teachers: int, longest: int, spread: Spread = ALONE
+) -> dict[str, int]:
+    """Bytes of what is alive at once on one device. `longest`: tokens of a sequence; `teachers`: bytes of theirs."""
+    own = WEIGHTS[precision]
+    each, half, lora = BYTES[own], precision != "float32", stage.student.lora is not None
+    kept = 4 if half and not lora and precision == "mixed" else 0  # a master for every weight
+    gradient = each if precision == "bfloat16" else 4
+    step = stage.rollout.prompts * stage.rollout.samples * longest
+    tokens = max(min(stage.train.micro_budget, -(-step // spread.ranks)), longest)
+    activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
+    activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
+    merged = student.parameters * each if lora else 0  # on its way to the sampler, after the activations have gone
+    found = {
+        "weights": student.parameters * each // (1 if lora else spread.group),
+        "gradients and AdamW": trained * (gradient + kept + MOMENTS) // spread.group,
+        "teachers": teachers,
+        "activations": max(activations, merged),
+        "sampler": _sampler(stage, student, own, longest, spread),
+    }
+    if (
+        spread.sharded and not lora
+    ):  # the root while it passes, one layer and the next; gradients before they are summed
+        found["gathered"] = (student.outside + 2 * student.layer) * each + (student.outside + student.layer) * 4
+    return found
+
+
+def _kept_per_token(stage: Stage, student: ModelShape) -> int:
+    return student.width * student.layers * (2 if stage.student.gradient_checkpointing else 34)
+
+
+def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: Spread) -> int:
+    """Slots for keys and values; and a copy of the weights, unless it shares those that train."""
+    if not spread.samples:
+        return 0
+    each = BYTES[stage.sampler.dtype or own]
+    slots = stage.sampler.sequences()
+    lora = stage.student.lora is not None
+    copied = lora or spread.sharded or stage.sampler.dtype not in (None, own)
+    return slots * longest * student.key_values * student.layers * each + (student.parameters * each if copied else 0)
+
+
+def in_short(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GPU is known for."""
+
+    name: str
+    memory: int  # bytes
+    flops: float  # of dense bf16 products, per second
+    bandwidth: float  # bytes per second of its own memory
+    link: float = 50e9  # bytes per second to other machines
+    reached: float = 0.4  # of the products, in training and scoring
+
+    @property
+    def usable(self) -> int:
+        """The rest is the driver's, and gaps between tensors."""
+        return int(0.9 * self.memory)
+
+
+DEVICES = {
+    "a100": Device("a100", 80 << 30, 312e12, 2.0e12, 25e9),
+    "h100": Device("h100", 80 << 30, 989e12, 3.35e12),
+    "h200": Device("h200", 141 << 30, 989e12, 4.8e12),
+    "b200": Device("b200", 180 << 30, 2250e12, 8.0e12),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step."""
+
+    rollouts: int
+    prompt: int  # tokens of one
+    response: int
+    updates: int = 1  # passes over each batch
+    recomputes: bool = False
+
+    @classmethod
+    def of(cls, stage: Stage, prompt: int) -> Work:
+        rollouts = stage.rollout.prompts * stage.rollout.samples
+        recomputes = stage.student.gradient_checkpointing
+        return cls(rollouts, prompt, stage.rollout.max_new_tokens, stage.train.epochs, recomputes)
+
+    @property
+    def tokens(self) -> int:
+        return self.rollouts * (self.prompt + self.response)
+
+
+def sampling_seconds(work: Work, student: ModelShape, each: int, device: Device, gpus: int, replicas: int) -> float:
+    """Every token reads all weights that it goes through once per replica, and what it attends to; prompts are read at once."""
+    own = -(-work.rollouts // replicas)  # of one replica, side by side as far as memory goes
+    room = max(gpus * device.usable - student.parameters * each, device.usable // 10)
+    cache = student.key_values * student.layers * 2 * (work.prompt + work.response)
+    width = max(min(own, room // max(cache, 1)), 1)
+    rounds = own / width
+    read = min(student.active * width, student.parameters) * each + width * cache // 2
+    token = max(read / (gpus * device.bandwidth), 2 * student.active * width / (gpus * device.flops * device.reached))
+    prefill = 2 * student.active * own * work.prompt / (gpus * device.flops * device.reached)
+    return rounds * work.response * token / 0.6 + prefill
+
+
+def scoring_seconds(tokens: float, teacher: ModelShape, device: Device, gpus: int) -> float:
+    return 2 * teacher.active * tokens / (gpus * device.flops * device.reached)
+
+
+def update_seconds(work: Work, student: ModelShape, device: Device, ranks: int) -> float:
+    """Forward, and twice that backward; forward again where layers are recomputed, and once more before several passes."""
+    passes = work.updates * (8 if work.recomputes else 6) + (2 if work.updates > 1 else 0)
+    return passes * student.active * work.tokens / (ranks * device.flops * device.reached)
+
+
+def gradient_bytes(stage: Stage, work: Work, student: ModelShape, trained: int, each: int, spread: Spread) -> float:
+    """That one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch."""
+    if spread.ranks == 1:
+        return 0.0
+    micro = max(stage.train.micro_budget, work.prompt + work.response)
+    passes = work.updates * max(-(-work.tokens // (spread.ranks * micro)), 1)
+    share = (spread.group - 1) / spread.group
+    gathered = 0 if stage.student.lora is not None else 2 * student.parameters * each
+    between = 2 * trained * 4 / spread.group * (1 - spread.group / spread.ranks)  # replicas sum their shards
+    return passes * (share * (gathered + trained * 4) + between)

@@ -1,0 +1,109 @@
+"""vLLM as the sampler: its settings. Sampling is faster and scales out; draws are no longer ours. No torch here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from opd.remote import HttpAddress, Variable
+from opd.sampling.samplers import BuiltInSampler, SamplerKind
+from opd.settings import Address, Positive, StageView, Word
+from opd.shorthand import OneOrMany
+from opd.types import TokenSampler
+
+if TYPE_CHECKING:
+    from opd.models.language_model import LanguageModel
+    from opd.sampling.graphs import Partner
+
+
+class VllmSampler(SamplerKind):
+    """Engines in processes of their own, started here or elsewhere; they get the student's weights after every update."""
+
+    name = "vllm"
+    on_ranks = False
+
+    python: Address | None = Field(
+        None, description="of the environment that has vLLM, to start engines with; default: the one that runs opd"
+    )
+    replicas: int = Field(1, ge=1, le=64, description="engines started here")
+    devices: list[Word] | None = Field(
+        None, min_length=1, max_length=64, description="CUDA_VISIBLE_DEVICES of each replica; default: as it is here"
+    )
+    address: Annotated[list[HttpAddress], OneOrMany()] = Field(
+        default_factory=list, max_length=64, description="of engines that run already, instead of starting any"
+    )
+    token_env: Variable = Field("OPD_TOKEN", description="the variable that holds their token; of `address`")
+    slots: Positive = Field(256, le=65_536, description="sequences that an engine decodes side by side")
+    parallel: int = Field(1, ge=1, le=64, description="GPUs of one engine (tensor_parallel_size)")
+    memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory for weights and cache of an engine")
+    cache: Positive | None = Field(None, le=4096, description="GiB of an engine's cache, on CPUs; default: vLLM's")
+    eager: bool = Field(False, description="neither compile nor record graphs: starts sooner, samples slower")
+    correct: bool = Field(
+        True, description="terms that weigh by ratios and name no correction get tis: log-probs of two engines differ"
+    )
+    tolerance: float = Field(
+        0.2, gt=0, le=10, description="nats, on average, by which an engine's log-probs may differ from the trainer's"
+    )
+    patience: float = Field(600.0, ge=0, le=31_536_000, description="seconds without any engine before the run ends")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> VllmSampler:
+        if self.address and (self.python is not None or self.replicas != 1 or self.devices is not None):
+            raise ValueError("`address` names engines that run already, so python, replicas and devices do nothing")
+        if self.devices is not None and len(self.devices) != self.replicas:
+            raise ValueError(f"{len(self.devices)} devices for {self.replicas} replicas: name one for each")
+        if len(set(self.address)) < len(self.address):
+            raise ValueError("an address comes twice")
+        return self
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or sys.executable
+
+    @property
+    def corrects(self) -> bool:
+        return self.correct
+
+    def open(
+        self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
+    ) -> TokenSampler:
+        from opd.sampling.vllm_engine import VllmEngine
+
+        return VllmEngine(model, self, max_length, merge_stop=merge_stop)
+
+    def beside(self) -> SamplerKind:
+        return BuiltInSampler(dtype=self.dtype)
+
+    def close(self, sampler: TokenSampler) -> None:
+        from opd.sampling.vllm_engine import VllmEngine
+
+        assert isinstance(sampler, VllmEngine)
+        sampler.close()
+
+    def sequences(self) -> int:
+        return 0  # in memory of their own
+
+    def notes(self) -> Iterable[str]:
+        count = len(self.address) or self.replicas
+        yield (
+            f"sampler: {count} vLLM engine{'s' if count > 1 else ''}, given the weights after every update. Lost beside the built-in "
+            "sampler: draws keyed by prompt and sample (a repeated run samples other answers) and checkpoint.resume: exact; an "
+            "interrupted answer goes on behind its last token, and the log-probs under a temperature other than 1 are unknown"
+        )
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if view.resume == "exact":
+            yield (
+                "checkpoint.resume exact draws unfinished answers again, token by token, and vLLM would draw others. Set "
+                "checkpoint.resume: prefill, or sampler.engine: builtin."
+            )
+        for term in view.terms if view.rollout.temperature != 1 else ():
+            if term.compares_with_sampler:
+                yield (
+                    f"rollout.temperature {view.rollout.temperature:g} with sampler.engine vllm and a {term.name} term, which needs the "
+                    "log-probs that tokens were drawn with: vLLM tells those at temperature 1. Set it to 1, or sampler.engine: builtin."
+                )

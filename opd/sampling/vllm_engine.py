@@ -1,0 +1,322 @@
+"""Samples through vLLM: one or several engines, each in a process of its own.
+
+    load      weights to every engine, and a fixed text that has to come out as it does here
+    sample    requests to the engine with the least to do; what a dead one had goes on elsewhere, behind its last token
+
+An engine that died is started again, or waited for, while the others work. Draws are vLLM's own: not keyed.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from opd.errors import OpdError, RemoteError, ServerAway, TrainingError
+from opd.models.language_model import LanguageModel
+from opd.remote import to_stderr
+from opd.sampling.export import WeightsFile
+from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
+from opd.sampling.vllm import VllmSampler
+from opd.sampling.vllm_probe import WeightsProbe
+from opd.sampling.vllm_replica import Replica, replicas_of
+from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
+
+STOPS = 128  # ids whose log-probs vLLM gives at every token
+AGAIN = 2.0  # seconds between two tries to have an engine back
+TRIES = 3  # times in a row that an engine of ours may die before it has weights
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. `ids`: of the response so far, its prefix included."""
+
+    request: SampleRequest
+    prompt: list[int]
+    ids: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """That an engine has to read and write for it, at most."""
+        return len(self.prompt) + self.request.sampling.max_new_tokens
+
+
+@dataclass(eq=False)
+class Lane:
+    """What one engine is doing for one call of `sample`."""
+
+    replica: Replica
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+
+    @property
+    def load(self) -> int:
+        return sum(ticket.tokens for ticket in self.tickets.values())
+
+
+class VllmEngine:
+    """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
+
+    def __init__(
+        self, model: LanguageModel, spec: VllmSampler, max_length: int, *, merge_stop: tuple[int, ...]
+    ) -> None:
+        check_context(model, max_length)
+        stop = [index for index in merge_stop if index < model.size]
+        if not 0 < len(stop) <= STOPS:
+            raise RemoteError(f"sampler.engine vllm takes 1 to {STOPS} stop ids, and there are {len(stop)}.")
+        self.model, self.max_length, self.version = model, max_length, -1
+        self._spec, self._busy, self.slots = spec, False, spec.slots
+        self._file = WeightsFile(model)
+        self._opening = {
+            "config": self._file.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
+            "stop_ids": stop, "slots": spec.slots, "parallel": spec.parallel, "memory": spec.memory, "cache": spec.cache, "eager": spec.eager,
+        }  # fmt: skip
+        self._probe = WeightsProbe(model, max_length, stop)
+        devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
+        self.replicas = replicas_of(
+            list(spec.address), spec.token_env, spec.interpreter, devices, self._file.path.parent
+        )
+        try:
+            self._each(self._open)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+        self._file.close()
+
+    # Weights
+
+    def load(self, weights: WeightsRef) -> None:
+        with ExitStack() as stack:
+            for replica in self.replicas:  # nobody is being given the weights before
+                stack.enter_context(replica.lock)
+            copy_weights(self.model, weights)
+            self._file.write()
+            self._probe.expect(weights.version)
+            self.version = weights.version
+            for replica in self.replicas:
+                replica.fresh = False
+        self._each(self._bring)
+
+    def _each(self, call: Callable[[Replica], None]) -> None:
+        """For all engines at once. One that is away is left out as long as another is there."""
+        until = time.monotonic() + (self._spec.patience if self._spec.address else 0)
+        while True:
+            with ThreadPoolExecutor(len(self.replicas), thread_name_prefix="vllm") as pool:
+                tries = [pool.submit(call, replica) for replica in self.replicas]
+            errors = [error for one in tries if (error := one.exception()) is not None]
+            all_away = len(errors) == len(self.replicas)
+            for error in errors:
+                if not isinstance(error, ServerAway) or (all_away and time.monotonic() >= until):
+                    raise error
+            if not all_away:
+                for error in errors:
+                    to_stderr(f"{error} Going on with the others")
+                return
+            time.sleep(AGAIN)
+
+    def _open(self, replica: Replica) -> None:
+        replica.start()
+        replica.ask("POST", "/open", self._opening)
+
+    def _bring(self, replica: Replica) -> None:
+        """It runs, has the newest weights, and is seen to use them."""
+        for left in reversed(range(TRIES)):
+            try:
+                with replica.lock:
+                    while not replica.fresh:
+                        self._open(replica)
+                        version = self.version
+                        replica.put(version, self._file.path)
+                        found = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
+                        self._probe.check(replica, found, self._spec.tolerance)
+                        replica.fresh = version == self.version
+                return
+            except ServerAway:
+                if not left:
+                    raise
+                time.sleep(AGAIN)
+
+    def revive(self, replica: Replica, tell: Callable[[str, Any], None]) -> None:
+        """In a thread of its own, while others work: it is `back`, or `gone` for good."""
+        until = time.monotonic() + self._spec.patience
+        while True:
+            try:
+                self._bring(replica)
+                return tell("back", None)
+            except ServerAway as error:
+                if time.monotonic() >= until:
+                    return tell("gone", error)
+            except OpdError as error:
+                return tell("gone", error)
+
+    # Sampling
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        if self._busy:
+            raise RuntimeError("this sampler is sampling already; finish or close that generator first")
+        self._busy = True
+        call = _Call(self)
+        try:
+            yield from call.run(requests)
+        finally:
+            call.close()
+            self._busy = False
+
+
+class _Call:
+    """One run of `VllmEngine.sample`."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine, self.session = engine, secrets.token_hex(8)
+        self.events: queue.Queue[tuple[str, Replica, Any]] = queue.Queue()  # what happened, where, and more about it
+        self.lanes: dict[Replica, Lane] = {}
+        self.waiting: deque[Ticket] = deque()
+        self.numbers, self.slots = 0, engine.slots
+        self.over = False
+        for replica in engine.replicas:
+            if replica.fresh:
+                self.join(replica)
+            else:
+                self.revive(replica)
+
+    def run(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        for request in requests:
+            sequence, prefix = sequence_ids(request, self.engine.max_length)
+            prompt = sequence[: sequence.size - prefix.size].tolist()
+            ticket = Ticket(request, prompt, prefix.tolist())
+            over = self.ended(ticket)
+            if over is None:
+                self.waiting.append(ticket)
+            else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
+                yield Finished(request.id, over)
+        while True:
+            self.hand_out()
+            if not self.waiting and not any(lane.tickets for lane in self.lanes.values()):
+                return
+            what, replica, more = self.events.get()
+            if what == "back":
+                self.join(replica)
+            elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
+                raise more
+            elif replica in self.lanes and what == "broken":
+                self.lose(replica, more)
+            elif replica in self.lanes and what == "line":
+                yield from self.read(self.lanes[replica], more)
+
+    def ended(self, ticket: Ticket) -> Any:
+        return why_over(ticket.ids, ticket.request.sampling, self.engine.model.tokenizer)
+
+    # Engines
+
+    def join(self, replica: Replica) -> None:
+        self.lanes[replica] = Lane(replica)
+        threading.Thread(target=self._listen, args=(replica,), daemon=True).start()
+
+    def _listen(self, replica: Replica) -> None:
+        try:
+            for line in replica.lines(self.session):
+                if self.over:
+                    return
+                self.events.put(("line", replica, line))
+        except ServerAway as error:
+            self.events.put(("broken", replica, error))
+        except RemoteError as error:
+            self.events.put(("gone", replica, error))
+
+    def lose(self, replica: Replica, error: ServerAway) -> None:
+        """Its requests go to others, behind the tokens that came from it."""
+        lane = self.lanes.pop(replica)
+        self.waiting.extendleft(reversed(lane.tickets.values()))
+        replica.fresh = False
+        to_stderr(f"{error} Its {len(lane.tickets)} answers under way go on elsewhere, or when it is back")
+        self.revive(replica)
+
+    def revive(self, replica: Replica) -> None:
+        def tell(what: str, more: Any) -> None:
+            self.events.put((what, replica, more))
+
+        threading.Thread(target=self.engine.revive, args=(replica, tell), daemon=True).start()
+
+    # Requests
+
+    def hand_out(self) -> None:
+        """Each to the engine with the fewest tokens to do; samples of one prompt together, since it is read once for them."""
+        given: dict[Replica, dict[str, Ticket]] = {}
+        lane, prompt = None, None
+        while self.waiting and self.lanes:
+            if lane is None or prompt != self.waiting[0].prompt or len(lane.tickets) >= self.slots:
+                lane = min(self.lanes.values(), key=lambda lane: lane.load)
+            if len(lane.tickets) >= self.slots:
+                break
+            self.numbers += 1
+            ticket = self.waiting.popleft()
+            prompt = ticket.prompt
+            lane.tickets[str(self.numbers)] = ticket
+            given.setdefault(lane.replica, {})[str(self.numbers)] = ticket
+        for replica, tickets in given.items():
+            wanted = [self.wish(name, ticket) for name, ticket in tickets.items()]
+            try:
+                replica.ask("POST", "/submit", {"session": self.session, "requests": wanted})
+            except ServerAway as error:
+                self.lose(replica, error)
+
+    def wish(self, name: str, ticket: Ticket) -> dict[str, Any]:
+        how = ticket.request.sampling
+        return {
+            "name": name, "ids": ticket.prompt + ticket.ids, "max_tokens": how.max_new_tokens - len(ticket.ids),
+            "temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k,
+            "stop_ids": list(how.stop_ids),
+        }  # fmt: skip
+
+    def read(self, lane: Lane, line: dict[str, Any]) -> Iterator[SampledToken | Finished]:
+        stopped = []
+        for name, token, logprob, stop in line["tokens"]:
+            ticket = lane.tickets.get(name)
+            if ticket is None:  # it was over one step ago
+                continue
+            request = ticket.request
+            if math.isnan(logprob):
+                raise TrainingError(
+                    f"request {request.id!r}: the policy's logits (version {line['version']}) are not finite."
+                )
+            ticket.ids.append(token)
+            yield SampledToken(request.id, token, logprob, _drawn(request, logprob), stop, line["version"])
+            over = self.ended(ticket)
+            if over is not None:
+                del lane.tickets[name]
+                if over == "stop" and token not in request.sampling.stop_ids:  # a string: the engine goes on
+                    stopped.append(name)
+                yield Finished(request.id, over)
+        if stopped:
+            self.abort(lane.replica, stopped)
+
+    def abort(self, replica: Replica, names: list[str] | None = None) -> None:
+        body = {"session": self.session} if names is None else {"session": self.session, "names": names}
+        try:
+            replica.ask("POST", "/abort", body)
+        except ServerAway:
+            return  # it has forgotten them already
+
+    def close(self) -> None:
+        self.over = True
+        for replica in self.lanes:
+            self.abort(replica)
+
+
+def _drawn(request: SampleRequest, logprob: float) -> float:
+    """Under the distribution drawn from, where that is known: vLLM tells the policy's own."""
+    how = request.sampling
+    if how.temperature == 0:
+        return 0.0
+    return logprob if how.temperature == 1 and how.top_p == 1 and how.top_k == 0 else math.nan

@@ -1,0 +1,61 @@
+"""Whether an engine elsewhere has the weights that it was given: a fixed text, scored there and here.
+
+An engine whose weights stayed behind answers in time and in shape. Only comparing tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from opd.errors import TrainingError
+from opd.models.attention import Packed
+from opd.models.language_model import LanguageModel
+from opd.sampling.draws import request_key, uniforms
+from opd.sampling.vllm_replica import Replica
+
+TEXTS, LENGTH = 8, 9  # 64 tokens are compared
+ROUNDING = 1e-3  # nats, on average, that two engines in fp32 stay well below
+GROWTH = 4.0  # times what an engine was first off by, which is its own rounding
+NEARER = 3.0  # times nearer to the weights before: it has those
+SEEN = 1e-4  # nats below which nobody can tell one from the other
+
+
+class WeightsProbe:
+    """`expect` reads the text with the model as it is now; `check` compares what an engine says."""
+
+    def __init__(self, model: LanguageModel, max_length: int, avoid: Sequence[int]) -> None:
+        self._model, self._version = model, -1
+        known = np.setdiff1d(np.arange(model.size), np.asarray(avoid))
+        length = min(LENGTH, max_length - 1)
+        draws = uniforms(request_key(0, "sampler probe", 0, 0), 0, TEXTS * length)
+        ids = known[(draws * known.size).astype(np.int64)].reshape(TEXTS, length)
+        self.texts: list[list[int]] = ids.tolist()
+        self._now = self._before = np.zeros(0)
+
+    @torch.no_grad()
+    def expect(self, version: int) -> None:
+        model, lengths = self._model, [len(text) for text in self.texts]
+        ids_T = torch.tensor(self.texts, device=model.device).flatten()
+        logits = model.project(model.hidden(ids_T, Packed.of(lengths, model.device))).logits().float()
+        found = logits.log_softmax(-1)[:-1].gather(-1, ids_T[1:, None])[:, 0].cpu().numpy().astype(np.float64)
+        first = np.cumsum([0, *lengths])[1:-1] - 1  # what would predict another text
+        self._before, self._now, self._version = self._now, np.delete(found, first), version
+
+    def check(self, replica: Replica, found: Sequence[Sequence[float]], tolerance: float) -> None:
+        said = np.array([value for text in found for value in text], dtype=np.float64)
+        gap = float(np.abs(said - self._now).mean()) if said.shape == self._now.shape else np.inf
+        allowed = tolerance if replica.noise is None else min(tolerance, max(ROUNDING, GROWTH * replica.noise))
+        before = float(np.abs(said - self._before).mean()) if self._before.size and gap > SEEN else np.inf
+        if gap <= allowed and before * NEARER >= gap:
+            replica.noise = gap if replica.noise is None else replica.noise
+            return
+        older = f"; from those it had before, by {before:.3g}" if np.isfinite(before) else ""
+        raise TrainingError(
+            f"sampler: vLLM at {replica.address} does not sample with the weights of version {self._version}: log-probs of a fixed text "
+            f"differ by {gap:.3g} nats on average from the trainer's (allowed {allowed:.3g}){older}. Its weights stayed behind, or it "
+            "computes something else. Nothing was sampled with them. Start the engines again and resume; sampler.tolerance is for "
+            "engines that round more."
+        )

@@ -1,0 +1,161 @@
+"""One vLLM engine behind `vllm_server.py`: its process, if it is ours, and what is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from opd.errors import RemoteError, ServerAway
+from opd.remote import token_of
+from opd.text import plain
+
+SERVER = Path(__file__).with_name("vllm_server.py")
+BEGIN = 60.0  # seconds for a process to say where it listens
+ANSWER = 1800.0  # seconds for an answer: an engine that starts compiles, large weights take time
+SILENCE = 60.0  # seconds without a line of a stream that sends one at least every five
+TAIL = 2000  # characters of a log that an error quotes
+TOKEN = "OPD_SAMPLER_TOKEN"
+
+
+class Replica:
+    """An engine at an address. All errors that a restart could mend are `ServerAway`."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address, self._token = address, token
+        self.fresh = False  # whether it has the newest weights, and was seen to use them
+        self.noise: float | None = None  # nats by which it differed from the trainer when it first had weights
+        self.lock = threading.Lock()  # of whoever gives it weights
+
+    def start(self) -> None:
+        """Have it run; one at an address does, or not."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+    def why_gone(self) -> str:
+        return ""
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        content = None if body is None else json.dumps(body).encode()
+        return self._read(method, path, content)
+
+    def put(self, version: int, file: Path) -> None:
+        with file.open("rb") as content:
+            self._read("PUT", f"/weights?version={version}", content, file.stat().st_size)
+
+    def _read(self, method: str, path: str, content: bytes | IO[bytes] | None, size: int | None = None) -> Any:
+        try:
+            with contextlib.closing(self._connection(ANSWER)) as connection:
+                headers = {} if size is None else {"Content-Length": str(size)}
+                connection.request(method, path, content, {**self._headers, **headers})
+                response = connection.getresponse()
+                found = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(method, path, error) from None
+        try:
+            answer = json.loads(found)
+        except ValueError:
+            raise RemoteError(
+                f"{self.address}: {method} {path} was answered with no JSON. Is it vllm_server.py?"
+            ) from None
+        if response.status != 200:
+            reason = plain(answer.get("error", answer), 600) if isinstance(answer, dict) else plain(answer, 600)
+            raise RemoteError(f"{self.address}: {method} {path} was answered with {response.status}: {reason}.")
+        return answer
+
+    def lines(self, session: str) -> Iterator[dict[str, Any]]:
+        """Of a stream, until it breaks: then `ServerAway`."""
+        path = f"/events?session={session}"
+        try:
+            with contextlib.closing(self._connection(SILENCE)) as connection:
+                connection.request("GET", path, headers=self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise RemoteError(f"{self.address}: GET {path} was answered with {response.status}.")
+                while line := response.readline():
+                    yield json.loads(line)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._away("GET", path, error) from None
+        raise self._away("GET", path, EOFError("the stream ended"))
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.address)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname or "", parts.port, timeout=timeout)
+
+    def _away(self, method: str, path: str, error: BaseException) -> ServerAway:
+        said = plain(error, 300) or type(error).__name__
+        return ServerAway(f"vLLM at {self.address}: {method} {path}: {said}.{self.why_gone()}")
+
+
+class OwnReplica(Replica):
+    """An engine in a process that this one starts, and that ends with it, however it ends."""
+
+    def __init__(self, python: str, devices: str | None, log: Path) -> None:
+        super().__init__("", secrets.token_urlsafe(32))
+        self._python, self._devices, self._log = python, devices, log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        environment = {**os.environ, TOKEN: self._token}
+        environment |= {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": self._devices}
+        command = [self._python, str(SERVER), "--port", "0", "--token-env", TOKEN, "--child"]
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                )  # fmt: skip
+        except OSError as error:
+            raise RemoteError(
+                f"sampler.python {self._python!r} cannot be started: {error.strerror}. Name the Python that has vLLM."
+            ) from None
+        assert self._process.stdout is not None
+        timer = threading.Timer(BEGIN, self._process.kill)
+        timer.start()
+        said = self._process.stdout.readline()
+        timer.cancel()
+        if not said:
+            raise RemoteError(f"sampler: vLLM did not start.{self.why_gone()}")
+        self.address = f"http://127.0.0.1:{json.loads(said)['port']}"
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the workers of its engine
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def why_gone(self) -> str:
+        ended = self._process is None or self._process.poll() is not None
+        tail = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
+        return f" Its process has ended; the end of its log:\n{plain(tail, TAIL)}" if ended and tail else ""
+
+
+def replicas_of(
+    address: list[str], token_env: str, python: str, devices: list[str | None], logs: Path
+) -> list[Replica]:
+    """Those at addresses, or else one process for each of `devices`."""
+    if address:
+        return [Replica(one, token_of(token_env, one) or "") for one in address]
+    return [OwnReplica(python, device, logs / f"vllm-{number}.log") for number, device in enumerate(devices)]

@@ -1,0 +1,382 @@
+"""A vLLM engine behind a token, for `sampler.engine: vllm`. It runs in vLLM's environment and imports nothing of opd.
+
+    OPD_TOKEN=… python vllm_server.py --port 8300          # the model and its weights come from the run
+
+POST /open      {"config": …, …}   the engine of a model with this config; it knows nothing until it gets weights
+PUT  /weights?version=N            a safetensors file, put in place; what is being sampled goes on with it
+POST /score     {"texts": [ids…]}  log-probs of all tokens but the first of each
+POST /submit    {"session": S, "requests": […]}
+POST /abort     {"session": S, "names": […]}; without names: all, and the session
+GET  /events?session=S             tokens of its requests as they are drawn, one line of JSON for each step
+GET  /state                        what is open
+
+One thread, the main one, has the engine: weights change between two steps of it, never within one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import json
+import math
+import os
+import queue
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+BODY = 256 << 20  # bytes of a question
+PIECE = 1 << 20
+QUIET = 5.0  # seconds after which a line without tokens says that it is still there
+TOKEN = "OPD_TOKEN"
+
+
+class Refused(Exception):
+    """Answered with its status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Host:
+    """The engine, its requests and where their tokens go. Everything in here runs in the main thread."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch, self._engine, self.identity, self.version = scratch, None, "", -1
+        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._sessions: dict[str, queue.Queue[dict[str, Any]]] = {}
+        self._stops: list[int] = []  # ids that are one event, whose log-prob comes with every token
+        self._under_way: set[str] = set()
+        self._scores: dict[str, list[float]] = {}
+        self._max_length = 0
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """From another thread: have something done between two steps."""
+        future: Future[Any] = Future()
+        self._work.put((call, future))
+        return future.result()
+
+    def run(self) -> None:
+        while True:
+            busy = self._engine is not None and self._engine.has_unfinished_requests()
+            try:
+                call, future = self._work.get(block=not busy)
+            except queue.Empty:
+                self.step()
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    # The engine
+
+    def open(self, asked: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: value for name, value in asked.items() if name != "max_length"}
+        identity = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+        if self._engine is None:
+            self._engine, self.identity, self._stops = self._made(asked), identity, asked["stop_ids"]
+            self._max_length = asked["max_length"]
+        elif identity != self.identity or asked["max_length"] > self._max_length:
+            raise Refused(409, "it has an engine for another model, other settings or shorter answers: start it again")
+        return self.state()
+
+    def _made(self, asked: dict[str, Any]) -> Any:
+        if asked["cache"] is not None:
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["cache"])
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        home = self._scratch / "model"
+        home.mkdir(exist_ok=True)
+        (home / "config.json").write_text(json.dumps(asked["config"]), encoding="utf-8")
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(home),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=asked["dtype"],
+                max_model_len=asked["max_length"],
+                max_num_seqs=asked["slots"],
+                tensor_parallel_size=asked["parallel"],
+                gpu_memory_utilization=asked["memory"],
+                enforce_eager=asked["eager"],
+                enable_prefix_caching=True,
+                async_scheduling=False,  # every token knows which weights drew it
+                disable_log_stats=True,
+                seed=secrets.randbelow(2**31),  # replicas that draw alike would give a prompt the same answers
+            )
+        )
+        engine.collective_rpc("update_config", args=({"load_config": {"load_format": "safetensors"}},))
+        return engine
+
+    def load(self, version: int, path: Path) -> dict[str, Any]:
+        """Weights in place. Requests under way are read again with them, and the prefixes kept for others are dropped."""
+        engine = self.engine
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path.parent)})
+        engine.reset_prefix_cache(reset_running_requests=True)
+        self.version = version
+        return self.state()
+
+    @property
+    def engine(self) -> Any:
+        if self._engine is None:
+            raise Refused(409, "no engine is open")
+        return self._engine
+
+    def state(self) -> dict[str, Any]:
+        return {"identity": self.identity, "version": self.version}
+
+    # Scoring
+
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        once = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        names = [f"score/{number}" for number in range(len(texts))]
+        for name, ids in zip(names, texts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": ids}, once)
+        self._scores = {}
+        while len(self._scores) < len(names):
+            self.step()
+        return [self._scores[name] for name in names]
+
+    # Sampling
+
+    def submit(self, session: str, requests: list[dict[str, Any]]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self.version < 0:
+            raise Refused(409, "it has no weights yet")
+        self._sessions.setdefault(session, queue.Queue())
+        for request in requests:
+            name = f"{session}/{request['name']}"
+            params = SamplingParams(
+                max_tokens=request["max_tokens"],
+                temperature=request["temperature"],
+                top_p=request["top_p"],
+                top_k=request["top_k"],
+                stop_token_ids=request["stop_ids"],
+                ignore_eos=True,  # what the config calls the end is none, unless it is among these
+                logprob_token_ids=self._stops,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            self._under_way.add(name)
+            self.engine.add_request(name, {"prompt_token_ids": request["ids"]}, params)
+
+    def abort(self, session: str, names: list[str] | None) -> None:
+        whole = [name for name in self._under_way if name.startswith(f"{session}/")]
+        gone = whole if names is None else [f"{session}/{name}" for name in names]
+        self.engine.abort_request(gone)
+        self._under_way.difference_update(gone)
+        if names is None:
+            self._sessions.pop(session, None)
+
+    def listen(self, session: str) -> queue.Queue[dict[str, Any]]:
+        return self._sessions.setdefault(session, queue.Queue())
+
+    def step(self) -> None:
+        lines: dict[str, list[Any]] = {}
+        for output in self.engine.step():
+            name = output.request_id
+            if output.prompt_logprobs is not None and name.startswith("score/"):
+                pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                self._scores[name] = [entry[token].logprob for token, entry in pairs]
+            elif name in self._under_way:
+                session, _, own = name.partition("/")
+                part, stops = output.outputs[0], self._stops
+                for token, entry in zip(part.token_ids, part.logprobs, strict=True):
+                    ending = _log_sum([entry[stop].logprob for stop in stops])
+                    logprob = ending if token in stops else entry[token].logprob
+                    lines.setdefault(session, []).append([own, token, logprob, ending])
+                if output.finished:
+                    self._under_way.remove(name)
+        for session, tokens in lines.items():
+            if session in self._sessions:
+                self._sessions[session].put({"version": self.version, "tokens": tokens})
+
+
+def _log_sum(values: list[float]) -> float:
+    most = max(values)
+    return most if math.isinf(most) else most + math.log(sum(math.exp(value - most) for value in values))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. `host`, `token`, `scratch` and `limit` are set by `main`."""
+
+    host: Host
+    token: str
+    scratch: Path
+    limit: int
+    timeout = 600  # seconds for a client that does not send or take anything
+
+    def do_GET(self) -> None:
+        self._answer({"/state": self.host.state, "/events": self._events})
+
+    def do_POST(self) -> None:
+        self._answer({f"/{name}": getattr(self, f"_{name}") for name in ("open", "score", "submit", "abort")})
+
+    def do_PUT(self) -> None:
+        self._answer({"/weights": self._weights})
+
+    def _answer(self, routes: dict[str, Callable[[], Any]]) -> None:
+        try:
+            given = self.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+                raise Refused(401, "the token is missing or wrong")
+            route = routes.get(urlsplit(self.path).path)
+            if route is None:
+                raise Refused(404, "there is nothing under this address")
+            found = route()
+            if found is not None:
+                self._send(200, found)
+        except Refused as refused:
+            self._send(refused.status, {"error": str(refused)})
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        except (KeyError, TypeError, ValueError) as error:
+            traceback.print_exc()
+            self._send(400, {"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # whatever an engine raises is told to who asked, and stands in the log
+            traceback.print_exc()
+            self._send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _send(self, status: int, found: Any) -> None:
+        body = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _length(self, most: int) -> int:
+        length = int(self.headers.get("Content-Length", -1))
+        if not 0 <= length <= most:
+            raise Refused(413, f"a body of {length} bytes; at most {most} are taken")
+        return length
+
+    def _body(self) -> dict[str, Any]:
+        found = json.loads(self.rfile.read(self._length(BODY)))
+        if not isinstance(found, dict):
+            raise ValueError("expected a mapping")
+        return found
+
+    def _query(self, name: str) -> str:
+        return parse_qs(urlsplit(self.path).query)[name][0]
+
+    def _open(self) -> Any:
+        body = self._body()
+        return self.host.ask(lambda: self.host.open(body))
+
+    def _score(self) -> Any:
+        texts = self._body()["texts"]
+        return {"logprobs": self.host.ask(lambda: self.host.score(texts))}
+
+    def _submit(self) -> Any:
+        body = self._body()
+        self.host.ask(lambda: self.host.submit(body["session"], body["requests"]))
+        return {}
+
+    def _abort(self) -> Any:
+        body = self._body()
+        self.host.ask(lambda: self.host.abort(body["session"], body.get("names")))
+        return {}
+
+    def _weights(self) -> Any:
+        version, left = int(self._query("version")), self._length(self.limit)
+        folder = self.scratch / f"weights-{secrets.token_hex(4)}"
+        folder.mkdir()
+        path = folder / "model.safetensors"
+        try:
+            with path.open("wb") as file:
+                while left:
+                    piece = self.rfile.read(min(left, PIECE))
+                    if not piece:
+                        raise Refused(400, f"{left} bytes are missing")
+                    file.write(piece)
+                    left -= len(piece)
+            return self.host.ask(lambda: self.host.load(version, path))
+        finally:
+            path.unlink(missing_ok=True)
+            folder.rmdir()
+
+    def _events(self) -> None:
+        """Lines until whoever reads them goes away."""
+        session = self._query("session")
+        lines = self.host.ask(lambda: self.host.listen(session))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.end_headers()  # no length: it ends with the connection
+        self.close_connection = True
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=QUIET)
+                except queue.Empty:
+                    line = {"version": self.host.version, "tokens": []}
+                self.wfile.write(json.dumps(line).encode() + b"\n")
+                self.wfile.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self.host.ask(lambda: self.host.abort(session, None))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: there are many requests, and errors are printed where they happen."""
+
+
+def end_with(parent: Any, scratch: Path) -> None:
+    """When the run that started this has ended, however it did, so do the engine and its workers."""
+    parent.read()
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A vLLM engine that samples for `sampler: {engine: vllm}` of opd.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="there is no encryption: others than loopback need a tunnel"
+    )
+    parser.add_argument("--port", type=int, default=8300, help="0: any; it is printed")
+    parser.add_argument(
+        "--token-env", default=TOKEN, help="environment variable with the token that runs have to bring"
+    )
+    parser.add_argument("--max-gib", type=float, default=512.0, help="of weights that are taken")
+    parser.add_argument("--child", action="store_true", help="end with the process that holds the standard input open")
+    given = parser.parse_args()
+    token = os.environ.get(given.token_env, "")
+    if not token:
+        sys.exit(f"{given.token_env} is not set: put a token into it, the same as where the run is.")
+    own = Path(__file__).resolve().parent  # whose modules are not those that vLLM means by their names
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != own]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are the trainer's, too
+    with tempfile.TemporaryDirectory(prefix="opd-vllm-") as scratch:
+        Handler.host, Handler.token, Handler.scratch = Host(Path(scratch)), token, Path(scratch)
+        Handler.limit = int(given.max_gib * 2**30)
+        server = ThreadingHTTPServer((given.host, given.port), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if given.child:
+            threading.Thread(target=end_with, args=(sys.stdin, Path(scratch)), daemon=True).start()
+        print(json.dumps({"port": server.server_address[1]}), flush=True)
+        os.dup2(2, 1)  # what vLLM has to say goes where errors go
+        Handler.host.run()
+
+
+if __name__ == "__main__":
+    main()

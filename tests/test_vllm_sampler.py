@@ -1,0 +1,311 @@
+"""vLLM as the sampler, with real engines on the CPU: `make test-vllm` installs vLLM beside us and runs these."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import opd
+from opd.config import load_recipe
+from opd.errors import RecipeError, RemoteError, TrainingError
+from opd.models import load_model
+from opd.models.attention import Packed
+from opd.models.language_model import LanguageModel
+from opd.sampling import vllm_engine
+from opd.sampling.collect import collect
+from opd.sampling.vllm import VllmSampler
+from opd.sampling.vllm_engine import VllmEngine
+from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica
+from opd.types import Rollout, SampleRequest, Sampling
+from tests.crash import durable, ended, kept, start
+from tests.foreign_server import free_port
+
+real = pytest.mark.vllm
+PYTHON = os.path.abspath(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
+TOKEN = "a token for tests"
+LENGTH = 96
+EAGER = {"cache": 1, "eager": True}
+RECIPE: dict[str, Any] = {
+    "student": "tiny/spelling",  # far from its teacher
+    "teachers": {"arithmetic": "tiny/arithmetic"},
+    "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
+    "rollout": {"prompts": 12, "samples": 2, "max_new_tokens": 12},
+    "train": {"steps": 10, "lr": 3e-4},
+    "eval": {"prompts": 0},
+    "store": {"commit_ms": 5},
+    "log": {"start_table": False},
+    "device": "cpu",
+}
+
+
+# What a recipe says
+
+
+def test_terms_that_weigh_by_ratios_are_corrected_unless_they_say_otherwise() -> None:
+    terms = [{"form": "policy_gradient"}, {"form": "policy_gradient", "correction": "icepop"}, {"form": "direct"}]
+    spec = {**RECIPE, "objective": terms}
+
+    def corrections(sampler: Any) -> list[str | None]:
+        found = load_recipe({**spec, "sampler": sampler}).stages[0].objective
+        return [None if term.correction is None else term.correction.name for term in found]  # type: ignore[attr-defined]
+
+    assert corrections("vllm") == ["tis", "icepop", None]
+    assert corrections({"engine": "vllm", "correct": False}) == corrections("builtin") == [None, "icepop", None]
+    again = load_recipe(load_recipe({**spec, "sampler": "vllm"}).stages[0].model_dump(mode="json"))
+    assert again.stages[0].objective[0].correction is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoint": {"resume": "exact"}}, "resume: prefill"),
+        ({"rollout": {"temperature": 0.7}, "objective": {"form": "policy_gradient"}}, "at temperature 1"),
+        ({"rollout": {"teacher_mix": 0.2}}, "cannot draw from two models"),
+        ({"sampler": {"engine": "vllm", "address": "http://a:1", "replicas": 2}}, "do nothing"),
+        ({"sampler": {"engine": "vllm", "devices": ["0"], "replicas": 2}}, "one for each"),
+        ({"sampler": {"engine": "vllm", "address": ["http://a:1", "http://a:1/"]}}, "twice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_vllm_cannot_do_is_refused_when_the_recipe_is_read(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load_recipe({**RECIPE, "sampler": "vllm", **changes})
+
+
+def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
+    spec = VllmSampler(python=str(tmp_path / "python"))
+    model = load_model("tiny/spelling")
+    with pytest.raises(RemoteError, match="Name the Python that has vLLM"):
+        VllmEngine(model, spec, LENGTH, merge_stop=model.stop_ids)
+
+
+# Real engines
+
+
+class Server:
+    """`vllm_server.py` as a user starts it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log, port = directory / "server.log", free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [PYTHON, str(SERVER), "--port", str(port)], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    before, os.environ["OPD_TOKEN"] = os.environ.get("OPD_TOKEN"), TOKEN
+    yield
+    os.environ.pop("OPD_TOKEN")
+    if before is not None:
+        os.environ["OPD_TOKEN"] = before
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    assert Path(PYTHON).exists(), "run `make test-vllm`, which installs vLLM into .venv-vllm"
+    found = [Server(tmp_path_factory.mktemp(name)) for name in ("one", "other")]
+    student = load_model("tiny/spelling")
+    try:
+        opened(student, found).close()  # both at once: most of a start is importing
+        yield found
+    finally:
+        for server in found:
+            server.kill()
+
+
+def opened(student: LanguageModel, servers: list[Server]) -> VllmEngine:
+    spec = VllmSampler(address=[server.address for server in servers], **EAGER)
+    return VllmEngine(student.inference_copy(), spec, LENGTH, merge_stop=student.stop_ids)
+
+
+def requests(count: int, **how: Any) -> list[SampleRequest]:
+    sampling = Sampling(**{"max_new_tokens": 12, "stop_ids": load_model("tiny/spelling").stop_ids, **how})
+    return [
+        SampleRequest(f"r/{number}", np.arange(20, 30 + number % 5, dtype=np.int32), number, sampling)
+        for number in range(count)
+    ]
+
+
+def rescored(model: LanguageModel, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of a rollout's tokens and of the stop event, by the trainer's own arithmetic."""
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
+    with torch.no_grad():
+        rows = model.project(model.hidden(ids, Packed.of([ids.numel()]))).logits().double().log_softmax(-1)
+    rows = rows[rollout.prompt_ids.size - 1 : -1]
+    stop = rows[:, list(model.stop_ids)].logsumexp(-1).numpy()
+    own = rows.gather(-1, ids[rollout.prompt_ids.size :, None])[:, 0].numpy()
+    return np.where(np.isin(rollout.response_ids, model.stop_ids), stop, own), stop
+
+
+def changed(student: LanguageModel, by: float) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in student.module.parameters():
+            parameter.add_(torch.randn_like(parameter) * by)
+
+
+@real
+def test_log_probs_are_the_trainers_and_follow_its_weights(servers: list[Server]) -> None:
+    student = load_model("tiny/spelling")
+    engine = opened(student, servers)
+    for version, by in enumerate((0.0, 0.02)):
+        changed(student, by)
+        engine.load(student.weights(version))
+        found = collect(engine, requests(24))
+        for rollout in found:
+            logprob, stop = rescored(student, rollout)
+            np.testing.assert_allclose(rollout.logprob, logprob, atol=1e-4)
+            np.testing.assert_allclose(rollout.logprob_stop, stop, atol=1e-4)
+            assert (rollout.version == version).all()
+            assert (rollout.stop == "stop") == (rollout.response_ids[-1] in student.stop_ids)
+    assert len({tuple(rollout.response_ids.tolist()) for rollout in found}) > 12  # no two engines draw alike
+    first = found[0]
+    prefix = np.array([35, 36, 37], dtype=np.int32)
+    (longer,) = collect(engine, [SampleRequest("r", first.prompt_ids, 0, requests(1)[0].sampling, prefix_ids=prefix)])
+    np.testing.assert_allclose(longer.logprob[3:], rescored(student, longer)[0][3:], atol=1e-4)
+    text = student.tokenizer.decode([int(first.response_ids[0])])
+    (cut,) = collect(engine, requests(1, stop_strings=(text,), max_new_tokens=60, temperature=0.0))
+    assert student.tokenizer.decode(cut.response_ids[-1:]).endswith(text) or cut.stop == "length"
+
+
+@real
+def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> None:
+    student = load_model("tiny/spelling")
+    engine = opened(student, servers[:1])
+    engine.load(student.weights(0))
+    before = load_model("tiny/spelling")
+    stream = engine.sample(requests(4, max_new_tokens=60, stop_ids=()))
+    events = [next(stream) for _ in range(8)]
+    changed(student, 0.02)
+    engine.load(student.weights(1))
+    events += list(stream)
+    for request in requests(4):
+        drawn = [event for event in events if event.request_id == request.id and len(event) > 2]
+        versions = [event.version for event in drawn]
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1}
+        ids = np.array([event.token for event in drawn], dtype=np.int32)
+        told = np.array([event.logprob for event in drawn])
+        whole = Rollout(**{**vars(collect(engine, [request])[0]), "response_ids": ids})
+        for version, model in enumerate((before, student)):
+            mine = np.array(versions) == version
+            np.testing.assert_allclose(told[mine], rescored(model, whole)[0][mine], atol=1e-4)
+
+
+@real
+@pytest.mark.parametrize("head", [False, True], ids=["all of it", "its head"])
+def test_weights_that_stay_behind_are_caught(
+    servers: list[Server], head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = load_model("tiny/spelling")
+    engine = opened(student, servers[:1])
+    engine.load(student.weights(0))
+    old = load_file(engine._file.path)
+    put = Replica.put
+
+    def stale(self: Replica, version: int, file: Path) -> None:
+        new = load_file(file)
+        save_file(new | {"lm_head.weight": old["lm_head.weight"]} if head else old, tmp_path / "stale.safetensors")
+        put(self, version, tmp_path / "stale.safetensors")
+
+    monkeypatch.setattr(Replica, "put", stale)
+    changed(student, 1e-3)  # about what one update does
+    with pytest.raises(TrainingError, match="does not sample with the weights of version 1"):
+        engine.load(student.weights(1))
+    monkeypatch.undo()
+    engine.load(student.weights(1))
+
+
+@real
+def test_strangers_are_turned_away(servers: list[Server]) -> None:
+    for token in ("", "another"):
+        with pytest.raises(RemoteError, match="401"):
+            Replica(servers[0].address, token).ask("GET", "/state")
+    with pytest.raises(RemoteError, match="409"):
+        Replica(servers[0].address, TOKEN).ask("POST", "/open", {"max_length": 1})
+    with pytest.raises(RemoteError, match="404"):
+        Replica(servers[0].address, TOKEN).ask("POST", "/nothing", {})
+
+
+@real
+def test_a_run_learns_with_two_engines_and_with_one_when_the_other_dies(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: dict[str, int] = {}
+    read = vllm_engine._Call.read
+
+    def counted(self: Any, lane: Any, line: Any) -> Any:
+        lines[lane.replica.address] = lines.get(lane.replica.address, 0) + len(line["tokens"])
+        if sum(lines.values()) > 300:  # in the midst of a step
+            servers[1].kill()
+        return read(self, lane, line)
+
+    monkeypatch.setattr(vllm_engine._Call, "read", counted)
+    sampler = {"engine": "vllm", "address": [server.address for server in servers], **EAGER}
+    objective = [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.1}]
+    run = opd.run({**RECIPE, "sampler": sampler, "objective": objective}, out=tmp_path / "run")
+    assert servers[1].process.poll() is not None
+    assert 50 < lines[servers[1].address] < lines[servers[0].address]
+    kl = [metric["reverse_kl"] for metric in run.metrics]
+    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:3])
+    assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
+    assert len(kl) == 10
+
+
+@real
+def test_an_interrupted_run_goes_on_and_so_does_one_whose_engine_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of the run's own: they end with it, even by kill -9, and are started again when they die."""
+    directory, log, path = tmp_path / "run", tmp_path / "out.txt", tmp_path / "recipe.yaml"
+    spec = {**RECIPE, "sampler": {"engine": "vllm", "python": PYTHON, **EAGER}, "train": {"steps": 3, "lr": 3e-4}}
+    path.write_text(json.dumps(spec))
+    assert ended(start(log, "run", path, "--out", directory, die=150)) == -signal.SIGKILL, log.read_text()
+    for _ in range(100):
+        if not engines():
+            break
+        time.sleep(0.1)
+    assert not engines()
+    before = durable(directory)
+    assert any(item.stop is None and item.response_ids.size for item in before.values())
+    read, struck = vllm_engine._Call.read, [0]
+
+    def dies(self: Any, lane: Any, line: Any) -> Any:
+        struck[0] += 1
+        if struck[0] == 3:
+            assert isinstance(lane.replica, OwnReplica)
+            assert lane.replica._process is not None
+            os.killpg(lane.replica._process.pid, signal.SIGKILL)
+        return read(self, lane, line)
+
+    monkeypatch.setattr(vllm_engine._Call, "read", dies)
+    run = opd.resume(directory)
+    kept(before, durable(directory))
+    assert struck[0] > 3
+    assert [metric["step"] for metric in run.metrics] == [1, 2, 3]
+    assert not engines()
+
+
+def engines() -> list[str]:
+    """Processes of ours that serve an engine to the run that started them."""
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if str(SERVER) in line and "--child" in line]
