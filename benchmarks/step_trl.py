@@ -72,7 +72,7 @@ class Forced:
 def trainer_class(clock: Clock, first: dict[str, Any]) -> Any:
     from trl import DistillationTrainer
 
-    class Timed(DistillationTrainer):  # type: ignore[misc, valid-type]
+    class Timed(DistillationTrainer):
         def _generate(self, prompts: list[Any]) -> Any:
             with clock("sample"):
                 found = super()._generate(prompts)
@@ -100,7 +100,7 @@ def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]]) 
     import torch
     from transformers import TrainerCallback
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             if clock.cuda:
                 torch.cuda.reset_peak_memory_stats()
