@@ -48,6 +48,7 @@ LAYERS = [
     {"runner"},
     {"report", "serve"},
     {"cluster"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 
@@ -18,11 +20,13 @@ from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
-from opd.runner.sizes import Sizes, choose_sizes, in_words, with_sizes
+from opd.runner.sizes import Sizes, choose_sizes, in_words, kept_sizes, with_sizes
 from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
+from opd.trainer.ahead import scores_ahead
+from opd.trainer.world import World
 
 SHOWN = 50  # values of a route that are printed
 
@@ -45,6 +49,7 @@ class Plan:
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
     pool: str = ""  # which teachers come and go
+    ahead: str = ""  # how sampling runs ahead of training
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
     sizes: str = ""
@@ -62,6 +67,7 @@ class Plan:
             *self._routes(),
             *([f"  sizes      {self.sizes}"] if self.sizes else []),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
+            *([f"  ahead      {self.ahead}"] if self.ahead else []),
             f"  memory     about {bytes_in_words(size)}: {parts}",
             *(
                 f"  memory     on {device} about {bytes_in_words(held)}: teachers"
@@ -80,10 +86,10 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
-    known: dict[str, str] = {}  # stage -> the model it starts from: same shapes as the one it will save
+    known: dict[str, str] = {}  # stage:NAME, merge:NAME -> a model of the same shapes that is there already
 
     def resolve(name: str) -> str:
-        return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
+        return known.get(name, name)
 
     plans, asked = [], dict[str, list[PromptSource]]()
     with plugin_errors():
@@ -91,8 +97,12 @@ def make_plan(recipe: Recipe) -> list[Plan]:
             # of a stage whose rollouts are taken up again, what it asks is all that is known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
+            if (merge := stage.student.merge) is not None:
+                if not any(part.startswith(STAGE_PREFIX) for part in merge.reads()):  # else they are not there yet
+                    merge.require(lambda name: (name, None))
+                known[stage.student.model] = resolve(merge.reads()[0])
             plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
-            known[stage.name] = resolve(stage.student.model)
+            known[STAGE_PREFIX + stage.name] = resolve(stage.student.model)
     return plans
 
 
@@ -114,9 +124,35 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=precision, student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
-        pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)),
+        pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
         sizes=in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
+
+
+def _ahead(stage: Stage) -> str:
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return ""
+    under_way = {
+        "recompute": "are read again by new weights and go on with them",
+        "keep": "go on with new weights over old keys and values",
+        "wait": "are finished with the weights they began with",
+    }
+    terms = [term.name for term in stage.objective if term.compares_with_sampler]
+    corrected = (
+        f"ratios to the log-probs of each token's own version in {', '.join(terms)}" if terms else "no correction"
+    )
+    beside = "rewards and teachers" if scores_ahead(stage) else "rewards"
+    return (
+        f"sampling runs up to {rollout.staleness} steps ahead of training, in a thread with weights of its own; {beside} are asked beside "
+        f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
+    )
+
+
+def settle_sizes(stage: Stage, run: Path, checked: Checked, resolve: Callable[[str], str], world: World) -> Stage:
+    """With what it leaves open, as the run has kept it or chooses it now."""
+    choose = partial(sizes_for, stage, checked, resolve)
+    return with_sizes(stage, world.share(partial(kept_sizes, run, stage.name, choose)))
 
 
 def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> Sizes:

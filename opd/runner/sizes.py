@@ -91,8 +91,9 @@ def kept_sizes(directory: Path, stage: str, choose: Callable[[], Sizes]) -> Size
     return known[stage]
 
 
-def keep_micro_tokens(directory: Path, stage: str, tokens: int) -> None:
+def told_of_memory(directory: Path, stage: str, say: Callable[[str], None], tokens: int) -> None:
     """A budget that had to be halved stays so after a restart."""
+    say(f"{stage}: memory ran out; micro-batches have {tokens:,} tokens from now on")
     known = _read(directory)
     write_whole(directory / NAME, json_text({**known, stage: {**known[stage], "micro_tokens": tokens}}, indent=1))
 
