@@ -13,6 +13,7 @@ import typer
 
 from opd.commands import models, recipes, store
 from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped
+from opd.report.commands import add_commands
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
+add_commands(app)
 cluster = typer.Typer(no_args_is_help=True, help="Many GPUs.")
 app.add_typer(cluster, name="cluster")
 

@@ -1,4 +1,4 @@
-"""A sampler on several ranks: each answers its share of the requests, and every rank sees every token.
+"""A sampler on several ranks: each answers its share of the requests, or the leader all of them, and every rank sees every token.
 
 Draws are keyed by the request, so who answers it changes nothing. Tokens are exchanged in rounds, so that the leader can make
 them durable while others are still being drawn.
@@ -21,15 +21,18 @@ ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    def __init__(self, sampler: TokenSampler, world: World) -> None:
-        self.own, self._world = sampler, world
+    """`led`: only the leader has one, which works in processes of its own."""
+
+    def __init__(self, sampler: TokenSampler | None, world: World, led: bool = False) -> None:
+        self.own, self._world, self._led = sampler, world, led
 
     def load(self, weights: WeightsRef) -> None:
-        self.own.load(weights)
+        if self.own is not None:
+            self.own.load(weights)
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
-        mine = dealt(list(requests), self._world.rank, self._world.size)
-        events = iter(self.own.sample(mine) if mine else ())
+        mine = dealt(list(requests), self._world.rank, 1 if self._led else self._world.size)
+        events = iter(self.own.sample(mine) if mine and self.own is not None else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]
             everyone: list[list[tuple[Any, ...]]] = self._world.gather(part)

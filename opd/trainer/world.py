@@ -93,8 +93,9 @@ class World:
         """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""
         return dict(tensors)
 
-    def sampler(self, sampler: TokenSampler) -> TokenSampler:
-        """One that answers for all ranks: each samples its share, and all see every token."""
+    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+        """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""
+        assert sampler is not None
         return sampler
 
     # What is known of a batch
