@@ -20,7 +20,6 @@ from opd.data.shares import DomainSeen
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models.identity import weights_hash
-from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.objective.trace import Trace
@@ -29,7 +28,7 @@ from opd.runner.plan import settle_sizes
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.shown import shown_room
 from opd.runner.sizes import told_of_memory
-from opd.runner.stage_models import StageModels
+from opd.runner.stage_models import StageModels, slower_models
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
@@ -46,7 +45,7 @@ from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.trainer.world import World
-from opd.types import Prompt, Rollout, Sample, Sampling, TeacherLike
+from opd.types import Prompt, Rollout, Sample, Sampling
 
 UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
@@ -388,16 +387,3 @@ class StageRun:
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
-
-
-def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
-    """Models that do not run packed, or not in slots, and why: said once."""
-    models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
-    found = {
-        f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
-        for model in models
-        if model.route.why
-    }
-    if manner:
-        found.add(f"{student.name} {manner}")
-    return sorted(found)
