@@ -20,7 +20,7 @@ from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
-from opd.runner.sizes import Sizes, choose_sizes, in_words, kept_sizes, with_sizes
+from opd.runner.sizes import Sizes, choose_sizes, kept_sizes, sizes_in_words, with_sizes
 from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
@@ -125,7 +125,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
-        sizes=in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
+        sizes=sizes_in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
 
 

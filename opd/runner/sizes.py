@@ -103,7 +103,7 @@ def _read(directory: Path) -> Mapping[str, Sizes]:
     return read_json(path) if path.exists() else {}
 
 
-def in_words(stage: Stage) -> str:
+def sizes_in_words(stage: Stage) -> str:
     """Of a stage whose sizes are settled, for the plan."""
     scored = sorted({tokens for kind in stage.teachers.values() if (tokens := kind.scored_at_once()) is not None})
     parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
