@@ -172,6 +172,10 @@ class Store(BaseModel):
         "commit", description="never: safe when the process is killed, not when the power fails"
     )
     hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
+    retain: Count | None = Field(
+        None,
+        description="steps before the oldest checkpoint whose tokens stay, at least; null: all of them, for good",
+    )
 
 
 class Log(BaseModel):
