@@ -74,6 +74,10 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
+class Place(StrEnum):
+    ray = "ray"
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
@@ -90,6 +94,9 @@ def run(
             "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
         ),
     ] = False,
+    on: Annotated[
+        Place | None, typer.Option(help="ray: trainers, samplers and servers of teachers as the recipe's cluster says.")
+    ] = None,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
@@ -106,6 +113,15 @@ def run(
         print(printable(loaded.to_yaml()))
         for plan in plans:
             print("\n".join(map(plain, plan.lines())))
+        return
+    if on is not None:
+        from opd.cluster.ray_run import run_on_ray
+        from opd.remote import to_stderr
+
+        place = (Path("runs") / loaded.name if out is None else out).absolute()
+        if place.exists() and not resume:
+            raise UserError(f"{place} exists. Go on with it (--resume), or choose another directory (--out).")
+        run_on_ray(recipe, overrides or (), loaded, place, to_stderr)
         return
     from rich.console import Console
 

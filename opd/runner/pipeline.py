@@ -174,7 +174,7 @@ class Pipeline:
         with plugin_errors(), explain_memory(lambda: self._phase):
             self._on_phase("loading")
             run = StageRun(
-                spec.inside(self._directory),
+                self.world.placed(spec.inside(self._directory)),
                 store,
                 self._resolve_model,
                 revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),

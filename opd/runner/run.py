@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +75,7 @@ def run(
     on_checkpoint: OnCheckpoint | None = None,
     quiet: bool = True,
     console: Console | None = None,
+    join: Callable[[], AbstractContextManager[World]] | None = None,
 ) -> Run:
     """Carry out a recipe (file, shipped name, mapping or `Recipe`) and return the run.
 
@@ -91,6 +92,8 @@ def run(
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
 
+    `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
+
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
     """
     from rich.console import Console
@@ -100,7 +103,7 @@ def run(
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     overrides = tuple(overrides)
-    with joined() as world:
+    with (join or joined)() as world:
         if not world.leads:
             return _follow(world, rewards)
         given = None if prompts is None else GivenPrompts.of(prompts)

@@ -32,7 +32,7 @@ class StageSamplers:
         self.copy = student.inference_copy(self._dtype)  # what the student samples with
         self._own = opened = self._opened(self.copy)
         self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
-        self.student = world.sampler(opened)
+        self.student = world.student_sampler(opened, spec, self.copy, max_length, stop_ids)
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:

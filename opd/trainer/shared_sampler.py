@@ -21,14 +21,17 @@ ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    def __init__(self, sampler: TokenSampler, world: World) -> None:
+    """`sharers`: how many ranks sample, the first ones; default: all."""
+
+    def __init__(self, sampler: TokenSampler, world: World, sharers: int | None = None) -> None:
         self.own, self._world = sampler, world
+        self._sharers = world.size if sharers is None else sharers
 
     def load(self, weights: WeightsRef) -> None:
         self.own.load(weights)
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
-        mine = dealt(list(requests), self._world.rank, self._world.size)
+        mine = dealt(list(requests), self._world.rank, self._sharers)
         events = iter(self.own.sample(mine) if mine else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]

@@ -53,6 +53,10 @@ class World:
     def require(self, spec: Stage) -> None:
         """Refuse what these processes cannot do together."""
 
+    def placed(self, spec: Stage) -> Stage:
+        """The stage as these processes carry it out."""
+        return spec
+
     def device(self, asked: torch.device, name: str) -> torch.device:
         """Of this process, where the recipe asks for a device by this name."""
         return asked
@@ -96,6 +100,12 @@ class World:
     def sampler(self, sampler: TokenSampler) -> TokenSampler:
         """One that answers for all ranks: each samples its share, and all see every token."""
         return sampler
+
+    def student_sampler(
+        self, sampler: TokenSampler, spec: Stage, model: LanguageModel, max_length: int, stop_ids: tuple[int, ...]
+    ) -> TokenSampler:
+        """What the student samples with; `sampler` is the one that this process has opened for it."""
+        return self.sampler(sampler)
 
     # What is known of a batch
 
