@@ -17,7 +17,7 @@ from opd.store import RolloutStore
 from tests.ranks import Job, differences, numbers, start, together
 
 pytestmark = pytest.mark.scale
-SMALL = ["train.steps=3", "eval.prompts=0", "rollout.prompts=8", "rollout.max_new_tokens=12", "device=cpu", "threads=1"]
+SMALL = ["train.steps=2", "eval.prompts=0", "rollout.prompts=8", "rollout.max_new_tokens=12", "device=cpu", "threads=1"]
 CUT = [*SMALL, "train.micro_tokens=128"]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "direct": ("quickstart", CUT),
