@@ -95,14 +95,14 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
 def told_in_words(directory: Path) -> dict[str, Path]:
     """Sums of two digits in a sentence or two; every question is in one of the two files only."""
     questions = [
-        {"prompt": problem.format(name=name, things=things, a=a, b=b), "answer": str(a + b)}
+        (problem.format(name=name, things=things, a=a, b=b), str(a + b))
         for problem in PROBLEMS for name in NAMES for things in THINGS for a in range(1, 10) for b in range(1, 10)
     ]  # fmt: skip
-    unique = list({row["prompt"]: row for row in questions}.values())
-    unique.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
+    unique = sorted(set(questions), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    asked = [{"messages": [{"role": "user", "content": text}], "answer": answer} for text, answer in unique]
     files = {"source": directory / "words.jsonl", "eval_source": directory / "words-held-out.jsonl"}
     directory.mkdir(parents=True, exist_ok=True)
-    for path, rows in zip(files.values(), (unique[500:], unique[:500]), strict=True):
+    for path, rows in zip(files.values(), (asked[500:], asked[:500]), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return files
 

@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
-from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
+from opd.commands import models, recipes, store
+from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped
+from opd.report.commands import add_commands
 from opd.text import PlainFormatter, plain, printable
 
 app = typer.Typer(
@@ -20,12 +22,10 @@ app = typer.Typer(
     add_completion=False,
     help="On-policy distillation: the student samples, the teachers score every token.",
 )
-recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
-models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
 app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
-store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
 app.add_typer(store, name="store")
+add_commands(app)
 cluster = typer.Typer(no_args_is_help=True, help="Many GPUs.")
 app.add_typer(cluster, name="cluster")
 
@@ -74,8 +74,22 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
+Only = Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")]
+From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")]
+Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End behind this stage.")]
+
+
 class Place(StrEnum):
     ray = "ray"
+
+
+On = Annotated[Place | None, typer.Option(help="ray: trainers, samplers and servers as the recipe's `cluster` says.")]
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+    ),
+]
 
 
 @app.command()
@@ -88,23 +102,25 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
-        ),
-    ] = False,
-    on: Annotated[
-        Place | None, typer.Option(help="ray: trainers, samplers and servers of teachers as the recipe's cluster says.")
+    resume: Again = False,
+    on: On = None,
+    only: Only = None,
+    start: From = None,
+    until: Until = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(help="A run whose finished stages are used again where nothing has changed; repeat for several."),
     ] = None,
 ) -> None:
     """Train: from a recipe to a model."""
     from opd.config import load_recipe
+    from opd.config.graph import ChosenStages
     from opd.config.names import check_output
     from opd.runner.run import launched
 
     if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
         loaded = load_recipe(recipe, overrides or ())
+        ChosenStages(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
         check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
         from opd.runner.plan import make_plan
@@ -116,18 +132,25 @@ def run(
         return
     if on is not None:
         from opd.cluster.ray_run import run_on_ray
-        from opd.remote import to_stderr
 
-        place = (Path("runs") / loaded.name if out is None else out).absolute()
-        if place.exists() and not resume:
-            raise UserError(f"{place} exists. Go on with it (--resume), or choose another directory (--out).")
-        run_on_ray(recipe, overrides or (), loaded, place, to_stderr)
+        run_on_ray(recipe, overrides or (), loaded, out, resume, whole=not (only or start or until or reuse))
         return
     from rich.console import Console
 
-    from opd.runner.run import run as start
+    from opd.runner.run import run as carry_out
 
-    start(recipe, overrides=overrides or (), out=out, resume=resume, quiet=False, console=Console())
+    carry_out(
+        recipe,
+        overrides=overrides or (),
+        out=out,
+        resume=resume,
+        only=only,
+        start=start,
+        until=until,
+        reuse=reuse or (),
+        quiet=False,
+        console=Console(),
+    )
 
 
 class Mode(StrEnum):
@@ -142,11 +165,26 @@ def resume(
         Mode | None,
         typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
     ] = None,
+    only: Only = None,
+    start: From = None,
+    until: Until = None,
 ) -> None:
     """Continue a run that was killed, stopped, preempted or ran out of disk."""
     from opd.runner.run import resume as go_on
 
-    go_on(run, mode=mode.value if mode else None, quiet=False)
+    go_on(run, mode=mode.value if mode else None, only=only, start=start, until=until, quiet=False)
+
+
+@app.command()
+def graph(
+    recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+) -> None:
+    """Draw the stages of a recipe and what they take from each other, in Mermaid."""
+    from opd.config import load_recipe
+    from opd.config.graph import mermaid
+
+    print(printable(mermaid(load_recipe(recipe, overrides or ()))), end="")
 
 
 class Split(StrEnum):
@@ -268,75 +306,6 @@ def schema(
     print(json.dumps(recipe_schema(), indent=1))
 
 
-@recipes.command("list")
-def list_recipes() -> None:
-    """Names of the shipped recipes, with their first line."""
-    from opd.config import shipped_recipes
-
-    for name, path in shipped_recipes().items():
-        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        print(plain(f"{name:32} {first}"))
-
-
-@recipes.command("show")
-def show_recipe(name: str) -> None:
-    """Print a shipped recipe."""
-    from opd.config import find_recipe
-
-    print(printable(find_recipe(name).read_text(encoding="utf-8")), end="")
-
-
-@recipes.command("copy")
-def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Default: NAME.yaml here.")] = None) -> None:
-    """Copy a shipped recipe, to change it."""
-    from opd.config import find_recipe
-
-    source = find_recipe(name)
-    target = to or Path(source.name)
-    if target.is_dir():
-        target = target / source.name
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{str(target)!r} cannot be written: {error}.") from None
-    print(plain(f"wrote {target}; run it with: opd run {target}"))
-
-
-@models.command("list")
-def list_models() -> None:
-    """Built-in models and how they score."""
-    from opd.models.catalog import catalog
-
-    for line in catalog():
-        print(plain(line))
-
-
-@models.command("export")
-def export_model(name: str, to: Path) -> None:
-    """Write a model as a plain Hugging Face directory."""
-    from opd.models.catalog import export
-
-    try:
-        export(name, to)
-    except OSError as error:
-        raise UserError(f"{str(to)!r} cannot be written: {error.strerror or error}.") from None
-    print(plain(f"wrote {to}"))
-
-
-@models.command("build")
-def build_models(
-    to: Annotated[Path | None, typer.Option(help="Where to put them; default: into the package.")] = None,
-) -> None:
-    """Rebuild tiny/* from fixed seeds (about six minutes on one core)."""
-    from opd.models.catalog import TINY_ROOT
-    from opd.trainer.tiny import build
-
-    build(to or TINY_ROOT, progress=print)
-
-
 @cluster.command("plan")
 def plan_cluster(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
@@ -369,27 +338,6 @@ def plan_cluster(
         return
     for plan in plans:
         print("\n".join(map(plain, plan.lines())))
-
-
-@store.command("check")
-def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
-    from opd.store.repair import check_log
-
-    report = check_log(run)
-    print("\n".join(map(plain, report.lines())))
-    if report.damages:
-        raise typer.Exit(1)
-
-
-@store.command("repair")
-def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
-    """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
-    from opd.runner.lock import RunLock
-    from opd.store.repair import find_log, repair
-
-    with RunLock(find_log(run).parent):
-        print("\n".join(map(plain, repair(run))))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ class StageView:
     device: str = "auto"
     teachers_evaluated: bool = True
     lora: bool = False  # whether the student has adapters
+    sources: int = 1  # of prompts
+    evaluates: bool = False  # every now and then while training
     resume: str = "prefill"  # how unfinished answers go on
 
     @classmethod
@@ -134,6 +136,8 @@ class StageView:
             device=stage.device,
             teachers_evaluated=evaluated,
             lora=lora,
+            sources=len(stage.prompts),
+            evaluates=bool(stage.eval.every and stage.eval.prompts),
             resume=stage.checkpoint.resume,
         )
 

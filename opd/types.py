@@ -81,6 +81,17 @@ class SampledToken(NamedTuple):
     version: int
 
 
+class TokenColumns(NamedTuple):
+    """Many of them, column by column: arrays, or one value for all. `request_ids`: one for all, or one each."""
+
+    request_ids: str | Sequence[str]
+    token: np.ndarray
+    logprob: np.ndarray | float
+    logprob_sampled: np.ndarray | float
+    logprob_stop: np.ndarray | float
+    version: np.ndarray | int
+
+
 class Finished(NamedTuple):
     request_id: str
     stop: StopReason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -14,13 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import opd
 import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
 from opd.store import RolloutStore, iterate
-from opd.types import Author, Rollout, SampledToken
+from opd.types import Author, Rollout, TokenColumns
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -69,15 +69,16 @@ def _command(log: str, arguments: list[str], die: int | None = None, by: int = s
     torch.set_num_threads(1)
     sys.argv = ["opd", *arguments]
     if die is not None:
-        left, append = itertools.count(die - 1, -1), RolloutStore.append
+        left, append_many = [die], RolloutStore.append_many
 
-        def struck(store: RolloutStore, token: SampledToken, author: Author = Author.STUDENT) -> None:
-            append(store, token, author)
-            if author != Author.DATA and next(left) == 0:
+        def struck(store: RolloutStore, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
+            append_many(store, tokens, author)
+            left[0] -= tokens.token.size * (author is not Author.DATA)
+            if left[0] <= 0:
                 store.commit(sync=True)
                 os.kill(os.getpid(), by)
 
-        RolloutStore.append = struck  # type: ignore[method-assign]
+        RolloutStore.append_many = struck  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 

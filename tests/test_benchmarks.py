@@ -29,6 +29,8 @@ SMALLEST = {
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
     "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
+    "store_writer": "--tokens 4000 --slots 8 --mean 20 --repeats 1",
+    "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
 }
 RECIPE = {
@@ -59,7 +61,7 @@ def test_each_benchmark_has_a_smallest_size() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_it_runs(name: str, copy: Path) -> None:
-    if name in ("beyond_teacher", "opd_vs_rl", "length_bias", "plot_divergences", "self_distillation"):
+    if name in ("async", "beyond_teacher", "opd_vs_rl", "length_bias", "plot_divergences", "self_distillation"):
         pytest.importorskip("matplotlib")
     directory = copy / "run"
     if "{run}" in SMALLEST[name]:

@@ -19,6 +19,7 @@ from opd.models.load import load_tokenizer
 from opd.sampling.writers import AUTHORS
 from opd.store import RolloutStore
 from opd.trainer.trajectories import as_trained, sampled_under
+from opd.types import TokenColumns
 from tests.helpers import save_tiny
 
 TOLD: dict[str, Any] = {"kind": "template", "template": "{prompt}={answer} {prompt}"}
@@ -301,17 +302,17 @@ def test_an_interrupted_run_goes_on_with_the_same_rescues(models: dict[str, str]
     spec = copier(models, tmp_path, hint=hint, view={"kind": "template", "template": "{prompt} ({hint})"})
     spec |= {"checkpoint": {"every": 1, "resume": "exact"}, "threads": 1}
     whole = opd.run(spec, out=tmp_path / "whole")
-    append, count = stores.RolloutStore.append, [0]
+    append, count = stores.RolloutStore.append_many, [0]
 
-    def failing(self: RolloutStore, *arguments: Any) -> None:
-        count[0] += 1
+    def failing(self: RolloutStore, tokens: TokenColumns, *author: Any) -> None:
+        count[0] += tokens.token.size
         if count[0] > after:
             self.commit(sync=True)
             raise Interrupted
-        append(self, *arguments)
+        append(self, tokens, *author)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stores.RolloutStore, "append", failing)
+        patch.setattr(stores.RolloutStore, "append_many", failing)
         with pytest.raises(Interrupted):
             opd.run(spec, out=tmp_path / "cut")
     resumed = opd.run(spec, out=tmp_path / "cut", resume=True)

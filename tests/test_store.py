@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 from opd.errors import StoreError
 from opd.store import Replay, RolloutStore, iterate
-from opd.types import Author, TopK
+from opd.store.frames import HEADER, read_frame, read_segment_header
+from opd.types import Author, SampledToken, TokenColumns, TopK
 from tests.stores import begin, token, write_rollout
 
 
@@ -224,3 +226,52 @@ def test_a_reader_never_touches_the_files(tmp_path: Path) -> None:
 def test_the_store_needs_no_torch() -> None:
     code = "import sys; import opd.store, opd.runner.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_many_tokens_at_once_are_those_one_by_one(tmp_path: Path) -> None:
+    """Columns of several rollouts, of one, and single tokens between them: the same log, byte for byte but its id."""
+    single, many = (RolloutStore(tmp_path / name, commit_ms=0) for name in ("single", "many"))
+    for store in (single, many):
+        for name in ("a", "b"):
+            store.begin(
+                id=name, prompt_id=name, visit=0, sample=0, domain="d", source="student", prompt_ids=np.arange(3)
+            )
+    drawn = [SampledToken("ab"[at % 2], at, -0.5 * at, -0.25 * at, -3.0 - at, at // 4) for at in range(10)]
+    for item in drawn:
+        single.append(item)
+    values = np.arange(12)
+    reused = values[:4]
+    many.append_many(TokenColumns(list("abab"), reused, -0.5 * reused, -0.25 * reused, -3.0 - reused, reused // 4))
+    many.append(drawn[4])
+    values[:] = 77  # the caller's own again
+    rest = np.arange(5, 10)
+    many.append_many(
+        TokenColumns([item.request_id for item in drawn[5:]], rest, -0.5 * rest, -0.25 * rest, -3.0 - rest, rest // 4)
+    )
+    single.extend("a", np.array([5, 6]), Author.DATA, 3)
+    nan = float("nan")
+    many.append_many(TokenColumns("a", np.array([5, 6]), nan, nan, nan, 3), np.array([Author.DATA, Author.DATA]))
+    many.append_many(TokenColumns("b", np.zeros(0), nan, nan, nan, 3))  # nothing
+    for store in (single, many):
+        store.commit(sync=True)
+        store.finish("a", "stop")
+        store.close()
+    names = [tmp_path / name / "segment-000000.log" for name in ("single", "many")]
+    one, other = (read_payloads(path) for path in names)
+    assert one == other
+    kept = RolloutStore(tmp_path / "many", read_only=True)
+    assert kept.load(["a"])[0].response_ids.tolist() == [0, 2, 4, 6, 8, 5, 6]
+    assert kept.partial(["b"])[0].logprob.tolist() == [-0.5, -1.5, -2.5, -3.5, -4.5]
+    with pytest.raises(StoreError, match="never begun"):
+        RolloutStore(tmp_path / "many", commit_ms=0).append_many(
+            TokenColumns(["b", "c"], np.arange(2), nan, nan, nan, 0)
+        )
+
+
+def read_payloads(path: Path) -> list[bytes]:
+    data = path.read_bytes()
+    seed, offset, found = zlib.crc32(read_segment_header(data, path).log_id), HEADER.size, []
+    while (frame := read_frame(data, offset, seed)) is not None:
+        found.append(bytes(frame.payload))
+        offset = frame.end
+    return found

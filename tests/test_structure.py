@@ -45,9 +45,11 @@ LAYERS = [
     {"config"},
     {"evaluation"},
     {"trainer"},
+    {"report"},
     {"runner"},
-    {"report", "serve"},
+    {"serve"},
     {"cluster"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -486,3 +486,23 @@ def test_ctrl_c_on_a_real_process(models: dict[str, str], tmp_path: Path) -> Non
     assert run.summary["status"] == "stopped"
     verify_checkpoint(run.model)
     AutoModelForCausalLM.from_pretrained(run.model)
+
+
+def test_domains_that_a_stage_does_not_train_are_measured_too(models: dict[str, str], tmp_path: Path) -> None:
+    """`eval.further`: their held-out prompts are asked; what a stage trains on is asked once, whether it is listed or not."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}", "domain": "count"}}\n' for n in range(40)))
+    recipe = {
+        "student": models["student"], "teachers": models["one"], "device": "cpu",
+        "prompts": {"source": "task:addition", "domain": "sums", "share": 2},
+        "eval": {"prompts": 4, "teachers": True, "further": [{"source": "task:addition", "domain": "sums"}, str(rows)]},
+        "rollout": {"prompts": 2, "max_new_tokens": 3}, "train": {"steps": 1}, "sampler": {"slots": 2}, "log": {"start_table": False},
+    }  # fmt: skip
+    run = opd.run(recipe, out=tmp_path / "run")
+    evals = run.summary["stages"][0]["evals"]
+    assert {domain: line["n"] for domain, line in evals.items()} == {"sums": 4, "count": 4}
+    assert evals["count"]["teacher"] is None
+    assert set(run.summary["stages"][0]["teachers"]["teacher"]) == {"sums", "count"}
+    assert str(rows) in str((tmp_path / "run/run.json").read_text())
+    with pytest.raises(RecipeError, match=r"eval.prompts is 0"):
+        load_recipe(recipe | {"eval": {"prompts": 0, "further": "task:sort"}})

@@ -26,6 +26,7 @@ from opd.config import Recipe
 from opd.config.cluster import Cluster
 from opd.config.refusals import refuse_stage
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, UserError
+from opd.remote import to_stderr
 
 MODE, ADDRESS = "RAY_AUTH_MODE", "RAY_ADDRESS"
 SET_PDEATHSIG = 1
@@ -63,8 +64,22 @@ def _preempted(number: int, frame: Any) -> None:
     raise Preempted
 
 
-def run_on_ray(recipe: str, overrides: Sequence[str], loaded: Recipe, out: Path, say: Say) -> None:
-    """Carry it out in `out`, which it goes on with if it has begun there."""
+def run_on_ray(
+    recipe: str,
+    overrides: Sequence[str],
+    loaded: Recipe,
+    out: Path | None,
+    resume: bool,
+    *,
+    whole: bool = True,
+    say: Say = to_stderr,
+) -> None:
+    """Carry it out in `out`; with `resume` it goes on with what has begun there. `whole`: all stages are asked for."""
+    out = (Path("runs") / loaded.name if out is None else out).absolute()
+    if not whole:
+        raise UserError("--only, --from, --until and --reuse are for runs in one process or of torchrun, not for --on.")
+    if out.exists() and not resume:
+        raise UserError(f"{out} exists. Go on with it (--resume), or choose another directory (--out).")
     cluster = require_ray(loaded)
     models = list(dict.fromkeys(model for stage in loaded.stages for model in served_models(stage)))
     servers = min(cluster.servers, len(models))

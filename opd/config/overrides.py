@@ -14,7 +14,7 @@ from opd.errors import RecipeError
 
 SHORT = {  # what a plain value at these keys is short for
     "student": "model", "coefficient": "value", "gate": "kind", "surrogate": "kind", "correction": "kind", "prompts": "source",
-    "sampler": "engine", "early_stop": "kind",
+    "sampler": "engine", "early_stop": "kind", "shares": "kind",
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ PROMPT_FILES = (
     ".csv.gz",
     ".tsv.gz",
 )
-BUILT_IN = ("tiny/", "smol/", "stage:", "task:", "reasoning_gym:")
+BUILT_IN = ("tiny/", "smol/", "stage:", "merge:", "task:", "reasoning_gym:")
 RUN = "run:"
 Place = tuple[str, ...]
 
@@ -41,7 +41,7 @@ def anchored(value: Any, base: Path, place: Place = ()) -> Any:
         return anchored(value, base, place[2:])
     if isinstance(value, str):
         return _text(value, base, place)
-    if not place or place[0] in ("student", "teachers", "prompts", "rewards", "stages", "plugins"):
+    if not place or place[0] in ("student", "teachers", "prompts", "eval", "rewards", "stages", "plugins"):
         return _each(value, base, place)
     return value
 
@@ -59,6 +59,8 @@ def _text(value: str, base: Path, place: Place) -> str:
         case (
             ("student",)
             | ("student", "model")
+            | ("student", "merge", "base")
+            | ("student", "merge", "models", _)
             | ("teachers",)
             | ("teachers", _)
             | ("teachers", _, "model" | "models", *_)
@@ -71,7 +73,7 @@ def _text(value: str, base: Path, place: Place) -> str:
             return _absolute(value, base, MODEL_FILES)
         case ("teachers", _, "run"):
             return _run(value, base)
-        case ("prompts", *_) if _is_source(place[1:]):
+        case ("prompts", *rest) | ("eval", "further", *rest) if _is_source(tuple(rest)):
             return _prompts(value, base)
         case ("plugins", *_) if value.endswith(".py"):
             return _absolute(value, base, (".py",))

@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from opd.config.graph import STAGE_PREFIX, in_order
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_override, merge
 from opd.config.paths import anchored
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
-from opd.config.refusals import STAGE_PREFIX, refuse_recipe, refuse_stage
+from opd.config.refusals import refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.errors import RecipeError
 from opd.files import is_directory, is_file
@@ -107,13 +108,16 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     for override in overrides:
         merged = _over(defaults, override)
         if stages and not _has_model(override.get("student")):
-            merged["student"] = {**_mapping(merged.get("student"), "model"), "model": STAGE_PREFIX + stages[-1].name}
+            start = _mapping(merged.get("student"), "model")
+            rest = {key: value for key, value in start.items() if key != "merge"}
+            merged["student"] = {**rest, "model": STAGE_PREFIX + stages[-1].name}
         stages.append(validate(merged, f"stages.{cut(str(override['name']), 80)}." if staged else ""))
     names = [stage.name for stage in stages]
     if len({folded(name) for name in names}) < len(names):
         raise RecipeError(f"stages: names must differ, got {cut(', '.join(names), 400)}.")
     try:
-        recipe = Recipe(name=raw["name"] if raw.get("name") is not None else name, stages=stages, plugins=plugins)
+        title = raw["name"] if raw.get("name") is not None else name
+        recipe = Recipe(name=title, stages=in_order(stages), plugins=plugins)
     except ValidationError as error:
         raise RecipeError(_explain_all(error, raw, "")) from None
     refuse_recipe(recipe)
@@ -127,6 +131,10 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
         if key in stage and stage[key] in ({}, []):
             base.pop(key, None)
     base = {key: _expanded(key, value) if key in stage else value for key, value in base.items()}
+    if _has_model(stage.get("student")) and isinstance(
+        base.get("student"), Mapping
+    ):  # another start, however it is given
+        base["student"] = {key: value for key, value in base["student"].items() if key not in ("model", "merge")}
     merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
     merged = {key: value for key, value in merged.items() if value is not None}
     if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
@@ -146,7 +154,9 @@ def _expanded(key: str, value: Any) -> Any:
 
 
 def _has_model(student: Any) -> bool:
-    return isinstance(student, str) or (isinstance(student, Mapping) and student.get("model") is not None)
+    """Whether it says what to start from."""
+    given = student if isinstance(student, Mapping) else {"model": student}
+    return given.get("model") is not None or given.get("merge") is not None
 
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:

@@ -13,26 +13,18 @@ from opd.errors import RecipeError
 from opd.objective.term import present_authors, refusals
 from opd.settings import StageView, changed
 
-STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 METRIC = "pass@1"
 
 
 def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
-    earlier: list[str] = []
+    named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
-        models = [("student", stage.student.model)]
-        models += [(f"teachers.{name}", ref.model) for name, kind in stage.teachers.items() for ref in kind.reads()]
-        models += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
-        models += [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
-        for key, model in models:
-            name = model.removeprefix(STAGE_PREFIX)
-            if name != model and name not in earlier:
-                raise RecipeError(
-                    f"stages.{stage.name}.{key}: {model!r}: no earlier stage is called {name!r}; "
-                    f"there are {', '.join(earlier) or 'none'}."
-                )
-        earlier.append(stage.name)
+        if stage.select is not None and not named[stage.select.stage].eval.prompts:
+            raise RecipeError(
+                f"stages.{stage.name}.select: stage {stage.select.stage!r} is not evaluated (eval.prompts is 0), so nothing can be "
+                "chosen by it. Set eval.prompts there."
+            )
         first = recipe.stages[0].log
         if (stage.log.to, stage.log.project) != (first.to, first.project):
             raise RecipeError(
@@ -72,6 +64,35 @@ def _rollouts(stage: Stage) -> Iterator[str]:
         yield (
             f"train.minibatches ({stage.train.minibatches}) must not be more than rollout.prompts ({rollout.prompts}): "
             "groups are never split. Lower it."
+        )
+
+
+def _staleness(stage: Stage) -> Iterator[str]:
+    """What cannot be sampled ahead of the step that trains on it."""
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return
+    key = f"rollout.staleness {rollout.staleness}"
+    if not present_authors(rollout)["student"]:
+        yield f"{key} lets sampling run ahead of training, but the student writes nothing. Set it to 0."
+    of_teachers = [name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name)]
+    of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
+    for name in of_teachers:
+        yield f"{key} with rollout.{name}: a teacher would have to sample and score at once. Set one of them to 0."
+    for name in ("rescue", "experience", "demonstrations"):
+        if getattr(rollout, name) is not None:
+            yield f"{key} with rollout.{name}, which follows from a batch's rewards and the weights of its step. Drop one of them."
+    if rollout.contrast:
+        yield (
+            f"{key} with rollout.contrast {rollout.contrast}: how many prompts a step takes would be known only once they are rewarded. "
+            "Set one of them to 0."
+        )
+    if rollout.mixed_versions == "refuse":
+        yield f"{key} with rollout.mixed_versions refuse: a run that is interrupted could not go on. Set it to allow."
+    if stage.checkpoint.resume == "exact":
+        yield (
+            f"{key} with checkpoint.resume exact: which weights drew a token depends on how fast the two threads were. "
+            "Set it to prefill."
         )
 
 
@@ -118,10 +139,13 @@ def _objective(stage: Stage) -> Iterator[str]:
 def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.refuse(view)
+    yield from stage.shares.refuse(view)
     for key, writer in stage.rollout.writers_by_key.items():
         yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
     for number, source in enumerate(stage.prompts):
         yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+    for number, source in enumerate(stage.eval.further):
+        yield from (f"eval.further.{number}: {mistake}" for mistake in source.refuse(view))
     for domain, rewards in stage.rewards.domains.items():
         for number, reward in enumerate(rewards):
             yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
@@ -225,6 +249,8 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.early_stop needs periodic evaluations: set eval.every and eval.prompts, or drop it."
     elif spec.early_stop is not None:
         yield from spec.early_stop.refuse(StageView.of(stage))
+    if spec.further and not spec.prompts:
+        yield "eval.further says what else is evaluated, but eval.prompts is 0. Set it, or drop `further`."
     if "metric" in given and not spec.prompts:
         yield (
             f"eval.metric {spec.metric!r} is watched in evaluations, but eval.prompts is 0. Set it, or drop the metric."
@@ -234,6 +260,11 @@ def _evaluation(stage: Stage) -> Iterator[str]:
         yield "eval.plateau is for coefficients that wait for one (`until: plateau`), but none does. Drop it."
     if spec.metric != METRIC and not spec.metric.startswith(f"{METRIC}/"):
         yield f"eval.metric {spec.metric!r}: expected {METRIC}, or {METRIC}/DOMAIN."
+
+
+def _selected(stage: Stage) -> Iterator[str]:
+    if stage.select is not None and any(source.domain is None for source in stage.prompts):
+        yield "select chooses sources by their domain: give every source of prompts a `domain`."
 
 
 def _files(stage: Stage) -> Iterator[str]:
@@ -252,6 +283,7 @@ def _files(stage: Stage) -> Iterator[str]:
 
 CHECKS = (
     _rollouts,
+    _staleness,
     _authors,
     _demonstrations,
     _coefficients,
@@ -260,5 +292,6 @@ CHECKS = (
     _teachers,
     _crossing,
     _evaluation,
+    _selected,
     _files,
 )

@@ -12,7 +12,10 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from opd.config.cluster import Cluster
 from opd.config.names import check_name
 from opd.data.prompts import DOMAIN
+from opd.data.selection import SelectionRule
+from opd.data.shares import Shares, StaticShares
 from opd.data.source import SOURCES, PromptSource
+from opd.models.merging import Merge
 from opd.models.settings import Lora
 from opd.objective.direct import Direct
 from opd.objective.stopping import STOP_RULES, StopRule
@@ -30,11 +33,17 @@ def usual_objective() -> list[Term]:
     return [Direct()]
 
 
+MERGED = "merge:"  # `merge:NAME` is the model that stage NAME makes of others and starts from
+
+
 class Student(BaseModel):
-    """The model that learns: a directory, a hub id, a .gguf file, `smol`, or `tiny/NAME`."""
+    """The model that learns: a directory, a hub id, a .gguf file, `smol`, or `tiny/NAME`; or one that is merged from others."""
 
     model_config = SETTINGS
     model: Address
+    merge: Annotated[Merge, Family("merge", default="average")] | None = Field(
+        None, description="start from several models, merged: average, task_arithmetic, ties, stack"
+    )
     revision: Word | None = None
     lora: Lora | None = None
     gradient_checkpointing: bool = False
@@ -61,6 +70,10 @@ WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
+    tokens: Positive | None = Field(
+        None,
+        description="end after the step that brings the stage's response tokens to this many; null: `steps` alone say",
+    )
     lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -96,6 +109,11 @@ class Eval(BaseModel):
     model_config = SETTINGS
     every: Count = Field(0, description="steps; 0: only before and after")
     prompts: Count = Field(200, le=20_000, description="held-out prompts per domain; 0: no evaluation")
+    further: list[Annotated[PromptSource, SOURCES]] = Field(
+        default_factory=list,
+        max_length=1000,
+        description="further sources whose held-out prompts are asked: what the stage does not train, and may forget",
+    )
     greedy: bool = True
     k: Count = Field(0, le=65_536, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the sampled evaluation")
@@ -109,6 +127,11 @@ class Eval(BaseModel):
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )
+
+    @field_validator("further", mode="before")
+    @classmethod
+    def _further(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")
     def _something(self) -> Eval:
@@ -174,6 +197,12 @@ class Stage(BaseModel):
     teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
     pool: TeacherPool = TeacherPool()
     prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
+    select: Annotated[SelectionRule, Family("select", default="flat")] | None = Field(
+        None, description="train on those domains alone that an earlier stage's evaluations choose: flat, score"
+    )
+    shares: Annotated[Shares, Family("shares", default=StaticShares.name)] = Field(
+        StaticShares(), description="how prompts are divided among domains: static, or by tokens, length, gap"
+    )
     route: Word = Field(DOMAIN, description="the column of a prompt's row that says which teacher scores it")
     data: Data = Data()
     rollout: Rollouts = Rollouts()
@@ -230,9 +259,26 @@ class Stage(BaseModel):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _merged_start(cls, raw: Any) -> Any:
+        """A merge stands in place of a model; the model that it makes has the stage's name."""
+        student = raw.get("student") if isinstance(raw, Mapping) else None
+        if not isinstance(student, Mapping):
+            return raw
+        name = f"{MERGED}{raw.get('name') or cls.model_fields['name'].default}"
+        given, merged = student.get("model"), student.get("merge") is not None
+        if merged and given not in (None, name):
+            raise ValueError(f"student: model {given!r} and merge are two starts: keep one")
+        if merged and student.get("revision") is not None:
+            raise ValueError("student.revision is of one model, and merge has several: name directories")
+        if not merged and isinstance(given, str) and given.startswith(MERGED):
+            raise ValueError(f"student.model {given!r}: write what is merged: student: {{merge: {{models: [A, B]}}}}")
+        return {**raw, "student": {**student, "model": name}} if merged else raw
+
     def settled(self) -> Stage:
-        """With what the sampler asks of the objective: tokens that were drawn elsewhere are weighed by how they were drawn."""
-        if not self.sampler.corrects or self.rollout.shown_to_student:
+        """With what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
             return self
         return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
@@ -241,6 +287,11 @@ class Stage(BaseModel):
         prompts = [source.inside(directory) for source in self.prompts]
         teachers = {name: kind.inside(directory) for name, kind in self.teachers.items()}
         return self.model_copy(update={"prompts": prompts, "teachers": teachers})
+
+    @property
+    def starts(self) -> list[str]:
+        """The models that the student is made of: one, or those that are merged."""
+        return [self.student.model] if self.student.merge is None else self.student.merge.reads()
 
     @property
     def keeps_hidden(self) -> bool:

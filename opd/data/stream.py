@@ -4,12 +4,13 @@ few integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from opd.data.shares import ShareKeeper, Shares
 from opd.data.source import Source
 from opd.errors import DataError
 from opd.types import Prompt
@@ -41,16 +42,63 @@ class PromptStream:
         self._sources, self._seed = sources, seed
         self._shares = np.asarray(shares, dtype=np.float64) / sum(shares)
         self._taken = np.zeros(len(sources), dtype=np.int64)
+        self._owed = np.zeros(len(sources))  # to each when shares last changed,
+        self._before = np.zeros(len(sources), dtype=np.int64)  # and what had been taken by then
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._unusable: Sequence[np.ndarray | None] = [None] * len(sources)
         self._fits: Callable[[Visit], bool] | None = None
         self.skipped = 0  # visits to prompts that cannot be used
+        self.keeper: ShareKeeper | None = None
+        self._domains: list[str] = []  # of the sources, where shares follow a rule,
+        self._parts = np.ones(len(sources))  # and what each has of its domain's share
 
     def leave_out(self, unusable: Sequence[np.ndarray | None], fits: Callable[[Visit], bool] | None) -> None:
         """Which rows of each finite source to skip, and what to ask of prompts where they could not all be looked
         at.
         """
         self._unusable, self._fits = unusable, fits
+
+    def steer(self, rule: Shares) -> None:
+        """Shares follow a rule: every source has to be of one domain then."""
+        if not rule.steers:
+            return
+        found = [sorted({prompt.domain for prompt in source.examples()}) for source in self._sources]
+        for source, domains in zip(self._sources, found, strict=True):
+            if len(domains) > 1:
+                raise DataError(
+                    f"prompts {source.name}: rows of the domains {', '.join(domains[:5])}, and shares {rule.name} divides prompts "
+                    "among sources. Give every domain a source of its own, or set shares: static."
+                )
+        self._domains = [domain for domain, *_ in found]
+        static: dict[str, float] = {}
+        for domain, share in zip(self._domains, self._shares.tolist(), strict=True):
+            static[domain] = static.get(domain, 0.0) + share
+        if len(static) < 2:
+            raise DataError(
+                f"shares {rule.name} divides prompts among domains, and there is one: {self._domains[0]}. Drop it."
+            )
+        self._parts = self._shares / [static[domain] for domain in self._domains]
+        self.keeper = ShareKeeper(rule, static)
+
+    def reshare(self, shares: Mapping[str, float]) -> None:
+        """Shares of domains from now on. What sources are owed by the old ones stays owed."""
+        owed = self._credit(0)
+        self._owed, self._before = owed, self._taken.copy()
+        self._shares = np.asarray([shares[domain] for domain in self._domains]) * self._parts
+
+    def _credit(self, more: int) -> np.ndarray:
+        """What each source is owed, with so many draws more."""
+        taken = self._taken - self._before
+        credit: np.ndarray = self._owed + (self._shares * (taken.sum() + more) - taken)
+        return credit
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the domains as they are now; nothing where they are fixed."""
+        found: dict[str, float] = {}
+        for domain, share in zip(self._domains, self._shares.tolist(), strict=True) if self._domains else ():
+            found[domain] = found.get(domain, 0.0) + share
+        return found
 
     def take(self, count: int) -> list[Visit]:
         return [self._usable() for _ in range(count)]
@@ -68,8 +116,7 @@ class PromptStream:
 
     def _next(self) -> Visit | None:
         """The next visit by share and order; None when it goes to a prompt that cannot be used."""
-        owed = self._shares * (self._taken.sum() + 1) - self._taken
-        source = int(np.argmax(owed))
+        source = int(np.argmax(self._credit(1)))
         position = int(self._taken[source])
         self._taken[source] += 1
         size, unusable = self._sources[source].size, self._unusable[source]
@@ -91,8 +138,16 @@ class PromptStream:
         return cached[1]
 
     def state(self) -> dict[str, Any]:
-        return {"taken": self._taken.tolist(), "skipped": self.skipped}
+        state = {"taken": self._taken.tolist(), "skipped": self.skipped}
+        if self.keeper is not None:
+            state |= {"shares": self._shares.tolist(), "owed": self._owed.tolist(), "before": self._before.tolist()}
+            state["needs"] = self.keeper.state()
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         self._taken = np.asarray(state["taken"], dtype=np.int64)
         self.skipped = state.get("skipped", 0)  # runs of before rows could be skipped
+        if self.keeper is not None:
+            self._shares, self._owed = np.asarray(state["shares"]), np.asarray(state["owed"])
+            self._before = np.asarray(state["before"], dtype=np.int64)
+            self.keeper.restore(state["needs"])

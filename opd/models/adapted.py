@@ -32,8 +32,8 @@ class AdaptedModel(LanguageModel):
         self.adapter = _attached(self.module, name, directory, base.device)
         self.module.eval().requires_grad_(False)
 
-    def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        clone = super().inference_copy(dtype)
+    def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
+        clone = super().inference_copy(dtype, own=own)
         merged = lora.merged_weights(self.module)
         for name, parameter in clone.module.named_parameters():
             if name in merged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -121,16 +121,23 @@ class LanguageModel:
             tensors |= lora.merged_weights(self.module)
         return WeightsRef(version, tensors)
 
-    def inference_copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """A second module for sampling. Tensors are shared where nothing has to be converted or merged."""
-        clone = copy.copy(self)
-        clone.module = share_module(self.module if self.adapter is None else self._plain)
+    def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
+        """A second module for sampling. Tensors are shared where nothing has to be converted or merged.
+
+        `own`: whatever training changes is not shared, nor is the count of its changes that autograd keeps: another
+        thread may sample with it, and load weights, in the middle of a backward pass.
+        """
+        clone, moving = copy.copy(self), self.moving()
+        plain = self.module if self.adapter is None else self._plain
+        converted = dtype not in (None, self.dtype)  # weights of another type are all written at every load
+        copied = {name for name, _ in plain.named_parameters() if converted or name in moving}
+        clone.module = share_module(plain, copied if own else ())
         clone.adapter, clone._plain = None, None
-        adapted = set() if self.adapter is None else {name for name, _ in lora.adapted_layers(self.module)}
+        adapted = set() if self.adapter is None else moving
         for name, parameter in clone.module.named_parameters():
             if dtype not in (None, parameter.dtype):
                 parameter.data = parameter.data.to(dtype)
-            elif name in adapted:
+            elif name in adapted and not own:
                 parameter.data = parameter.data.clone()
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
@@ -204,10 +211,13 @@ def stored_parts(tensor: Tensor) -> list[Tensor]:
     return [part for found in inside if isinstance(found, Tensor) for part in stored_parts(found)]
 
 
-def share_module(module: Any) -> Any:
-    """A copy of the module tree whose frozen parameters share their storage with the original's."""
+def share_module(module: Any, copied: Collection[str] = ()) -> Any:
+    """A copy of the module tree whose frozen parameters share their storage with the original's, save for those `copied`."""
     memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in module.parameters()
+        id(parameter): nn.Parameter(
+            parameter.detach().clone() if name in copied else parameter.detach(), requires_grad=False
+        )
+        for name, parameter in module.named_parameters()
     }
     return copy.deepcopy(module, memo)
 

@@ -25,7 +25,7 @@ from opd.models.load import locate
 from opd.models.tokenizers import require_same
 from opd.rewards import Rewarder, check_rewards
 from opd.runner.hub import require_access
-from opd.runner.prompts import Looked, look_at_prompts, open_prompts
+from opd.runner.prompts import Looked, look_at_prompts, open_beside, open_prompts
 from opd.runner.shown import require_shown
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef, Outlook
@@ -102,13 +102,16 @@ def check_stage(
     }
     contexts = {name: min(context_of(configs[model]) for model in models) for name, models in read.items()}
     _require_views(spec, table, sources, templates, contexts)
-    rewarder = check_rewards(spec.rewards, examples, domains=domains, say=say)
+    beside = open_beside(spec, sources, told)
+    further = [prompt for source in beside for prompt in source.examples()]
+    measured = list(dict.fromkeys([*domains, *(prompt.domain for prompt in further)]))
+    rewarder = check_rewards(spec.rewards, [*examples, *further], domains=measured, say=say)
     if spec.uses_rewards and not any(map(rewarder.covers, examples)):
         raise RecipeError(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
-    inputs = look_at_prompts(spec, sources, tokenizer, rewarder.covers, context, told)
+    inputs = look_at_prompts(spec, sources, beside, tokenizer, rewarder.covers, context, told)
     inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec, outlooks)))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)

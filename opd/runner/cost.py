@@ -144,7 +144,11 @@ def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: 
     slots = stage.sampler.sequences()
     lora = stage.student.lora is not None
     copied = lora or spread.sharded or stage.sampler.dtype not in (None, own)
-    return slots * longest * student.key_values * student.layers * each + (student.parameters * each if copied else 0)
+    cache, weights = slots * longest * student.key_values * student.layers * each, student.parameters * each
+    ahead = (
+        cache + weights + student.parameters * BYTES[own]
+    )  # a second one with weights of its own, and those on their way
+    return cache + (weights if copied else 0) + (ahead if stage.rollout.staleness else 0)
 
 
 def in_short(number: int) -> str:

@@ -31,6 +31,12 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from opd.report.notebook import run_html
+
+        return run_html(self.directory)
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One object per step, with `eval/DOMAIN` keys where it was evaluated. A damaged line is an error that names it."""

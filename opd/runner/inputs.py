@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from opd.config import STAGE_PREFIX, Stage
+from opd.config.stage import MERGED
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.identity import hub_commit, model_files
@@ -42,9 +43,10 @@ def inputs_of(
             if hub and (location := locate(model, revision)).on_hub:
                 require_hub(model, location)
                 here[_hub_name(location)] = {"for": what, "commit": hub_commit(model, location)}
-        for number, source in enumerate(stage.prompts):
+        asked = (*stage.prompts, *stage.eval.further)
+        for number, source in enumerate(asked):
             if (fingerprint := source.fingerprint()) is not None:
-                again = source.source in [later.source for later in stage.prompts[number + 1 :]]  # another split, say
+                again = source.source in [later.source for later in asked[number + 1 :]]  # another split, say
                 name = f"{source.source}#{number + 1}" if again else source.source
                 here[name] = {"for": "prompts", "fingerprint": fingerprint}
     return found
@@ -73,7 +75,7 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
 
 def revision_begun_with(recorded: Inputs, model: str, revision: str | None) -> str | None:
     """The revision to read a model at: of one on the hub, the commit that the run began with."""
-    if model.startswith(STAGE_PREFIX):
+    if model.startswith((STAGE_PREFIX, MERGED)):
         return revision
     location = locate(model, revision)
     found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
@@ -100,7 +102,7 @@ def _inside(name: str, directory: Path | None) -> str:
 
 def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
     """(file, its name in the record, what it is for)."""
-    for source in stage.prompts:
+    for source in (*stage.prompts, *stage.eval.further):
         for path in source.files():
             if not path.is_file():
                 raise DataError(f"{source.source}: {path} is not a file. Correct the source's address.")
@@ -116,7 +118,7 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
-    found = [(stage.student.model, stage.student.revision, "student")]
+    found = [(start, stage.student.revision, "student") for start in stage.starts]
     found += [
         (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
     ]

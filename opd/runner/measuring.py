@@ -21,6 +21,11 @@ def measure_answers(run: StageRun, sampler: TokenSampler, who: str) -> dict[str,
     if not run.questions:
         return {}
     spec, rollout = run.spec.eval, run.spec.rollout
+
+    def reward(samples: Sequence[Sample]) -> list[RewardResult]:
+        with run.rewarding:
+            return run.world.share(lambda: run.rewarder(samples))
+
     limit = spec.max_new_tokens or rollout.max_new_tokens
     return evaluate(
         sampler,
@@ -32,7 +37,7 @@ def measure_answers(run: StageRun, sampler: TokenSampler, who: str) -> dict[str,
         temperature=spec.temperature,
         seed=run.spec.seed,
         check_stop=run.check_stop,
-        reward=lambda samples: run.world.share(lambda: run.rewarder(samples)),
+        reward=reward,
         on_answers=partial(_keep_answers, run, who),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.graph import ChosenStages, require_reachable
+from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, json_text, lines_checked, write_whole
+from opd.files import disk_errors, lines_checked
 from opd.plugins import plugin_errors
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
@@ -23,9 +24,11 @@ from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
+from opd.runner.merges import merge_start, merged_directory
+from opd.runner.narrowing import narrowed
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
-from opd.runner.results import StageResult, results_table, watched
+from opd.runner.results import StageResult, watched
 from opd.runner.resume import (
     LINES,
     Standing,
@@ -36,10 +39,11 @@ from opd.runner.resume import (
     write_before,
     write_result,
 )
+from opd.runner.reuse import REUSED
 from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
-from opd.runner.start import NAME as START
-from opd.runner.start import start_table, table_of, write_start
+from opd.runner.start import read_start, start_table, table_of, write_start
+from opd.runner.story import told, write_summary
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
@@ -60,12 +64,14 @@ class Pipeline:
         quiet: bool,
         hooks: Hooks,
         world: World | None = None,
+        selection: ChosenStages | None = None,
     ) -> None:
         self.world = world or World()
         for stage in recipe.stages:
             self.world.require(stage)
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
+        self._chosen = (selection or ChosenStages()).names(recipe)
         self.began = False  # a first step, in this process
         leads = self.world.leads
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
@@ -89,14 +95,18 @@ class Pipeline:
             standings = self._shared_standings() if resume else [Standing() for _ in self._recipe.stages]
             if not standings:
                 return
-            for stage, standing in zip(self._recipe.stages, standings, strict=True):
+            stages = list(zip(self._recipe.stages, standings, strict=True))
+            require_reachable(self._recipe, self._chosen, [stage.name for stage, found in stages if found.output])
+            left = [stage for stage, found in stages if found.output is None and stage.name not in self._chosen]
+            for stage, standing in stages:
                 if standing.output is None and self.world.leads:
                     require_access(stage)
             store = self.live.rollouts = self._open_store()
             try:
-                for stage, standing in zip(self._recipe.stages, standings, strict=True):
-                    self._stage(stage, store, standing)
-                status = "done"
+                for stage, standing in stages:
+                    if stage not in left:
+                        self._stage(stage, store, standing)
+                status = "partial" if left else "done"
             except Stopped as stop:
                 status = "preempted" if isinstance(stop, Preempted) else "stopped"
                 raise
@@ -162,8 +172,14 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            self._consumed = read_state(standing.output)["rollouts"]
+            if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
+                self._consumed = read_state(standing.output)["rollouts"]
             return
+        chosen = narrowed(spec, self._results)
+        if chosen is None:
+            self._pass_over(spec)
+            return
+        spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
         self._interrupts.grace = spec.checkpoint.grace
@@ -173,20 +189,7 @@ class Pipeline:
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with plugin_errors(), explain_memory(lambda: self._phase):
             self._on_phase("loading")
-            run = StageRun(
-                self.world.placed(spec.inside(self._directory)),
-                store,
-                self._resolve_model,
-                revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
-                check_stop=self._check_stop,
-                on_phase=self._on_phase,
-                on_token=self._progress.token,
-                on_rollouts=self._callbacks.rollouts,
-                say=self._progress.say,
-                world=self.world,
-            )
-            known = self._consumed is not None and not (store.directory / REPAIRED).exists()
-            run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
+            run = self._open(spec, store)
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
@@ -215,14 +218,47 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
+    def _pass_over(self, spec: Stage) -> None:
+        """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
+        assert spec.select is not None
+        self._merge(spec)
+        self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
+
+    def _merge(self, spec: Stage) -> None:
+        """The model that the stage starts from, where it is made of others."""
+        if self.world.leads:
+            merge_start(spec, self._directory, self._resolve_model, (self._inputs or {}).get(spec.name, {}))
+        self.world.barrier()
+
+    def _open(self, spec: Stage, store: RolloutStore) -> StageRun:
+        """Everything that the stage works with."""
+        self._merge(spec)
+        run = StageRun(
+            self.world.placed(spec.inside(self._directory)),
+            store,
+            self._resolve_model,
+            revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
+            check_stop=self._check_stop,
+            on_phase=self._on_phase,
+            on_token=self._progress.token,
+            on_rollouts=self._callbacks.rollouts,
+            say=self._progress.say,
+            world=self.world,
+        )
+        known = self._consumed is not None and not (store.directory / REPAIRED).exists()
+        run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
+        return run
+
     def _train(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
         """Steps, each reported, evaluated and saved as the recipe says."""
         run.objective.plateau = result.plateau
         enough = self._close_step(run, result, saved) if saved.unreported else self._enough(run, result)
-        while result.steps < run.spec.train.steps and not enough:
+        while result.steps < run.spec.train.steps and not enough and not self._spent(run, result):
             run.check_stop()
             saved.check()
             self.began = True
+            run.divide_prompts(result.gaps)
             metrics = run_step(run, result.steps + 1)
             self._say_taken_up(run, result.steps + 1)
             result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
@@ -255,6 +291,10 @@ class Pipeline:
         run.check_stop()
         return enough
 
+    def _spent(self, run: StageRun, result: StageResult) -> bool:
+        budget = run.spec.train.tokens
+        return budget is not None and result.tokens >= budget
+
     def _enough(self, run: StageRun, result: StageResult) -> bool:
         stop = run.spec.eval.early_stop
         return stop is not None and stop.should_stop(result.evaluations(run.spec.eval.metric))
@@ -263,7 +303,7 @@ class Pipeline:
         """The start-up table, once: a run that is taken up has it already."""
         if result.steps or not run.spec.log.start_table or not run.teachers:
             return
-        known = self.world.share(self._start_tables)
+        known = self.world.share(partial(read_start, self._directory))
         if run.spec.name in known:
             result.start = known[run.spec.name]
             return
@@ -276,12 +316,6 @@ class Pipeline:
             self._progress.show(table_of(run.spec.name, pairs))
         for line in warnings(pairs):
             self._progress.say(f"{run.spec.name}: WARNING: {line}")
-
-    def _start_tables(self) -> dict[str, Any]:
-        """Of stages that have theirs, by name."""
-        place = self._directory / START
-        found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        return found
 
     def _before(self, run: StageRun, result: StageResult) -> None:
         if not run.questions or result.before:
@@ -343,6 +377,8 @@ class Pipeline:
         self._progress.phase(phase)
 
     def _resolve_model(self, name: str) -> str:
+        if name.startswith(MERGED):
+            return str(merged_directory(self._directory, name.removeprefix(MERGED)))
         if not name.startswith(STAGE_PREFIX):
             return name
         stage = name.removeprefix(STAGE_PREFIX)
@@ -353,15 +389,10 @@ class Pipeline:
         return str(self._outputs[stage])
 
     def _summarise(self, status: str) -> None:
-        summary = {
-            "recipe": self._recipe.name,
-            "status": status,
-            "stages": [result.to_json() for result in self._results],
-        }
         if not self.world.leads:
             return
-        write_whole(self._directory / "summary.json", json_text(summary, indent=1))
-        for result in self._results:
-            if result.before and status == "done":
-                self._progress.say("")
-                self._progress.show(results_table(result))
+        write_summary(self._recipe, self._directory, self._results, status)
+        self._reports.page()
+        if status in ("done", "partial"):
+            for shown in told(self._recipe, self._results):
+                self._progress.say(shown) if isinstance(shown, str) else self._progress.show(shown)

@@ -20,6 +20,7 @@ from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
+from opd.trainer.ahead import scores_ahead
 
 SHOWN = 50  # values of a route that are printed
 
@@ -42,6 +43,7 @@ class Plan:
     rollouts_per_step: int
     memory: dict[str, int]  # part -> bytes
     pool: str = ""  # which teachers come and go
+    ahead: str = ""  # how sampling runs ahead of training
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
 
@@ -55,6 +57,7 @@ class Plan:
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
+            *([f"  ahead      {self.ahead}"] if self.ahead else []),
             f"  memory     about {bytes_in_words(size)}: {parts}",
             *(
                 f"  memory     on {device} about {bytes_in_words(held)}: teachers"
@@ -73,10 +76,10 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
-    known: dict[str, str] = {}  # stage -> the model it starts from: same shapes as the one it will save
+    known: dict[str, str] = {}  # stage:NAME, merge:NAME -> a model of the same shapes that is there already
 
     def resolve(name: str) -> str:
-        return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
+        return known.get(name, name)
 
     plans, asked = [], dict[str, list[PromptSource]]()
     with plugin_errors():
@@ -84,8 +87,12 @@ def make_plan(recipe: Recipe) -> list[Plan]:
             # of a stage whose rollouts are taken up again, what it asks is all that is known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
+            if (merge := stage.student.merge) is not None:
+                if not any(part.startswith(STAGE_PREFIX) for part in merge.reads()):  # else they are not there yet
+                    merge.require(lambda name: (name, None))
+                known[stage.student.model] = resolve(merge.reads()[0])
             plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
-            known[stage.name] = resolve(stage.student.model)
+            known[STAGE_PREFIX + stage.name] = resolve(stage.student.model)
     return plans
 
 
@@ -110,8 +117,28 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         stage=stage.name, device=str(checked.device), precision=precision, student=stage.student.model, parameters=student, trained=trained,
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
-        pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)),
+        pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
     )  # fmt: skip
+
+
+def _ahead(stage: Stage) -> str:
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return ""
+    under_way = {
+        "recompute": "are read again by new weights and go on with them",
+        "keep": "go on with new weights over old keys and values",
+        "wait": "are finished with the weights they began with",
+    }
+    terms = [term.name for term in stage.objective if term.compares_with_sampler]
+    corrected = (
+        f"ratios to the log-probs of each token's own version in {', '.join(terms)}" if terms else "no correction"
+    )
+    beside = "rewards and teachers" if scores_ahead(stage) else "rewards"
+    return (
+        f"sampling runs up to {rollout.staleness} steps ahead of training, in a thread with weights of its own; {beside} are asked beside "
+        f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
+    )
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:

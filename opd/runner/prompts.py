@@ -14,7 +14,7 @@ import numpy as np
 from opd.config import Stage
 from opd.data.render import render_prompt
 from opd.data.scan import Scanned, scan
-from opd.data.source import BadRows, PromptSource, Source, Told, silent
+from opd.data.source import BadRows, Opening, PromptSource, Source, Told, silent
 from opd.data.sources import open_sources
 from opd.errors import DataError
 from opd.evaluation import Question
@@ -46,9 +46,29 @@ def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
     return sources
 
 
+def asked_beside(spec: Stage) -> list[PromptSource]:
+    """Those of `eval.further` that the stage does not train on as well."""
+    own = [source.model_copy(update={"share": 1.0}) for source in spec.prompts]
+    return [source for source in spec.eval.further if source.model_copy(update={"share": 1.0}) not in own]
+
+
+def open_beside(spec: Stage, sources: list[Source], told: Told = silent) -> list[Source]:
+    """The same, open; nothing that they hold out is trained on."""
+    labels, beside = [source.label for source in spec.prompts], []
+    for further in asked_beside(spec):
+        labels.append(further.label)
+        again = labels.count(further.label)  # with other options, say: ids differ
+        label = f"{further.label}#{again}" if again > 1 else further.label
+        beside.append(further.open(Opening(label, spec.data.bad_rows, spec.rewards.need_no_answer, told=told)))
+    for source in sources if beside else ():
+        source.keep_apart([*sources, *beside])
+    return beside
+
+
 def look_at_prompts(
     spec: Stage,
     sources: Sequence[Source],
+    beside: Sequence[Source],
     tokenizer: Any,
     covers: Callable[[Prompt], bool],
     context: int,
@@ -72,6 +92,14 @@ def look_at_prompts(
         held = choose_held_out(
             sources, spec.prompts, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
         )
+        if beside:
+            further = asked_beside(spec)
+            held.add(
+                choose_held_out(
+                    beside, further, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+                ),
+                count,
+            )
     questions = {domain: asked for domain, asked in held.questions.items() if asked}
     if questions:
         watched_domains(spec.eval.metric, list(questions))
@@ -100,6 +128,14 @@ class HeldOut:
 
     questions: dict[str, list[Question]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def add(self, beside: HeldOut, count: int) -> None:
+        """Further questions, up to as many of each domain; those that are asked already are not asked twice."""
+        for domain, asked in beside.questions.items():
+            own = self.questions.setdefault(domain, [])
+            known = {question.prompt_ids.tobytes() for question in own}
+            own += [question for question in asked if question.prompt_ids.tobytes() not in known][: count - len(own)]
+        self.notes += beside.notes
 
     @property
     def longest(self) -> int:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
+from opd.errors import UserError
 from opd.files import line_of
+from opd.report.page import write_report
 from opd.runner.progress import Progress
 from opd.runner.stage import StageRun
 from opd.runner.token_lines import TOKENS, room_for, token_line
@@ -49,6 +51,13 @@ class Reports:
         for answer in run.answered:
             self._write_line("answers.jsonl", {"step": step, "stage": run.spec.name, **answer})
         run.answered.clear()
+
+    def page(self) -> None:
+        """report.html. A run that has ended well does not fail for it."""
+        try:
+            write_report([self._directory])
+        except UserError as error:
+            self._progress.say(f"WARNING: there is no report: {error}")
 
     def _write_samples(self, run: StageRun, step: int, progress: float) -> None:
         """A few of this step's completions, so that one can read what the numbers mean. `progress`: share of the run."""

@@ -61,6 +61,14 @@ class StageResult:
     def teacher_measures(self, domain: str) -> Measures | None:
         return self.teachers.get(self.teacher_of.get(domain, ""), {}).get(domain)
 
+    @property
+    def gaps(self) -> dict[str, float]:
+        """How far each domain is behind its own teacher, by the newest evaluation; where both are known."""
+        newest = self.history[-1] if self.history else {name: found.value for name, found in self.before.items()}
+        levels = {domain: self.teacher_measures(domain) for domain in self.before}
+        found = {domain: (level.value, newest.get(domain)) for domain, level in levels.items() if level is not None}
+        return {name: goal - now for name, (goal, now) in found.items() if goal is not None and now is not None}
+
     def to_json(self) -> dict[str, Any]:
         evals = {domain: self._domain(domain) for domain in self.before}
         best = (

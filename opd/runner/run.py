@@ -7,29 +7,17 @@ run = opd.resume("runs/quickstart")
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import Preempted, RunDirectoryError, Stopped
-from opd.files import (
-    FORMAT,
-    SEALS,
-    disk_errors,
-    read_sealed,
-    sha256,
-    sync,
-    write_sealed,
-    write_whole,
-)
-from opd.plugins import FOLDER as PLUGINS
-from opd.plugins import moved as plugin_moved
+from opd.files import SEALS, disk_errors, read_sealed, sha256
 from opd.plugins import plugin_errors
 from opd.plugins import versions as plugin_versions
+from opd.runner.beginning import EARLY, withdraw, write_recipe
 from opd.runner.directory import Run
-from opd.runner.given import FOLDER as INPUTS
 from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
 from opd.runner.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
@@ -39,6 +27,7 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
 
     from opd.config import Recipe
+    from opd.config.graph import ChosenStages
     from opd.rewards.callables import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
@@ -47,19 +36,6 @@ if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
 RUNS = Path("runs")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
 Mode = Literal["prefill", "exact"]
-EARLY = {
-    NAME,
-    INPUTS,
-    PLUGINS,
-    "recipe.yaml",
-    "resolved.yaml",
-    ".recipe.yaml.partial",
-    ".resolved.yaml.partial",
-    f".{SEALS}.partial",
-}
-WRITTEN = ("rollouts", "checkpoints", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "start.json", ".start.json.partial",
-           "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 
 def run(
@@ -70,6 +46,10 @@ def run(
     overrides: Iterable[str] = (),
     out: str | Path | None = None,
     resume: bool = False,
+    only: str | None = None,
+    start: str | None = None,
+    until: str | None = None,
+    reuse: Iterable[str | Path] = (),
     on_step: OnStep | None = None,
     on_rollouts: OnRollouts | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -81,28 +61,25 @@ def run(
 
     A run directory that is taken is left alone: the run goes into `NAME-2`, `NAME-3`, … With `resume` it goes into `out` and
     nowhere else, and one that has begun there goes on: what a job script calls again and again.
-
+    Of a pipeline, `only` is the one stage to carry out, `start` and `until` the first and the last; what those need has to be
+    finished. `reuse` names runs whose finished stages are used again where settings and inputs are the same.
     `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
-    The run keeps them in its directory, so `opd.resume` needs no more.
-
-    `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`. It runs in forks of
-    this process, and `opd.resume` has to be given it again.
+    The run keeps them. `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`.
+    It runs in forks of this process, and `opd.resume` has to be given it again.
 
     Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
-
-    `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
-
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
+    `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
     """
     from rich.console import Console
 
     from opd.config import load_recipe, recipe_text
+    from opd.config.graph import ChosenStages
     from opd.config.names import check_output
 
-    hooks = Hooks(on_step, on_rollouts, on_checkpoint)
-    overrides = tuple(overrides)
+    hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
     with (join or joined)() as world:
         if not world.leads:
             return _follow(world, rewards)
@@ -110,20 +87,30 @@ def run(
         loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
         if given is not None:
             given.require_used(loaded)
+        selection, earlier = ChosenStages(only, start, until), [Path(path) for path in reuse]
+        selection.require(loaded, elsewhere=resume or bool(earlier))
         wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
-        lock, made = _claim_or_return(wanted) if resume else claim(wanted)
-        try:
+        text, how = recipe_text(recipe, overrides), (hooks, quiet, shown, world, selection)
+        with _directory(wanted, resume, None if quiet else shown) as (lock, made):
             if (lock.directory / SEALS).exists():
                 _require_same(lock.directory, loaded, given)
-                _go_on(lock, None, rewards, hooks, quiet, shown, world)
+                _go_on(lock, None, rewards, *how)
             else:
-                _start(lock, made, recipe_text(recipe, overrides), loaded, given, hooks, quiet, shown, world)
-        finally:
-            lock.release()
-            if not quiet and lock.directory.is_dir():
-                place = plain(f"run directory: {lock.directory}")
-                shown.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
+                _start(lock, made, text, loaded, given, *how, earlier)
         return Run(lock.directory)
+
+
+@contextmanager
+def _directory(wanted: Path, resume: bool, console: Console | None) -> Iterator[tuple[RunLock, bool]]:
+    """A run directory, locked, and whether it was made; where it is, is said at the end."""
+    lock, made = _claim_or_return(wanted) if resume else claim(wanted)
+    try:
+        yield lock, made
+    finally:
+        lock.release()
+        if console is not None and lock.directory.is_dir():
+            place = plain(f"run directory: {lock.directory}")
+            console.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _start(
@@ -136,6 +123,8 @@ def _start(
     quiet: bool,
     console: Console,
     world: World,
+    selection: ChosenStages,
+    earlier: list[Path],
 ) -> None:
     """Write down what is carried out, and do so. A start that fails before the first step leaves nothing behind."""
     began, found = False, set(os.listdir(lock.directory)) - {NAME}
@@ -147,18 +136,26 @@ def _start(
             placed = given.inside(recipe, lock.directory)
             with disk_errors(lock.directory, lambda: "start again."):
                 given.write(lock.directory)
+
+        def say(line: str) -> None:
+            None if quiet else console.print(line, highlight=False)
+
         with plugin_errors():
-            inputs = inputs_of(
-                placed.stages, lambda line: None if quiet else console.print(line, highlight=False), lock.directory
-            )
+            inputs = inputs_of(placed.stages, say, lock.directory)
         with disk_errors(lock.directory, lambda: "start again."):
-            _write_recipe(lock.directory, text, recipe, inputs)
+            write_recipe(lock.directory, text, recipe, inputs)
+            taken = []
+            if earlier:
+                from opd.runner.reuse import reuse_stages
+
+                without = selection.names(placed) if selection.anew else []
+                taken = reuse_stages(placed, inputs, lock.directory, earlier, without, say)
         from opd.runner.pipeline import Pipeline
 
-        _call_others(world, lock.directory)
-        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, world)
+        _call_others(world, lock.directory, bool(taken), selection=selection)
+        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, world, selection)
         try:
-            _carry_out(pipeline)
+            _carry_out(pipeline, bool(taken))
         finally:
             began = pipeline.began
     except Stopped:
@@ -167,7 +164,7 @@ def _start(
         if not began:
             if given is not None:
                 given.withdraw(lock.directory)
-            _withdraw(lock.directory, made, found)
+            withdraw(lock.directory, made, found)
         raise
 
 
@@ -176,6 +173,9 @@ def resume(
     *,
     mode: Mode | None = None,
     rewards: GivenRewards | None = None,
+    only: str | None = None,
+    start: str | None = None,
+    until: str | None = None,
     on_step: OnStep | None = None,
     on_rollouts: OnRollouts | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -189,13 +189,16 @@ def resume(
     """
     from rich.console import Console
 
+    from opd.config.graph import ChosenStages
+
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
     with joined() as world:
         if not world.leads:
             return _follow(world, rewards)
         with RunLock(found.directory) as lock:
-            _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world)
+            selection = ChosenStages(only, start, until)
+            _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world, selection)
     return found
 
 
@@ -207,13 +210,14 @@ def _go_on(
     quiet: bool,
     console: Console,
     world: World,
+    selection: ChosenStages,
 ) -> None:
     recipe = _again(lock.directory, mode, rewards)
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
-    _call_others(world, lock.directory, True, mode)
-    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world), resume=True)
+    _call_others(world, lock.directory, True, mode, selection)
+    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world, selection), resume=True)
 
 
 def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
@@ -244,22 +248,27 @@ def joined() -> AbstractContextManager[World]:
     return nullcontext(World())
 
 
-def _call_others(world: World, directory: Path, resume: bool = False, mode: Mode | None = None) -> None:
+def _call_others(
+    world: World, directory: Path, resume: bool, mode: Mode | None = None, selection: ChosenStages | None = None
+) -> None:
     """Ranks that `_follow` begin once everything that they read is written."""
-    world.share(lambda: (str(directory), resume, mode))
+    chosen = (None, None, None) if selection is None else (selection.only, selection.start, selection.until)
+    world.share(lambda: (str(directory), resume, mode, chosen))
 
 
 def _follow(world: World, rewards: GivenRewards | None) -> Run:
     """What every rank but the leader does: the same stages, from what the leader has written down."""
     from rich.console import Console
 
+    from opd.config.graph import ChosenStages
     from opd.runner.pipeline import Pipeline
 
-    told: tuple[str, bool, Mode | None] = world.share(lambda: ("", False, None))
-    directory, resume, mode = Path(told[0]), told[1], told[2]
+    told: tuple[str, bool, Mode | None, tuple[str | None, ...]] = world.share(lambda: ("", False, None, ()))
+    directory, resume, mode, selection = Path(told[0]), told[1], told[2], ChosenStages(*told[3])
     inputs = read_sealed(directory / SEALS).get("inputs")
     recipe = _again(directory, mode, rewards)
-    _carry_out(Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world), resume)
+    pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world, selection)
+    _carry_out(pipeline, resume)
     return Run(directory)
 
 
@@ -339,51 +348,3 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
             f"{wanted} is neither empty nor a run directory: it contains {foreign[0]!r}, but no {SEALS}. Choose another directory."
         )
     return lock, made
-
-
-def _withdraw(directory: Path, made: bool, found: set[str]) -> None:
-    """Take away what a start has written that came to nothing; the lock goes last.
-
-    What it `found` there stays, and with it the lock, which says that it is left over from a start.
-    """
-    for name in WRITTEN:
-        if name in found or (name == NAME and found):
-            continue
-        path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    if made:
-        with suppress(OSError):  # something of another's is in it
-            directory.rmdir()
-
-
-def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
-    """The files of plugins go into the run, which goes on with them; as `resolved.yaml` names them, beside it."""
-    names = []
-    for plugin in plugins:
-        if plugin.endswith(".py"):
-            (directory / PLUGINS).mkdir(exist_ok=True)
-            write_whole(directory / PLUGINS / Path(plugin).name, Path(plugin).read_text(encoding="utf-8"))
-            plugin_moved(directory / PLUGINS / Path(plugin).name)
-            names.append(f"{PLUGINS}/{Path(plugin).name}")
-        else:
-            names.append(plugin)
-    return names
-
-
-def _write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
-    """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
-    from opd import __version__
-
-    write_whole(directory / "recipe.yaml", given)
-    copies = _copy_plugins(directory, resolved.plugins)
-    write_whole(directory / "resolved.yaml", resolved.model_copy(update={"plugins": copies}).to_yaml())
-    sealed = ["resolved.yaml", *(name for name in copies if name.endswith(".py"))]
-    files = {name: sha256(directory / name) for name in sealed}
-    facts = {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs}
-    if versions := plugin_versions(copies):
-        facts["packages"] = versions
-    write_sealed(directory / SEALS, facts)
-    sync(directory.parent)

@@ -156,6 +156,6 @@ def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
     )
     return (
         f"---\nlibrary_name: transformers\ntags: [on-policy-distillation, opd]\n---\n"
-        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {inline_code(spec.student.model)}.\n\n"
+        f"# {inline_code(spec.name)}, step {step}\n\nTrained with opd from {', '.join(map(inline_code, spec.starts))}.\n\n"
         f"Teachers:\n{teachers or '- none'}\n\nObjective:\n{terms}\n\n{known}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +16,7 @@ import torch
 
 from opd.config import Stage
 from opd.data.render import render_prompts, response_text
+from opd.data.shares import DomainSeen
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models.identity import weights_hash
@@ -36,6 +39,7 @@ from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
+from opd.trainer.ahead import Ahead
 from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
@@ -64,14 +68,19 @@ class StageRun:
         world: World | None = None,
     ) -> None:
         self.world = world or World()
+        self.ahead = Ahead(spec, check_stop) if spec.rollout.staleness else None
+        check_stop = check_stop if self.ahead is None else self.ahead.check_stop
         self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
         self.on_rollouts = on_rollouts
+        self.rewarding = threading.Lock()  # evaluation, and batches that are rewarded ahead of their step
         self.traces: dict[str, Trace] = {}  # of the newest step, by rollout id
         self.answered: list[dict[str, Any]] = []  # a few answers to held-out questions, not written down yet
         self._warned = False  # of prompts that are skipped
         self._said = time.monotonic()  # when reading them was last told
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
+        elif self.ahead is not None:  # sampling and training have half of them each
+            torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)))
         torch.manual_seed(spec.seed)
         checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
@@ -84,6 +93,7 @@ class StageRun:
         self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
         self._templates = checked.templates
         self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
+        self.stream.steer(spec.shares)
         models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent, self.world)
         self.pager = models.pager
         self.student = models.student(spec, sharded=self.world.sharded)
@@ -230,6 +240,8 @@ class StageRun:
         self.version = self.version + 1 if version is None else version
         weights = self.student.weights(self.version)
         self.samplers.load(weights)
+        if self.ahead is not None and step is not None:
+            self.ahead.trained(step)
         if step is not None:
             for teacher in self.teachers.values():
                 teacher.observe(step, weights)
@@ -256,6 +268,23 @@ class StageRun:
     def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
         """What came with their rewards, from the store."""
         return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
+
+    def divide_prompts(self, gaps: Mapping[str, float]) -> None:
+        """Before a step: shares of the domains, where they follow a need. `gaps`: how far behind its teacher each scores."""
+        if (keeper := self.stream.keeper) is not None:
+            self.stream.reshare(self.world.share(lambda: keeper.shares(gaps)))
+
+    def note_needs(self, rollouts: Sequence[Rollout], metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """After a step: what it showed of the domains. Returns the shares that it had."""
+        if (keeper := self.stream.keeper) is None:
+            return {}
+        sizes: dict[str, list[int]] = {}
+        for rollout in rollouts:
+            sizes.setdefault(rollout.domain, []).append(int(rollout.response_ids.size))
+        keeper.observe(
+            {name: DomainSeen(len(size), sum(size), metrics.get(f"kl/{name}")) for name, size in sizes.items()}
+        )
+        return {f"share/{domain}": share for domain, share in self.stream.shares.items()}
 
     def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
         """Tokens that whoever writes something about a prompt can read."""
@@ -287,9 +316,12 @@ class StageRun:
         views = [*(kind.view for kind in self.spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
         return any(view.reads_feedback for view in views)
 
-    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit]) -> dict[str, float | None]:
-        """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0."""
-        every, known = rollouts, self._rewarded_before(rollouts)
+    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], taken_up: bool) -> dict[str, float | None]:
+        """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0.
+
+        `taken_up`: an earlier process may have rewarded some of them.
+        """
+        every, known = rollouts, self._rewarded_before(rollouts) if taken_up else {}
         rollouts = [rollout for rollout in rollouts if rollout.id not in known]
         prompts = {visit.prompt.id: visit.prompt for visit in visits}
         asked = [rollout for rollout in rollouts if self.rewarder.covers(prompts[rollout.prompt_id])]
@@ -320,7 +352,7 @@ class StageRun:
             self.store.note(name, replaced=True)
         self.store.commit(sync=True)
         made = dict(zip(names, self.store.load(names.values()), strict=True))
-        rewards |= self.reward(list(made.values()), visits)
+        rewards |= self.reward(list(made.values()), visits, self.trajectories.taken_up)
         return [made.get(rollout.id, rollout) for rollout in rollouts]
 
     def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
@@ -335,13 +367,13 @@ class StageRun:
 
     def _rewarded_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         """Rewards that an earlier process of this run left in the store."""
-        if not self.trajectories.taken_up:
-            return {}
         notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in rollouts}
         return {key: found["reward"] for key, found in notes.items() if "reward" in found}
 
     def close(self) -> None:
-        """What runs beside this process, or is connected to another."""
+        """What runs beside this process or its first thread, or is connected to another."""
+        if self.ahead is not None:
+            self.ahead.close()
         self.rewarder.close()
         self.samplers.close()
         if self.demonstrator is not None:

@@ -8,6 +8,7 @@ import torch
 
 from opd.config import Stage
 from opd.models.language_model import LanguageModel
+from opd.sampling.ahead import AheadSampler
 from opd.sampling.graphs import Partner
 from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
@@ -33,6 +34,11 @@ class StageSamplers:
         self._own = opened = self._opened(self.copy)
         self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
         self.student = world.student_sampler(opened, spec, self.copy, max_length, stop_ids)
+        self.ahead = self._ahead() if spec.rollout.staleness else None  # samples for batches, in a thread of its own
+
+    def _ahead(self) -> AheadSampler:
+        opened = self._opened(self._model.inference_copy(self._dtype, own=True))
+        return AheadSampler(opened, self._model, self._spec.rollout.in_flight)
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -56,7 +62,7 @@ class StageSamplers:
     def load(self, weights: WeightsRef) -> None:
         """The student's, wherever it samples."""
         self._version = weights.version
-        for sampler in (self.student, *self._mixed.values()):
+        for sampler in (self.student, *self._mixed.values(), *([] if self.ahead is None else [self.ahead])):
             sampler.load(weights)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Draws are keyed by a seed of their own and nothing goes into the store, so a run
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,13 @@ from opd.types import Author, Prompt, Rollout, SampleRequest
 NAME = "start.json"
 PROMPTS, TOKENS = 4, 32  # asked of every teacher; tokens of an answer
 VISIT = -2  # keys draws that no step makes
+
+
+def read_start(directory: Path) -> dict[str, Any]:
+    """Tables of stages that have theirs, by name."""
+    place = directory / NAME
+    found: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    return found
 
 
 def start_table(run: StageRun) -> list[Pair]:

@@ -123,6 +123,7 @@ class Steps:
         self._all_slots = torch.arange(settings.slots, device=self.device)
         self._chunk = torch.arange(chunk, device=self.device)
         self._graphs: dict[Hashable, Any] = {}
+        self._recorded = False  # a call of this model, as a graph: so none of its layers waits for the device
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
         self._decode_hidden: Callable[..., Tensor] = self._hidden
@@ -329,7 +330,11 @@ class Steps:
         with torch.cuda.stream(side):
             step(span, filtered)
             restore()
-            waits = _waits_for_the_device(lambda: step(span, filtered))
+            waits = ""
+            if self._recorded:
+                step(span, filtered)
+            else:  # asked once: it makes every thread's waiting an error, and another may be training later on
+                waits = _waits_for_the_device(lambda: step(span, filtered))
             restore()
         torch.cuda.current_stream().wait_stream(side)
         if waits:
@@ -342,6 +347,7 @@ class Steps:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step(span, filtered)
         torch.cuda.synchronize()
+        self._recorded = True
         return graph
 
 

@@ -13,6 +13,8 @@ from opd.sampling.rescue import Rescue
 from opd.settings import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.shorthand import OneOrMany
 
+InFlight = Literal["recompute", "keep", "wait"]
+
 
 class Rollouts(BaseModel):
     """Who writes the tokens of a step, how many, and how they are drawn."""
@@ -56,6 +58,12 @@ class Rollouts(BaseModel):
     max_prompt_tokens: Positive | None = Field(
         None, description="longer prompts are bad rows; default: what the context leaves"
     )
+    staleness: Count = Field(
+        0, le=1000, description="steps that sampling may run ahead of training; 0: they take turns, in one thread"
+    )
+    in_flight: InFlight = Field(
+        "recompute", description="of staleness: rollouts that are under way when the student's new weights come"
+    )
     mixed_versions: Literal["allow", "refuse"] = Field(
         "allow", description="a rollout that was interrupted and would go on with newer weights"
     )
@@ -79,6 +87,10 @@ class Rollouts(BaseModel):
             )
         if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
             raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
+        if not self.staleness and self.in_flight != "recompute":
+            raise ValueError(
+                f"in_flight {self.in_flight}: with staleness 0 no rollout is under way when new weights come"
+            )
         if self.contrast and self.samples == 1:
             raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
         return self

@@ -24,6 +24,8 @@ class SamplerKind(Choice):
     mixes: ClassVar[bool] = False  # whether a teacher can read along: `rollout.teacher_mix`
     on_ranks: ClassVar[bool] = True  # whether each of several ranks can have its own
 
+    beside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
+
     dtype: Dtype | None = Field(None, description="default: the student's")
 
     @abstractmethod
@@ -66,6 +68,11 @@ class SamplerKind(Choice):
                 f"rollout.teacher_mix {view.rollout.teacher_mix}: the sampler {self.name} cannot draw from two models. "
                 "Set it to 0."
             )
+        if view.rollout.staleness and not self.beside_training:
+            yield (
+                f"rollout.staleness {view.rollout.staleness}: the sampler {self.name} cannot sample while another thread trains. "
+                "Set it to 0."
+            )
 
 
 class BuiltInSampler(SamplerKind):
@@ -77,6 +84,7 @@ class BuiltInSampler(SamplerKind):
     name = "builtin"
     by_default = True
     mixes = True
+    beside_training = True
 
     slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
     prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")

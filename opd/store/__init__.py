@@ -4,7 +4,8 @@
     log          append a commit, follow the chain     records  what a commit holds
     commit       group commit, the thread that syncs   index    one light row per rollout
     state        index and unfinished, by replay       entries  the index, one rollout at a time
-    rollouts     `RolloutStore`                        select   `store.where(…)`, Parquet
+    rollouts     `RolloutStore`, what is written       reading  what is read, and the state at opening
+    select       `store.where(…)`, Parquet             calls    calls about finished rollouts, found again
     environment  replay of tool and sandbox calls      salvage  what can be read of a damaged log
     repair       `opd store check|repair`              recover  finish a repair that was cut short
 
@@ -16,7 +17,7 @@ from opd.store.entries import Entry
 from opd.store.environment import Replay
 from opd.store.log import Position
 from opd.store.recover import REPAIRED
-from opd.store.rollouts import RolloutStore, iterate
-from opd.store.select import Selection
+from opd.store.rollouts import RolloutStore
+from opd.store.select import Selection, iterate
 
 __all__ = ["REPAIRED", "Entry", "Position", "Replay", "RolloutStore", "Selection", "iterate"]

@@ -25,6 +25,7 @@ class GroupCommit:
         self._urgent = self._closing = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self.writing = threading.Lock()  # who holds it sees no frame being written
 
     def add(self, item: Any) -> None:
         with self._changed:
@@ -74,7 +75,8 @@ class GroupCommit:
         batch, self._items = self._items, []
         if batch:
             try:
-                self._write(batch)
+                with self.writing:
+                    self._write(batch)
             except BaseException as error:  # nothing may be written behind a frame that failed
                 self._failure = error
                 raise
@@ -94,7 +96,8 @@ class GroupCommit:
                 self._changed.wait_for(lambda: self._urgent or self._closing, timeout=self.interval_s)
                 batch, self._items, self._urgent = self._items, [], False
             try:
-                self._write(batch)
+                with self.writing:
+                    self._write(batch)
             except BaseException as error:  # raised again in the caller's thread
                 with self._changed:
                     self._failure = error

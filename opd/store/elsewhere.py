@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opd.store.rollouts import Fsync, RolloutStore
-from opd.types import Author, SampledToken, StopReason
+from opd.types import Author, SampledToken, StopReason, TokenColumns
 
 
 class StoreElsewhere(RolloutStore):
@@ -22,6 +24,9 @@ class StoreElsewhere(RolloutStore):
         pass
 
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
+        pass
+
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
         pass
 
     def finish(self, id: str, stop: StopReason) -> None:

@@ -43,9 +43,10 @@ def entry(state: State, number: int) -> Entry:
     row = {name: index[name][number].item() for name in ("visit", "sample", "prompt_length", "length", "stop")}
     versions = (index["version_min"][number].item(), index["version_max"][number].item())
     if (live := state.live.get(number)) is not None:
-        row["length"] = len(live.rows)
-        seen = [token[5] for token in live.rows]
-        versions = (min(seen), max(seen)) if seen else versions
+        row["length"] = sum(part.size for part in live.parts)
+        seen = [part["version"] for part in live.parts if part.size]
+        if seen:
+            versions = (min(int(part.min()) for part in seen), max(int(part.max()) for part in seen))
     return Entry(
         number=number,
         id=id,
@@ -75,7 +76,7 @@ class Entries(Mapping[str, Entry]):
         return len(self._state.index)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state.numbers)
+        return iter(list(self._state.numbers))  # others may begin meanwhile
 
     def __contains__(self, id: object) -> bool:
         return id in self._state.numbers

@@ -21,7 +21,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 
@@ -44,6 +45,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it be
 )
 ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *COLUMNS)
 Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
+Columns = dict[str, np.ndarray]  # many of them: ROW_COLUMNS
+PACKED = np.dtype([(name, kind) for name, kind in COLUMNS])  # tokens of one rollout in memory
 
 
 @dataclass(frozen=True)
@@ -108,20 +111,36 @@ def prompt_of(record: Record) -> np.ndarray:
     return record.arrays([("prompt_ids", "<i4", (record.facts["prompt"],))])["prompt_ids"]
 
 
-def tokens(rows: Sequence[Row]) -> bytes:
-    columns = zip(*rows, strict=True)
-    arrays = [np.array(column, dtype=kind) for column, (_, kind) in zip(columns, ROW_COLUMNS, strict=True)]
-    return encode_record(TOKENS, len(rows), None, arrays)
+def columns_of(rows: Sequence[Row]) -> Columns:
+    return {
+        name: np.array(column, dtype=kind)
+        for column, (name, kind) in zip(zip(*rows, strict=True), ROW_COLUMNS, strict=True)
+    }
+
+
+def as_columns(items: Sequence[Row | Columns]) -> Columns:
+    """Single tokens and whole columns of them, in their order, as columns."""
+    parts = [
+        part
+        for single, group in groupby(items, lambda item: type(item) is tuple)
+        for part in ([columns_of(cast("list[Row]", list(group)))] if single else cast("Iterator[Columns]", group))
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name, _ in ROW_COLUMNS}
+
+
+def tokens(columns: Columns) -> bytes:
+    return encode_record(TOKENS, columns["rollout"].size, None, [columns[name] for name, _ in ROW_COLUMNS])
 
 
 def rows_of(record: Record) -> dict[str, np.ndarray]:
     return record.arrays([(name, kind, (record.number,)) for name, kind in ROW_COLUMNS])
 
 
-def finish(
-    number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray, columns: Mapping[str, np.ndarray]
-) -> bytes:
-    facts = {**names, "stop": stop, "prompt": int(prompt_ids.size), "tokens": int(columns["author"].size)}
+def finish(number: int, names: Mapping[str, Any], stop: str, prompt_ids: np.ndarray, columns: np.ndarray) -> bytes:
+    """`columns`: its tokens, `PACKED`."""
+    facts = {**names, "stop": stop, "prompt": int(prompt_ids.size), "tokens": int(columns.size)}
     return encode_record(FINISH, number, facts, [prompt_ids.astype("<i4"), *(columns[name] for name, _ in COLUMNS)])
 
 

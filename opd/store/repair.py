@@ -22,7 +22,7 @@ from opd.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, 
 from opd.store.rollouts import INDEX, RolloutStore
 from opd.store.salvage import Damage, Salvage
 from opd.store.state import names_of
-from opd.types import Author, SampledToken
+from opd.types import TokenColumns
 
 BATCH = 1000  # rollouts rewritten between two commits
 
@@ -161,13 +161,12 @@ def _rewrite(store: RolloutStore, saved: Saved) -> None:
     names = names_of(whole)
     id = names["id"]
     store.begin(**names, prompt_ids=np.array(records.prompt_of(whole)))
-    rows = saved.rows
+    columns = records.columns_of(saved.rows) if saved.rows else {}
     if saved.finish is not None:
         columns = records.finished_arrays(saved.finish)
-        values = (columns[name].tolist() for name, _ in COLUMNS)
-        rows = [(0, *row) for row in zip(*values, strict=True)]
-    for _, token, logprob, sampled, stop, version, author in rows:
-        store.append(SampledToken(id, token, logprob, sampled, stop, version), Author(author))
+    if columns:
+        *tokens, author = (columns[name] for name, _ in COLUMNS)
+        store.append_many(TokenColumns(id, *tokens), author)
     for order in range(len(saved.calls)):
         if order not in saved.calls:
             break

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from opd.errors import StoreError
 from opd.store import records
 from opd.store.commit import GroupCommit
-from opd.store.entries import Entries, entry
+from opd.store.entries import Entries
 from opd.store.files import Files
-from opd.store.index import STOPS, load_index
-from opd.store.log import SEGMENT_BYTES, START, Place, Position, SegmentLog
-from opd.store.records import Record, Row
-from opd.store.recover import REPAIRED, finish_repair, pending_repair
-from opd.store.select import Selection
-from opd.store.state import ENVIRONMENT, Live, State, Waiting, columns_of
-from opd.types import Author, EnvironmentRecord, Rollout, SampledToken, Signal, SignalKind, StopReason, TopK
+from opd.store.index import STOPS
+from opd.store.log import SEGMENT_BYTES, Place, SegmentLog
+from opd.store.reading import INDEX, StoreReader
+from opd.store.records import Columns, Row
+from opd.store.recover import finish_repair, pending_repair
+from opd.store.state import ENVIRONMENT, Live, Waiting
+from opd.types import (
+    Author,
+    SampledToken,
+    SignalKind,
+    StopReason,
+    TokenColumns,
+    TopK,
+)
 
-INDEX = "index.bin"
 INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved on the way once it has grown beyond this
 HEAVY_BYTES = 128 << 20  # of signals in one frame, about
 Fsync = Literal["commit", "never"]
 
 
-class RolloutStore:
+class RolloutStore(StoreReader):
     """`commit_ms`: how long tokens wait for the group commit at most (0: until `commit` is called, without a thread).
 
     `fsync`: `commit` syncs every group commit. `never` leaves it to the operating system: a killed process loses
@@ -56,12 +61,13 @@ class RolloutStore:
         self._log = SegmentLog(directory, self._files, segment_bytes=segment_bytes)
         self._commit = GroupCommit(self._write, 0.0)
         self._lock = threading.RLock()  # of the state
+        self._changing = threading.RLock()  # of what the index knows before the log does
         self.configure(commit_ms=commit_ms, fsync=fsync, hidden=hidden)
         self.index_was, self._state = self._recover()
         self._state.settle()
         self.index, self.entries = self._state.index, Entries(self._state)
         self._saved_rows = len(self.index) if self.index_was == "whole" else 0
-        self._open = {live.names["id"]: live for live in self._state.live.values()}  # rollouts that take tokens
+        self._open = {live.names["id"]: live.number for live in self._state.live.values()}  # rollouts that take tokens
         if not read_only:
             self._log.open_for_writing()
 
@@ -93,24 +99,41 @@ class RolloutStore:
         names: dict[str, Any] = {"id": id, "prompt_id": prompt_id, "visit": visit, "sample": sample}
         names |= {"domain": domain, "source": source, "group": group, "pair": pair}
         names |= {"extras": dict(extras)} if extras else {}  # further facts of the rollout, plain JSON
-        with self._lock:
-            if id in self._state.numbers:
-                raise StoreError(f"rollout {id!r} was begun twice")
-            live = self._open[id] = self._state.begin(names, prompt_ids)
-        self._commit.add(Waiting(records.BEGIN, live.number, records.begin(live.number, names, live.prompt_ids)))
+        with self._changing:
+            with self._lock:
+                if id in self._state.numbers:
+                    raise StoreError(f"rollout {id!r} was begun twice")
+                live = self._state.begin(names, prompt_ids)
+                self._open[id] = live.number
+            self._commit.add(Waiting(records.BEGIN, live.number, records.begin(live.number, names, live.prompt_ids)))
 
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
         """Take one sampled token; it reaches the disk with the next group commit."""
         id, value, logprob, sampled, stop, version = token
-        live = self._open.get(id) or self._taking(id)
-        live.rows.append(row := (live.number, value, logprob, sampled, stop, version, int(author)))
-        self._commit.add(row)
+        number = self._open[id] if id in self._open else self._taking(id).number
+        self._commit.add((number, value, logprob, sampled, stop, version, int(author)))
+
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
+        """The same of many tokens at once, of one rollout or of whichever: nothing is done token by token but to find theirs."""
+        self._writable()
+        ids, values, *rest = tokens
+        if isinstance(ids, str):
+            numbers: Any = self._taking(ids).number
+        else:
+            try:
+                numbers = list(map(self._open.__getitem__, ids))
+            except KeyError:
+                numbers = [self._taking(id).number for id in ids]  # which says whose
+        size = len(values)
+        given = zip(records.ROW_COLUMNS, (numbers, values, *rest, author), strict=True)
+        columns = {name: _column(value, kind, size) for (name, kind), value in given}
+        if size:
+            self._commit.add(columns)
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
         """Tokens nobody sampled here (a dataset's completion): they have no behaviour log-probs."""
         nan = float("nan")
-        for token in response_ids.tolist():
-            self.append(SampledToken(id, token, nan, nan, nan, version), author)
+        self.append_many(TokenColumns(id, response_ids, nan, nan, nan, version), author)
 
     def finish(self, id: str, stop: StopReason) -> None:
         """The rollout counts, i.e. may be read and trained on, once this record is durable behind its tokens."""
@@ -125,9 +148,10 @@ class RolloutStore:
         self._writable()
         number = self.entries.number(id)
         data = records.note(number, facts)
-        with self._lock:
-            self._state.index.note(number, facts)
-        self._commit.add(Waiting(records.NOTE, number, data))
+        with self._changing:
+            with self._lock:
+                self._state.index.note(number, facts)
+            self._commit.add(Waiting(records.NOTE, number, data))
 
     def record_signal(
         self,
@@ -171,7 +195,8 @@ class RolloutStore:
     def record_environment(self, id: str, order: int, call: Any, result: Any) -> None:
         """Log a call to an environment, or about a finished rollout, and its result, both plain JSON. `order` counts from 0."""
         self._writable()
-        live, number = self._open.get(id), self.entries.number(id)
+        number = self.entries.number(id)
+        live = self._state.live[number] if id in self._open else None
         if live is not None and order != live.calls:
             raise StoreError(f"rollout {id!r}: environment call {order} cannot be logged: call {live.calls} is next")
         try:
@@ -188,8 +213,11 @@ class RolloutStore:
         if sync:
             self._commit.wait()
             if len(self.index) > self._saved_rows * INDEX_GROWTH + INDEX_ROWS:
-                self._log.flush()
-                self._save_index()
+                with self._changing:  # another thread may be sampling: nothing begins or ends until the index is saved
+                    self._commit.wait()
+                    with self._commit.writing:
+                        self._log.flush()
+                        self._save_index()
         else:
             self._commit.nudge()
 
@@ -214,15 +242,17 @@ class RolloutStore:
             raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
         self._saved_rows = len(self.index)
 
-    def _write(self, batch: list[Row | Waiting]) -> None:
+    def _write(self, batch: list[Row | Columns | Waiting]) -> None:
         """One frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""
-        rows = [item for item in batch if type(item) is tuple]
+        rows = [item for item in batch if not isinstance(item, Waiting)]
         others = [item for item in batch if isinstance(item, Waiting)]
         parts: list[tuple[bytes, Waiting | None]] = [
             (item.encode(), item) for item in others if item.kind == records.BEGIN
         ]
         if rows:
-            parts.append((records.tokens(rows), None))
+            columns = records.as_columns(rows)
+            parts.append((records.tokens(columns), None))
+            self._state.deal(columns)
         parts += [(item.encode(), item) for item in others if item.kind != records.BEGIN]
         start = self._log.append(b"".join(part for part, _ in parts))
         frame, offset = Place(start.segment, self._log.end.frame), start.offset
@@ -248,153 +278,22 @@ class RolloutStore:
 
     def _taking(self, id: str) -> Live:
         self._writable()
-        live = self._open.get(id)
-        if live is None:
+        if id not in self._open:
             raise StoreError(
                 f"rollout {id!r} is finished already" if id in self.entries else f"rollout {id!r} was never begun"
             )
-        return live
+        return self._state.live[self._open[id]]
 
     def _writable(self) -> None:
         if self._read_only or self._closed:
             raise StoreError(f"{self.directory} was {'closed' if self._closed else 'opened read-only'}")
 
-    # Reading
 
-    def load(self, ids: Iterable[str]) -> list[Rollout]:
-        """Finished rollouts, copied out of the map; waits until their finish is durable."""
-        return self.load_rows([self.entries.number(id) for id in ids])
-
-    def load_rows(self, rows: Iterable[int]) -> list[Rollout]:
-        """As `load`, by row of the index."""
-        self._settle()
-        return [self._rollout(int(row)) for row in rows]
-
-    def partial(self, ids: Iterable[str]) -> list[Rollout]:
-        """Unfinished rollouts with their durable tokens so far; `stop` is None."""
-        self._settle()
-        unfinished = []
-        for id in ids:
-            live = self._state.live.get(self.entries.number(id))
-            if live is None:
-                raise StoreError(f"rollout {id!r} is finished; `load` reads it")
-            arrays: dict[str, Any] = columns_of(live.rows)
-            unfinished.append(Rollout(**live.names, prompt_ids=live.prompt_ids, stop=None, **arrays))
-        return unfinished
-
-    def where(self, **conditions: Any) -> Selection:
-        """Finished rollouts by domain, source, teacher, reward, length, stop or a note: see `Selection`."""
-        self._settle()
-        return Selection(self, np.flatnonzero(self.index["stop"])).where(**conditions)
-
-    def unfinished(self) -> list[str]:
-        """Ids of rollouts that were begun and not finished, oldest first."""
-        self._settle()
-        return [live.names["id"] for live in self._state.live.values()]
-
-    def signals(self, ids: Iterable[str], role: str, kind: SignalKind) -> dict[str, Signal]:
-        """What teachers said of these rollouts, where it was kept; the newest, if they were asked twice."""
-        self._settle()
-        wanted = {self.entries.number(id): id for id in ids}
-        kept: dict[str, Signal] = {}
-        rows = np.array(list(wanted), dtype=np.int64)
-        for row, place, size in self._state.index.find_attached(rows, f"{role}/{kind}"):
-            record = self._read(place, size)
-            values, mask = records.signal_values(record)
-            facts = record.facts
-            spans = tuple(cast("tuple[int, int, int, int]", tuple(span)) for span in facts["spans"])
-            said_by = (facts["teacher"], facts["teacher_version"], role, facts["view"])
-            kept[wanted[row]] = Signal(*said_by, spans, values, mask, facts.get("key", ""))
-        return kept
-
-    def environment(self, id: str) -> list[EnvironmentRecord]:
-        """The calls a rollout made to its environment, in order."""
-        return [record for _, record in self.calls([self.entries.number(id)])]
-
-    def calls(self, rows: Iterable[int]) -> Iterator[tuple[int, EnvironmentRecord]]:
-        """The calls of these rows of the index, in the order they were logged."""
-        self._settle()
-        for row, place, size in self._state.index.find_attached(np.array(list(rows), dtype=np.int64), ENVIRONMENT):
-            yield row, EnvironmentRecord(**self._read(place, size).facts)
-
-    @property
-    def position(self) -> Position:
-        """The durable end of the log. A checkpoint keeps it, and asks with `require` when it is loaded."""
-        self._settle()
-        return self._log.end
-
-    def require(self, position: Position, who: str, other: str = "") -> None:
-        """Refuse a log that has lost what was durable when `who` was written.
-
-        A repaired log says itself what it lost.
-        """
-        if self._log.holds(position) or position.log == self._repaired_from():
-            return
-        raise StoreError(
-            f"{self._log.path(position.segment)}, byte {position.offset}: {who} was written when the log reached this "
-            f"byte, and it no longer does: durable rollouts are lost. Put the right files back{other}."
-        )
-
-    def _repaired_from(self) -> str | None:
-        path = self.directory / REPAIRED
-        try:
-            return str(json.loads(path.read_text(encoding="utf-8"))["from"]) if path.is_file() else None
-        except (ValueError, KeyError, TypeError):
-            raise StoreError(f"{path}, byte 0: the file is damaged. Remove it if the log was never repaired.") from None
-
-    def _settle(self) -> None:
-        if not self._read_only and not self._closed:
-            self._commit.wait()
-
-    def _rollout(self, row: int) -> Rollout:
-        index = self._state.index
-        if not index["stop"][row]:
-            raise StoreError(f"rollout {entry(self._state, row).id!r} is not finished, so it cannot be read")
-        place = Place(int(index["segment"][row]), int(index["offset"][row]))
-        record = self._read(place, int(index["size"][row]))
-        if record.kind != records.FINISH or record.number != row:
-            raise StoreError(f"{self._log.path(place.segment)}, byte {place.offset}: not the record the index names")
-        arrays: dict[str, Any] = {name: np.array(array) for name, array in records.finished_arrays(record).items()}
-        facts = {name: value for name, value in record.facts.items() if name not in ("prompt", "tokens")}
-        return Rollout(**facts, **arrays)
-
-    def _read(self, place: Place, size: int) -> Record:
-        return records.decode_record(
-            self._log.map(place.segment, place.offset + size), place.offset, str(self._log.path(place.segment))
-        )
-
-    # Recovery
-
-    def _recover(self) -> tuple[str, State]:
-        """(what became of the saved index, the state of the log).
-
-        A writer verifies every frame, a reader what is new.
-        """
-        path = self.directory / INDEX
-        loaded = load_index(path)
-        count = self._log.segments()
-        if not isinstance(loaded, str) and count and loaded[1].log != self._log.id.hex():
-            loaded = "of another log"
-        if isinstance(loaded, str):
-            state = State()
-            for segment, frame in self._log.scan():
-                state.replay(segment, frame, str(self._log.path(segment)))
-            return loaded, state
-        index, end = loaded
-        self.require(end, path.name, ", or save the rest with `opd store repair`")
-        state = State(index)
-        since = state.unfinished_since(end)
-        start = START if not self._read_only else end if since == end.place else self._log.before(since)
-        for segment, frame in self._log.scan(start):
-            if (segment, frame.end) > end.place:
-                state.replay(segment, frame, str(self._log.path(segment)))
-            elif (segment, frame.offset) >= since:
-                state.replay_unfinished(frame)
-        return "behind" if self._log.end != end else "whole", state
-
-
-def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
-    """Every finished rollout of a run, oldest first."""
-    rows = np.flatnonzero(store.index["stop"])
-    for start in range(0, len(rows), batch):
-        yield from store.load_rows(rows[start : start + batch])
+def _column(given: Any, kind: str, size: int) -> np.ndarray:
+    """A copy, since the caller's arrays may be used again; one value stands for all."""
+    if not isinstance(given, (np.ndarray, list)) or np.ndim(given) == 0:
+        return np.full(size, given, dtype=kind)
+    column = np.array(given, dtype=kind)
+    if column.shape != (size,):
+        raise StoreError(f"a column of {column.shape} values for {size} tokens")
+    return column

@@ -132,3 +132,10 @@ def _true(test: Callable[[Any], Any], values: Any) -> np.ndarray:
 
 def _names(index: Index, row: int) -> list[str]:
     return json.loads(index.names[int(row)])
+
+
+def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
+    """Every finished rollout of a run, oldest first."""
+    rows = np.flatnonzero(store.index["stop"])
+    for start in range(0, len(rows), batch):
+        yield from store.load_rows(rows[start : start + batch])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from opd.store import records
 from opd.store.frames import Frame
 from opd.store.index import Index
 from opd.store.log import Place, Position
-from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
+from opd.store.records import COLUMNS, PACKED, Columns, Record
 
 ENVIRONMENT = "environment"
 NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pair")
@@ -28,21 +28,27 @@ def names_of(record: Record) -> dict[str, Any]:
 
 @dataclass
 class Live:
-    """A rollout that is being written: all its tokens, committed or not."""
+    """A rollout that is being written, with its tokens as far as they are in the log."""
 
     number: int
     names: Mapping[str, Any]
     prompt_ids: np.ndarray
-    rows: list[Row] = field(default_factory=list)
+    parts: list[np.ndarray] = field(default_factory=list)  # its tokens, `PACKED`, a piece for each commit
     calls: int = 0
-    frames: list[dict[str, np.ndarray]] = field(default_factory=list)  # replayed, its tokens not taken out yet
+    frames: list[Columns] = field(default_factory=list)  # replayed, its tokens not taken out yet
     replayed: int = 0  # how many tokens those are
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, `PACKED`; their fields are the columns."""
+        if len(self.parts) > 1:
+            self.parts = [np.concatenate([part.view("u1") for part in self.parts]).view(PACKED)]
+        return self.parts[0] if self.parts else np.zeros(0, dtype=PACKED)
+
     def take_out(self) -> None:
-        """Turn replayed frames into rows. Most rollouts are finished by the end of a log, and never need it."""
+        """Turn replayed frames into parts. Most rollouts are finished by the end of a log, and never need it."""
         for columns in self.frames:
-            mine = columns["rollout"] == self.number
-            self.rows += zip(*(columns[name][mine].tolist() for name, _ in ROW_COLUMNS), strict=True)
+            self.parts.append(packed(columns, columns["rollout"] == self.number))
         self.frames, self.replayed = [], 0
 
 
@@ -59,9 +65,9 @@ class Waiting:
 
     def encode(self) -> bytes:
         if self.live is not None:
-            columns = columns_of(self.live.rows)
-            self.versions = columns["version"]
-            self.data = records.finish(self.number, self.live.names, self.facts, self.live.prompt_ids, columns)
+            tokens = self.live.tokens
+            self.versions = tokens["version"]
+            self.data = records.finish(self.number, self.live.names, self.facts, self.live.prompt_ids, tokens)
         return self.data
 
 
@@ -84,6 +90,15 @@ class State:
         if self._numbers is not None:
             self._numbers[names["id"]] = live.number
         return live
+
+    def deal(self, columns: Columns) -> None:
+        """Tokens of whichever rollouts, to each its own: what its finish record will hold."""
+        order = np.argsort(columns["rollout"], kind="stable")
+        tokens = packed(columns, order)
+        numbers, starts = np.unique(columns["rollout"][order], return_index=True)
+        ends = [*starts[1:].tolist(), tokens.size]
+        for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
+            self.live[number].parts.append(tokens[start:end].copy())  # a view would keep everybody's in memory
 
     # Replay
 
@@ -170,7 +185,9 @@ class State:
             live.take_out()
 
 
-def columns_of(rows: Iterable[Row]) -> dict[str, np.ndarray]:
-    """Rows of one rollout, column by column."""
-    values = list(zip(*rows, strict=True))[1:] or [()] * len(COLUMNS)
-    return {name: np.array(column, dtype=kind) for column, (name, kind) in zip(values, COLUMNS, strict=True)}
+def packed(columns: Columns, chosen: np.ndarray) -> np.ndarray:
+    """Some of the tokens (a mask, or places), without the rollout they belong to."""
+    tokens = np.empty(columns["rollout"][chosen].size, dtype=PACKED)
+    for name, _ in COLUMNS:
+        tokens[name] = columns[name][chosen]
+    return tokens

@@ -79,6 +79,7 @@ class TeacherKind(Choice):
     has_model: ClassVar[bool] = False  # in this process: it can sample, be mixed in and averaged
     can_wait: ClassVar[bool] = False  # outside the memory, while others score: `pool.resident`
     scores_any: ClassVar[bool] = True  # any text; a cache knows those that it was asked about before
+    stands_still: ClassVar[bool] = False  # says the same at every step, so that it may be asked ahead of it
     of_student: ClassVar[bool] = False  # it is the student at some moment, so there is nothing of its own to evaluate
     is_student_now: ClassVar[bool] = False  # … at this moment: under the same view the two never differ
 
@@ -176,6 +177,7 @@ class FrozenTeacher(ModelTeacher):
     name = "frozen"
     by_default = True
     has_model = True
+    stands_still = True
     can_wait = True
 
     model: Address = Field(description="directory, hub id, .gguf file, smol, tiny/NAME or stage:NAME")

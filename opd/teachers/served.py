@@ -60,6 +60,7 @@ class ServedTeacher(TeacherKind):
     """A model behind `opd serve`."""
 
     name = "served"
+    stands_still = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     address: Addresses = Field(

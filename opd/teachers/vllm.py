@@ -107,6 +107,7 @@ class VllmTeacher(ForeignTeacher):
     """A vLLM server with its pooling runner, which gives hidden states. The head is read here."""
 
     name = "vllm"
+    stands_still = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
     weights: Address | None = Field(
@@ -134,6 +135,7 @@ class OpenAITeacher(ForeignTeacher):
     """Log-probs of the prompt from /v1/completions: of the tokens themselves, and of the likeliest ids."""
 
     name = "openai"
+    stands_still = True
     offers = frozenset({"logprobs_at", "topk"})
 
     tokenizer: Address | None = Field(

@@ -33,6 +33,11 @@ class Gathered:
     metrics: dict[str, float]
     prompts: dict[str, Prompt]  # by id
     groups: dict[str, Group]  # what views may look at
+    counts: dict[str, float]  # what became of the rewards
+    taken_up: bool  # some of it is an earlier process's, and may have been rewarded and scored already
+    scored: tuple[Signals, dict[str, float]] | None = (
+        None  # as `score` says it, where teachers were asked ahead of the step
+    )
 
     def teacher_of(self, run: StageRun) -> dict[str, str]:
         """Rollout id -> the teacher (of that role) that it belongs to; nothing where there is none."""
@@ -47,6 +52,7 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
     With `rollout.contrast`, groups whose rewards are all equal make room for others; if all are, the last round stays.
     """
     spec = run.spec.rollout
+    run.rewarder.drain()  # what evaluation rewarded is not this step's
     rewards: dict[str, float | None] = {}
     kept: dict[str, list[Rollout]] = {}
     asked: dict[str, Visit] = {}
@@ -59,7 +65,7 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
             written = run.trajectories.collect(visits, run.version)
             rollouts = [*map(as_trained, run.world.share(partial(run.store.load, written)))]
         with clock("reward"):
-            rewards |= run.world.share(partial(run.reward, rollouts, visits))
+            rewards |= run.world.share(partial(run.reward, rollouts, visits, run.trajectories.taken_up))
             rollouts = run.demonstrate(rollouts, rewards, visits)
         if spec.rescue is not None:
             with clock("rescue"):
@@ -92,7 +98,25 @@ def sample_and_reward(run: StageRun, clock: Clock) -> Gathered:
         metrics,
         prompts,
         {name: run.group(asked[members[0].prompt_id], members, rewards) for name, members in kept.items()},
+        run.rewarder.drain(),
+        run.trajectories.taken_up,
     )
+
+
+def reward_stored(run: StageRun, visits: Sequence[Visit], written: Sequence[str], taken_up: bool) -> Gathered:
+    """A batch that is in the store already, rewarded."""
+    rollouts = [*map(as_trained, run.store.load(written))]
+    with run.rewarding:
+        run.rewarder.drain()  # what evaluation rewarded is not this step's
+        rewards = run.reward(rollouts, visits, taken_up)
+        counts = run.rewarder.drain()
+    asked = {visit.prompt.id: visit for visit in visits}
+    members: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        members.setdefault(rollout.group, []).append(rollout)
+    groups = {name: run.group(asked[found[0].prompt_id], found, rewards) for name, found in members.items()}
+    prompts = {name: visit.prompt for name, visit in asked.items()}
+    return Gathered(rollouts, rewards, {}, prompts, groups, counts, taken_up)
 
 
 def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -> bool:
@@ -124,7 +148,9 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
                 for key, value in measured.items():
                     run.say(f"{run.spec.name}: {key} {value:.2e} nats per token of the first batch")
             for role, kind in (need for need in needs if need[0] == teacher.role):
-                answers = ask(run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind), mine)
+                answers = ask(
+                    run, teacher, rollouts, seen, run.objective.need_beside(signals, role, kind), mine, batch.taken_up
+                )
                 signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}
                 run.check_stop()
     run.tell_unshown(step, metrics)

@@ -71,6 +71,11 @@ class Ranks(World):
             raise RecipeError(
                 f"stage {spec.name!r} only scores (train.learn: false), which one process does. Run it without torchrun."
             )
+        if spec.rollout.staleness:
+            raise RecipeError(
+                f"rollout.staleness {spec.rollout.staleness} with several ranks: they sample and train in turns. Set it to 0, or run "
+                "in one process."
+            )
         if spec.rollout.demonstrations is not None:
             raise RecipeError(
                 "rollout.demonstrations with several ranks: one process asks for them and writes them down. Drop them, or run in "

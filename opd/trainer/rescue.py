@@ -68,7 +68,7 @@ def rescue(
         written = run.trajectories.carry_out(planned, run.version)
         tried = run.world.share(partial(run.store.load, written))
         tokens += sum(rollout.response_ids.size for rollout in tried)
-        given = run.world.share(partial(run.reward, tried, visits))
+        given = run.world.share(partial(run.reward, tried, visits, run.trajectories.taken_up))
         for rollout in tried:
             reward = given.get(rollout.id)
             if reward is not None and reward >= spec.threshold:

@@ -24,10 +24,12 @@ def ask(
     seen: Sequence[Rendered | None],
     need: SignalNeed,
     mine: Collection[str],
+    taken_up: bool,
 ) -> list[Signal]:
     """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
 
     `mine`: the rollouts that this process trains on. It asks about those, and is told what the others have been told.
+    `taken_up`: an earlier process may have asked already.
     An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
     """
     view, kind = run.spec.teachers[teacher.name].view.name, need.kind
@@ -37,7 +39,7 @@ def ask(
         if text is None
     }
     shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
-    stored = run.world.share(lambda: _stored(run, teacher, shown, kind)) if run.trajectories.taken_up else {}
+    stored = run.world.share(lambda: _stored(run, teacher, shown, kind)) if taken_up else {}
     if run.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
         known |= stored
     rest = [rollout for rollout in rollouts if rollout.id not in known]

@@ -36,13 +36,12 @@ if TYPE_CHECKING:
 
 def run_step(run: StageRun, step: int) -> dict[str, Any]:
     clock = Clock(run.on_phase)
-    run.rewarder.drain()  # what evaluation rewarded is not this step's
-    gathered = sample_and_reward(run, clock)
+    gathered = sample_and_reward(run, clock) if run.ahead is None else run.ahead.take(run, step, clock)
     rollouts, rewards = gathered.rollouts, gathered.rewards
     run.require_rewarded(step, rewards)
     run.on_rollouts(rollouts, rewards)
     with clock("score"):
-        signals, shown = score(run, gathered, step)
+        signals, shown = gathered.scored or score(run, gathered, step)
     result = StepResult({})
     if run.spec.train.learn:  # else scores are all that is wanted
         with clock("update"):
@@ -52,11 +51,11 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
             run.publish(step=step)
     run.traces = traces_of(result.statistics)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
-    extra |= {f"rewards/{name}": count for name, count in run.rewarder.drain().items()}
+    extra |= {f"rewards/{name}": count for name, count in gathered.counts.items()}
     extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
-    return step_metrics(
-        run.spec.name, step, rollouts, result.statistics, rewards, clock.seconds, extra, updates=len(result.norms)
-    )
+    facts = (rollouts, result.statistics, rewards, clock.seconds, extra)
+    metrics = step_metrics(run.spec.name, step, *facts, updates=len(result.norms))
+    return metrics | run.note_needs(rollouts, metrics)
 
 
 class Updates(Protocol):

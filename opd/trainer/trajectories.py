@@ -24,7 +24,17 @@ from opd.sampling.rollouts import Rollouts
 from opd.sampling.writers import AUTHORS, Desk, Writer
 from opd.store import RolloutStore
 from opd.trainer.world import World
-from opd.types import Author, Finished, Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
+from opd.types import (
+    Author,
+    Finished,
+    Prompt,
+    Rollout,
+    SampledToken,
+    SampleRequest,
+    Sampling,
+    TokenColumns,
+    TokenSampler,
+)
 
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 DEMONSTRATION = "/demonstration"  # behind the id of the answer that it replaces
@@ -277,33 +287,46 @@ class Trajectories:
         if durable is None:
             shown = sampled_under(stored) if SAMPLED_UNDER in stored.extras else None
             self._begin(rollout_id, plan, REPLAY, prompt_ids, shown)
-        columns = [
-            getattr(stored, name).tolist()
-            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
-        ]
         done = durable.response_ids.size if durable is not None else 0
-        for *token, author in list(zip(*columns, strict=True))[done:]:
-            self.store.append(SampledToken(rollout_id, *token), Author(author))
+        *columns, author = (
+            getattr(stored, name)[done:]
+            for name in ("response_ids", "logprob", "logprob_sampled", "logprob_stop", "version", "author")
+        )
+        self.store.append_many(TokenColumns(rollout_id, *columns), author)
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
 
     def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
+        """Tokens of one step of the sampler, one of each request, go into the store together."""
+        drawn: dict[str, SampledToken] = {}
         waiting = 0
-        for event in sampler.sample(requests):
-            if isinstance(event, SampledToken):
-                self.on_token()
-                replay = self._replay.get(event.request_id)
-                if replay is not None and replay.holds(event):
-                    continue
-                self.store.append(event, author)
-                waiting += 1
-                if waiting >= COMMIT_TOKENS:
-                    self.store.commit()
-                    waiting = 0
-            elif isinstance(event, Finished):
-                self.store.finish(event.request_id, event.stop)
-                self._replay.pop(event.request_id, None)
-            self.check_stop()
+        try:
+            for event in sampler.sample(requests):
+                if isinstance(event, SampledToken):
+                    self.on_token()
+                    replay = self._replay.get(event.request_id)
+                    if replay is not None and replay.holds(event):
+                        continue
+                    if event.request_id in drawn:  # the next step has begun
+                        self._keep(drawn, author)
+                    drawn[event.request_id] = event
+                    waiting += 1
+                    if waiting >= COMMIT_TOKENS:
+                        self.store.commit()
+                        waiting = 0
+                elif isinstance(event, Finished):
+                    self._keep(drawn, author)
+                    self.store.finish(event.request_id, event.stop)
+                    self._replay.pop(event.request_id, None)
+                self.check_stop()
+        finally:
+            self._keep(drawn, author)
+
+    def _keep(self, drawn: dict[str, SampledToken], author: Author) -> None:
+        if drawn:
+            ids, *columns = zip(*drawn.values(), strict=True)
+            self.store.append_many(TokenColumns(ids, *map(np.array, columns)), author)
+            drawn.clear()
 
 
 def sampled_under(rollout: Rollout) -> np.ndarray:

@@ -1,0 +1,265 @@
+"""Models made of others in the space of their weights: what a stage may start from. No torch here until one is made.
+
+`combine` is the whole arithmetic of a merge, in float64. Differences to a base are called task vectors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from opd.errors import ModelError, RecipeError
+from opd.models.adapters import base_of, is_adapter
+from opd.models.load import load_config, load_model, load_tokenizer, locate, parameter_shapes
+from opd.models.tokenizers import differing_ids
+from opd.settings import Address, Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.models.language_model import LanguageModel
+
+Weights = Mapping[str, "Tensor"]  # by their plain names
+Named = Callable[[str], tuple[str, str | None]]  # an address in a recipe -> the model to load, and its revision
+Coefficient = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Merge(Choice):
+    """One model out of several, all of one shape and with one tokenizer."""
+
+    family = "merge"
+    models: list[Address] = Field(min_length=1, max_length=1000, description="what is merged")
+
+    @property
+    def start(self) -> str | None:
+        """What differences are taken from; None: from nothing."""
+        return None
+
+    def reads(self) -> list[str]:
+        return list(dict.fromkeys([*([] if self.start is None else [self.start]), *self.models]))
+
+    def coefficients(self, given: float | Sequence[float]) -> list[float]:
+        """One for each model."""
+        return list(given) if isinstance(given, Sequence) else [given] * len(self.models)
+
+    def require(self, named: Named) -> None:
+        """Refuse parts that have other shapes or tokenizers, before anything is loaded."""
+        first, *others = self.reads()
+        shapes, tokenizer = parameter_shapes(*named(first)), load_tokenizer(*named(first))
+        for other in others:
+            theirs = parameter_shapes(*named(other))
+            odd = next((key for key in (shapes | theirs) if shapes.get(key) != theirs.get(key)), None)
+            if odd is not None:
+                raise RecipeError(
+                    f"student.merge: {other!r} and {first!r} do not have the same shapes: {odd} is "
+                    f"{theirs.get(odd, 'missing')} and {shapes.get(odd, 'missing')}. Merge models of one shape."
+                )
+            if differing := differing_ids(tokenizer, load_tokenizer(*named(other))):
+                raise RecipeError(
+                    f"student.merge: {other!r} and {first!r} do not share a tokenizer: {len(differing)} ids differ, the "
+                    f"first is {differing[0]}. Merge models with one tokenizer."
+                )
+
+    @abstractmethod
+    def make(self, named: Named) -> LanguageModel:
+        """The merged model, in float32 on the CPU."""
+        raise NotImplementedError
+
+
+class WeightMerge(Merge):
+    """Of whole weights: `combine` says what each becomes."""
+
+    def make(self, named: Named) -> LanguageModel:
+        model = _load(named(self.reads()[0]))
+        start = None if self.start is None else _weights(model)
+        found = self.combine(start, (_weights(_load(named(name))) for name in self.models))
+        for name, parameter in model.module.named_parameters():
+            parameter.data = found[name].to(parameter.dtype)
+        return model
+
+    @abstractmethod
+    def combine(self, start: Weights | None, parts: Iterable[Weights]) -> dict[str, Tensor]:
+        """`start`: the weights that differences are taken from; `parts` come one at a time, in the order of `models`."""
+        raise NotImplementedError
+
+
+def _load(named: tuple[str, str | None]) -> LanguageModel:
+    return load_model(named[0], revision=named[1])
+
+
+def _weights(model: LanguageModel) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
+
+
+def _sum(start: Weights | None, parts: Iterable[tuple[float, Weights]]) -> dict[str, Tensor]:
+    """start + sum of coefficient * (part - start), in float64."""
+    total: dict[str, Tensor] = {} if start is None else {name: tensor.double() for name, tensor in start.items()}
+    for coefficient, part in parts:
+        for name, tensor in part.items():
+            change = coefficient * (tensor.double() if start is None else tensor.double() - start[name].double())
+            total[name] = total[name] + change if name in total else change
+    return {name: tensor.float() for name, tensor in total.items()}
+
+
+class Average(WeightMerge):
+    """The mean of the weights, plain or weighted."""
+
+    name = "average"
+    by_default = True
+    weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = Field(
+        None, description="relative weight of each model; default: equal"
+    )
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Average:
+        _require_one_each(self.models, self.weights)
+        return self
+
+    def combine(self, start: Weights | None, parts: Iterable[Weights]) -> dict[str, Tensor]:
+        weights = self.weights or [1.0] * len(self.models)
+        return _sum(None, ((weight / sum(weights), part) for weight, part in zip(weights, parts, strict=True)))
+
+
+class TaskArithmetic(WeightMerge):
+    """A base plus coefficients times task vectors (Ilharco et al., arXiv 2212.04089)."""
+
+    name = "task_arithmetic"
+    base: Address = Field(description="what the models were made from")
+    weights: Coefficient | list[Coefficient] = Field(
+        0.4, description="coefficient of every task vector, or one for each"
+    )
+
+    @model_validator(mode="after")
+    def _one_each(self) -> TaskArithmetic:
+        _require_one_each(self.models, self.weights)
+        return self
+
+    @property
+    def start(self) -> str | None:
+        return self.base
+
+    def combine(self, start: Weights | None, parts: Iterable[Weights]) -> dict[str, Tensor]:
+        return _sum(start, zip(self.coefficients(self.weights), parts, strict=True))
+
+
+class Ties(WeightMerge):
+    """Trim, elect signs, merge (Yadav et al., arXiv 2306.01708): of each task vector the largest entries stay, and per weight
+    the mean is taken of those that have the sign of their sum.
+    """
+
+    name = "ties"
+    base: Address = Field(description="what the models were made from")
+    density: float = Field(0.2, gt=0, le=1, description="share of each task vector that stays, over all its tensors")
+    scale: Coefficient = Field(1.0, description="times the merged task vector")
+
+    @property
+    def start(self) -> str | None:
+        return self.base
+
+    def combine(self, start: Weights | None, parts: Iterable[Weights]) -> dict[str, Tensor]:
+        import torch
+
+        assert start is not None
+        vectors = [{name: part[name].double() - start[name].double() for name in start} for part in parts]
+        for vector in vectors:
+            bound = _least_kept(vector, self.density)
+            for name, change in vector.items():
+                vector[name] = torch.where(change.abs() >= bound, change, 0.0)
+        found = {}
+        for name, tensor in start.items():
+            changes = torch.stack([vector[name] for vector in vectors])
+            agreed = torch.sign(changes) == torch.sign(changes.sum(0))
+            kept = torch.where(agreed, changes, 0.0)
+            counted = (kept != 0).sum(0).clamp(min=1)
+            found[name] = (tensor.double() + self.scale * kept.sum(0) / counted).float()
+        return found
+
+
+def _least_kept(vector: Mapping[str, Tensor], density: float) -> float:
+    """The magnitude from which on entries stay; never 0, so that what did not change has no say."""
+    import torch
+
+    sizes = torch.cat([change.abs().flatten() for change in vector.values()])
+    count = max(round(density * sizes.numel()), 1)
+    found = float(sizes.kthvalue(sizes.numel() - count + 1).values)
+    return max(found, torch.finfo(torch.float64).tiny)
+
+
+class Stack(Merge):
+    """LoRA adapters of one base added to it at once: W + sum of coefficient * (alpha / r) B A. The products are added; sums of the
+    factors would bring in what one adapter's B makes of another's A.
+    """
+
+    name = "stack"
+    weights: Coefficient | list[Coefficient] = Field(1.0, description="coefficient of every adapter, or one for each")
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Stack:
+        _require_one_each(self.models, self.weights)
+        return self
+
+    def require(self, named: Named) -> None:
+        from opd.models.adapted import check_adapter
+        from opd.models.load import empty_model
+        from opd.models.lora import require_peft
+
+        require_peft("student.merge: stack")
+        bases: dict[str, str] = {}
+        for name in self.models:
+            directory = _adapter(name, named)
+            bases[_base(name, directory)] = name
+            check_adapter(name, directory, empty_model(load_config(*named(name))))
+        if len(bases) > 1:
+            told = "; ".join(f"{name!r} has {base!r}" for base, name in bases.items())
+            raise RecipeError(f"student.merge: stack adds adapters of one base, and these have several: {told}.")
+
+    def make(self, named: Named) -> LanguageModel:
+        from opd.models.adapted import AdaptedModel
+
+        first = self.models[0]
+        model = load_model(_base(first, _adapter(first, named)), revision=named(first)[1])
+        changes: dict[str, Tensor] = {}
+        for name, coefficient in zip(self.models, self.coefficients(self.weights), strict=True):
+            for key, change in adapter_changes(AdaptedModel(model, name, _adapter(name, named))):
+                changes[key] = coefficient * change.double() + changes.get(key, 0.0)
+        for key, parameter in model.module.named_parameters():
+            if key in changes:
+                parameter.data = (parameter.detach().double() + changes[key]).to(parameter.dtype)
+        return model
+
+
+def adapter_changes(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Name of each adapted weight -> what the adapter adds to it."""
+    from opd.models.lora import ADAPTER, adapted_layers
+
+    for name, layer in adapted_layers(model.module):
+        yield name, layer.get_delta_weight(ADAPTER)
+
+
+def _adapter(name: str, named: Named) -> Path:
+    """The directory of an adapter, or of the adapter beside a model that was trained with one."""
+    path, revision = named(name)
+    found = locate(path, revision)
+    if found.adapter is not None:
+        return found.adapter
+    beside = None if found.directory is None else found.directory / "adapter"
+    if beside is not None and is_adapter(beside):
+        return beside
+    raise ModelError(
+        f"student.merge: stack adds LoRA adapters, and {name!r} is none and has none beside it. Merge whole models with "
+        "average, task_arithmetic or ties."
+    )
+
+
+def _base(name: str, directory: Path) -> str:
+    base = base_of(name, directory)
+    return str(Path(base).resolve()) if Path(base).is_dir() else base
+
+
+def _require_one_each(models: Sequence[str], weights: float | Sequence[float] | None) -> None:
+    if isinstance(weights, Sequence) and len(weights) != len(models):
+        raise ValueError(f"weights: {len(weights)} for {len(models)} models: give one for each")

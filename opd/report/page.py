@@ -1,0 +1,74 @@
+"""One HTML file that needs nothing else: script, style and data are inside, and it may load and send nothing.
+
+What models wrote is data: JSON without a single `<`, put on the page as text nodes. The content security policy names the
+checksums of the page's own script and style, so nothing else is ever run, and there is no address it may talk to but, live, its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.errors import UserError
+from opd.files import json_text, write_whole
+from opd.report.facts import run_facts
+
+FILES = Path(__file__).parent / "page"
+SCRIPTS = ("uplot.min.js", "core.js", "charts.js", "heat.js", "samples.js", "results.js", "browse.js", "main.js")
+STYLES = ("uplot.min.css", "page.css")
+SELF, NONE = "'self'", "'none'"
+ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+
+def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
+    """The page as text. `live`: it asks the server that sent it for news."""
+    script, style = (
+        "\n".join((FILES / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
+    )
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"connect-src {SELF if live else NONE}; base-uri 'none'; form-action 'none'"
+    )
+    title = html.escape(", ".join(str(run["name"]) for run in runs))
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
+        f'<title>{title} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
+        "<body><noscript>This page draws itself with JavaScript, from data inside the file; it loads nothing.</noscript>\n"
+        f'<main id="page"></main>\n<script id="data" type="application/json">{embedded({"live": live, "runs": list(runs)})}</script>\n'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def embedded(value: Any) -> str:
+    """JSON that no HTML parser can be led out of. It is ASCII, so no byte of it is taken for another."""
+    text = json.dumps(json.loads(json_text(value)), separators=(",", ":"))
+    for letter, escape in ESCAPED.items():
+        text = text.replace(letter, escape)
+    return text
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def write_report(directories: Sequence[str | Path], to: Path | None = None) -> Path:
+    """Of one run into its directory; of several, side by side, where it is asked for."""
+    if to is None and len(directories) != 1:
+        raise UserError("several runs on one page: say where to put it, with -o FILE.")
+    target = Path(directories[0]) / "report.html" if to is None else to
+    text = page([run_facts(directory) for directory in directories])
+    try:
+        write_whole(target, text)
+    except OSError as error:
+        raise UserError(f"{str(target)!r} cannot be written: {error.strerror or error}.") from None
+    return target

@@ -1,0 +1,46 @@
+const THEMES = { "": "dark", dark: "light", light: "" };
+let parts = {};
+function label(runs) {
+  const names = runs.map((run) => run.name);
+  runs.forEach((run, index) => { run.label = names.indexOf(run.name) === index && names.lastIndexOf(run.name) === index ? run.name : `${run.name} (${index + 1})`; });
+}
+function build() {
+  const runs = DATA.runs;
+  label(runs);
+  parts = { hero: hero(runs), results: results(runs), monitors: alarms(runs), diagnosis: diagnosis(runs), curves: curves(runs), pipeline: runs.length === 1 ? pipeline(runs[0]) : null, answers: answers(runs), samples: samples(runs), cost: cost(runs), rollouts: DATA.live ? browser() : null, recipe: recipeText(runs) };
+  const order = ["results", "monitors", "diagnosis", "samples", "answers", "curves", "pipeline", "cost", "rollouts", "recipe"].filter((name) => parts[name]);
+  const theme = el("button", { className: "theme", title: "light or dark", onclick: () => { document.documentElement.dataset.theme = THEMES[document.documentElement.dataset.theme || ""]; redraw(); } }, "◐");
+  const nav = el("nav", {}, order.map((name) => el("a", { href: "#" + parts[name].id }, parts[name].querySelector("h2").textContent)));
+  root.append(el("div", { className: "top" }, el("span", { className: "mark" }, "opd"), nav, theme), parts.hero, ...order.map((name) => parts[name]),
+    el("footer", {}, DATA.live ? "Live; this page is served to this machine alone." : "One file, readable offline: it loads nothing and sends nothing."));
+  parts.curves.fill();
+}
+function exchange(name, made) {
+  if (!made && !parts[name]) return;
+  if (made && parts[name]) { parts[name].replaceWith(made); parts[name] = made; } else if (made) { location.reload(); }
+}
+let stamp = null;
+async function follow() {
+  try {
+    const reply = await fetch("api/run?since=" + encodeURIComponent(stamp || ""));
+    if (reply.status === 200) {
+      const news = await reply.json();
+      stamp = news.stamp;
+      DATA.runs.splice(0, DATA.runs.length, ...news.runs);
+      label(DATA.runs);
+      exchange("hero", hero(DATA.runs));
+      exchange("results", results(DATA.runs));
+      exchange("cost", cost(DATA.runs));
+      exchange("monitors", alarms(DATA.runs));
+      if (!parts.samples?.contains(document.activeElement)) exchange("samples", samples(DATA.runs));
+      if (!parts.answers?.contains(document.activeElement)) exchange("answers", answers(DATA.runs));
+      parts.curves.fill();
+      parts.rollouts.refresh();
+    }
+  } catch (error) { /* the server has ended: what is shown stays */ }
+  setTimeout(follow, 2000);
+}
+build();
+if (DATA.live) follow();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; redraw(); });

@@ -1,0 +1,164 @@
+"""`opd view RUN`: the page live while a run trains, with every rollout. On loopback, behind a token in the address.
+
+/TOKEN/               the page                    /TOKEN/api/rollouts?…   a page of the store, filtered
+/TOKEN/api/run        what the page is drawn from /TOKEN/api/rollout?row= one rollout, token by token
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from opd.errors import OpdError, UserError
+from opd.files import json_text
+from opd.report.browse import RolloutBrowser, growing
+from opd.report.facts import run_facts
+from opd.report.page import page
+
+LOOPBACK = "127.0.0.1"
+EVERY = 2.0  # seconds between two looks at the store
+READ = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "tokens.jsonl",
+    "answers.jsonl",
+    "monitors.jsonl",
+    "summary.json",
+    "diagnose.json",
+)
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+
+
+class LiveFacts:
+    """What the page shows, read again only when a file has changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._root, self._lock = directory, threading.Lock()
+        self._stamp, self._facts = "", dict[str, Any]()
+
+    def __call__(self) -> tuple[str, dict[str, Any]]:
+        with self._lock:
+            stamp = self._now()
+            if stamp != self._stamp:
+                self._stamp, self._facts = stamp, run_facts(self._root)
+            return self._stamp, self._facts
+
+    def _now(self) -> str:
+        found = ((self._root / name).stat() for name in READ if (self._root / name).is_file())
+        return "-".join(f"{facts.st_size:x}.{facts.st_mtime_ns:x}" for facts in found)
+
+
+class ViewServer(ThreadingHTTPServer):
+    """A server for one run. `address` is all that a browser needs, and all that protects it from other users."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, port: int = 0) -> None:
+        self.facts, self.rollouts, self.token = (
+            LiveFacts(directory),
+            RolloutBrowser(directory),
+            secrets.token_urlsafe(24),
+        )
+        self.facts()  # a directory that cannot be read is told of now
+        self._ended = threading.Event()
+        try:
+            super().__init__((LOOPBACK, port), ViewRequest)
+        except OSError as error:
+            raise UserError(
+                f"port {port} of {LOOPBACK} cannot be used: {error.strerror}. Give another: --port 0"
+            ) from None
+        threading.Thread(target=growing, args=(self.rollouts, EVERY, self._ended), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+    def server_close(self) -> None:
+        self._ended.set()
+        super().server_close()
+
+
+class ViewRequest(BaseHTTPRequestHandler):
+    server: ViewServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Whoever does not know the token learns nothing, not even that there is one."""
+        if self.headers.get("Host") not in (
+            f"{LOOPBACK}:{self.server.server_port}",
+            f"localhost:{self.server.server_port}",
+        ):
+            return self._send(404, "text/plain", b"")  # a name that points here, under which a foreign page asks
+        parts = urlsplit(self.path)
+        _, given, *rest = parts.path.split("/", 2) if parts.path.count("/") > 1 else ("", "", "")
+        what = (
+            self._routes().get(rest[0]) if secrets.compare_digest(given.encode(), self.server.token.encode()) else None
+        )
+        if what is None:
+            return self._send(404, "text/plain", b"")
+        try:
+            code, kind, body = what(dict(parse_qsl(parts.query)))
+        except UserError as error:
+            code, kind, body = 400, "text/plain", str(error)
+        except OpdError as error:
+            code, kind, body = 503, "text/plain", str(error)
+        return self._send(code, kind, body.encode())
+
+    def _routes(self) -> dict[str, Callable[[Mapping[str, str]], tuple[int, str, str]]]:
+        return {"": self._page, "api/run": self._run, "api/rollouts": self._rollouts, "api/rollout": self._rollout}
+
+    def _page(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        return 200, "text/html", page([self.server.facts()[1]], live=True)
+
+    def _run(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        stamp, facts = self.server.facts()
+        if asked.get("since") == stamp:
+            return 204, "text/plain", ""
+        return 200, "application/json", json_text({"stamp": stamp, "runs": [facts]})
+
+    def _rollouts(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        return 200, "application/json", json_text(self.server.rollouts.page(asked))
+
+    def _rollout(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        row = asked.get("row", "")
+        if not row.isdecimal():
+            raise UserError(f"row {row!r}: expected a whole number.")
+        found = self.server.rollouts.one(int(row))
+        written = [line for line in self.server.facts()[1]["tokens"] if line["id"] == found["id"]]
+        return 200, "application/json", json_text({**found, "tokens": written[-1] if written else found["tokens"]})
+
+    def _send(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        if code != 204:
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Addresses hold the token: they are not written anywhere."""
+
+
+def serve_view(directory: Path, port: int, say: Callable[[str], None]) -> None:
+    """Serve until interrupted."""
+    server = ViewServer(directory, port)
+    say(f"{directory} at {server.address}\nonly for this machine, and for whoever has this address; Ctrl-C ends it")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()

@@ -1,0 +1,118 @@
+"""A run in a paragraph: what was gained, by how much more than chance, how near the teacher, and what to look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+CLEAR = 2.0  # standard errors of a difference that is more than chance
+STATUS = {
+    "done": "",
+    "running": "The run is still at work. ",
+    "partial": "Some of the stages were asked for. ",
+    "stopped": "The run was stopped early. ",
+    "preempted": "The run was preempted; it can be resumed. ",
+    "failed": "The run failed; what is shown is how far it came. ",
+}
+
+
+def in_words(run: Mapping[str, Any]) -> str:
+    stages = [stage for stage in run["stages"] if stage["steps"]]
+    told = STATUS.get(run["status"], "")
+    if not stages:
+        return f"{told}No step has been taken yet."
+    steps, tokens = sum(stage["steps"] for stage in stages), sum(stage["tokens"] for stage in stages)
+    told += f"{steps:,} steps on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
+    measured = [stage for stage in stages if stage["evals"]]
+    if measured:
+        told += " ".join(_gains(measured[0], measured[-1])) + " "
+    elif run["status"] == "done":
+        told += (
+            "Nothing was measured on held-out prompts (eval.prompts), so only the distance to the teacher is known. "
+        )
+    return (told + " ".join(_signs(run["metrics"], stages[-1]["name"]))).strip()
+
+
+def _gains(first: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
+    """From before the first stage that was measured to after the last."""
+    rows = []
+    for domain, found in last["evals"].items():
+        start = first["evals"].get(domain, found)
+        if start["before"] is not None and found["after"] is not None:
+            spread = math.hypot(_error(start, "before"), _error(found, "after"))
+            rows.append((domain, start["before"], found["after"], found.get("teacher"), spread))
+    if not rows:
+        yield "It has not been measured after training yet."
+        return
+    before, after = (sum(row[side] for row in rows) / len(rows) for side in (1, 2))
+    over = f" on average over {len(rows)} domains" if len(rows) > 1 else ""
+    gained = f"Held-out pass@1 went from {before:.1%} to {after:.1%}{over}"
+    known = [row for row in rows if row[3] is not None]
+    goal = sum(row[3] for row in known) / len(known) if len(known) == len(rows) else None
+    if goal is None:
+        yield f"{gained}."
+    elif after >= goal:
+        yield f"{gained} and is at or above its teachers' {goal:.1%}."
+    elif goal > before:
+        yield f"{gained}, which is {(after - before) / (goal - before):.0%} of the way to its teachers' {goal:.1%}."
+    else:
+        yield f"{gained}; its teachers have {goal:.1%}."
+    better = [row[0] for row in rows if row[2] - row[1] > CLEAR * row[4]]
+    worse = [row[0] for row in rows if row[1] - row[2] > CLEAR * row[4]]
+    same = [row[0] for row in rows if row[0] not in better and row[0] not in worse]
+    if worse:
+        yield f"{_listed(worse)} got worse."
+    if same:
+        yield f"{_listed(same)} did not change by more than chance (two standard errors)."
+    if len(rows) > 1 and not worse and not same:
+        yield "Every domain gained more than chance."
+    behind = [row for row in known if row[3] - row[2] > CLEAR * row[4]]
+    if behind:
+        furthest = max(behind, key=lambda row: row[3] - row[2])
+        yield f"Furthest behind its teacher: {furthest[0]}, by {100 * (furthest[3] - furthest[2]):.1f} points."
+
+
+def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
+    """How the distance to the teacher and the form of answers moved in the last stage."""
+    mine = [number for number, name in enumerate(metrics["stage"]) if name == stage]
+
+    def ends(name: str) -> tuple[float, float] | None:
+        values = (
+            [metrics[name][number] for number in mine if metrics[name][number] is not None] if name in metrics else []
+        )
+        part = max(1, len(values) // 10)
+        return (sum(values[:part]) / part, sum(values[-part:]) / part) if len(values) > 1 else None
+
+    if (found := ends("reverse_kl")) is not None:
+        yield f"The divergence from the teacher {_moved(*found)} from {found[0]:.3g} to {found[1]:.3g} nats per token."
+    if (found := ends("truncated")) is not None and found[1] > 0.05:
+        yield f"{found[1]:.0%} of the last answers were cut off at the length limit ({found[0]:.0%} of the first)."
+    if (found := ends("response_length")) is not None and found[0] > 0 and not 0.7 < found[1] / found[0] < 1.5:
+        yield f"Answers went from {found[0]:.0f} to {found[1]:.0f} tokens."
+
+
+def _moved(first: float, last: float) -> str:
+    return "fell" if last < first else "rose"
+
+
+def _error(found: Mapping[str, Any], side: str) -> float:
+    details = found.get("details", {}).get(side, {})
+    value = details.get("greedy_stderr", details.get("sampled_stderr", found.get("stderr")))
+    return float(value or 0.0)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3723)
+    '1 h 2 min'
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -1,0 +1,85 @@
+"""What a run writes down when it begins, and how that is taken back where the beginning came to nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.files import FORMAT, SEALS, sha256, sync, write_sealed, write_whole
+from opd.plugins import FOLDER as PLUGINS
+from opd.plugins import moved as plugin_moved
+from opd.plugins import versions as plugin_versions
+from opd.runner.given import FOLDER as INPUTS
+from opd.runner.lock import NAME
+
+if TYPE_CHECKING:
+    from opd.config import Recipe
+
+EARLY = {
+    NAME,
+    INPUTS,
+    PLUGINS,
+    "recipe.yaml",
+    "resolved.yaml",
+    "graph.mmd",
+    ".graph.mmd.partial",
+    ".recipe.yaml.partial",
+    ".resolved.yaml.partial",
+    f".{SEALS}.partial",
+}
+WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
+           "start.json", ".start.json.partial",
+           "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
+
+
+def withdraw(directory: Path, made: bool, found: set[str]) -> None:
+    """Take away what a start has written that came to nothing; the lock goes last.
+
+    What it `found` there stays, and with it the lock, which says that it is left over from a start.
+    """
+    for name in WRITTEN:
+        if name in found or (name == NAME and found):
+            continue
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if made:
+        with suppress(OSError):  # something of another's is in it
+            directory.rmdir()
+
+
+def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
+    """The files of plugins go into the run, which goes on with them; as `resolved.yaml` names them, beside it."""
+    names = []
+    for plugin in plugins:
+        if plugin.endswith(".py"):
+            (directory / PLUGINS).mkdir(exist_ok=True)
+            write_whole(directory / PLUGINS / Path(plugin).name, Path(plugin).read_text(encoding="utf-8"))
+            plugin_moved(directory / PLUGINS / Path(plugin).name)
+            names.append(f"{PLUGINS}/{Path(plugin).name}")
+        else:
+            names.append(plugin)
+    return names
+
+
+def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
+    """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
+    from opd import __version__
+    from opd.config.graph import mermaid
+
+    write_whole(directory / "recipe.yaml", given)
+    write_whole(directory / "graph.mmd", mermaid(resolved))
+    copies = _copy_plugins(directory, resolved.plugins)
+    write_whole(directory / "resolved.yaml", resolved.model_copy(update={"plugins": copies}).to_yaml())
+    sealed = ["resolved.yaml", *(name for name in copies if name.endswith(".py"))]
+    files = {name: sha256(directory / name) for name in sealed}
+    facts = {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs}
+    if versions := plugin_versions(copies):
+        facts["packages"] = versions
+    write_sealed(directory / SEALS, facts)
+    sync(directory.parent)

@@ -1,0 +1,116 @@
+"""Finished stages of another run that are used again: those whose settings and inputs, by content, are the same here.
+
+A stage's key is a hash of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
+change is felt by the stage it is made in and by those behind it, and by no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe, Stage, load_recipe
+from opd.config.graph import edges
+from opd.errors import RunDirectoryError, UserError
+from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, write_sealed
+from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
+from opd.runner.inputs import Inputs
+from opd.runner.resume import LINES, RESULT
+
+REUSED = "reused.json"  # beside the result: where a stage was taken from
+WITHOUT_EFFECT = {"log", "hub", "checkpoint", "store"}  # settings that change nothing about the model
+
+
+def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs]) -> dict[str, str]:
+    """Name -> key of every stage."""
+    keys: dict[str, str] = {}
+    for stage in recipe.stages:  # each behind those that it needs
+        facts = sorted(json.dumps(facts, sort_keys=True) for facts in inputs[stage.name].values())
+        needs = sorted((edge.key, keys[edge.stage]) for edge in edges(stage))
+        settings = _settings(stage)
+        whole = json.dumps([settings, facts, needs], sort_keys=True)
+        keys[stage.name] = hashlib.sha256(whole.encode()).hexdigest()
+    return keys
+
+
+def _settings(stage: Stage) -> dict[str, Any]:
+    return stage.model_dump(mode="json", exclude=WITHOUT_EFFECT)
+
+
+class EarlierStages:
+    """The finished stages of a run directory, by key."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        recipe_file = directory / "resolved.yaml"
+        if not (directory / SEALS).is_file():
+            raise RunDirectoryError(f"--reuse {directory}: no run directory. Name one that `opd run` made.")
+        sealed = read_sealed(directory / SEALS)
+        if sha256(recipe_file) != sealed["files"]["resolved.yaml"]:
+            raise RunDirectoryError(f"--reuse {directory}: resolved.yaml has been altered since that run began.")
+        recipe = load_recipe(recipe_file)
+        if recipe.plugins:
+            raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
+        keys = {} if sealed.get("inputs") is None else stage_keys(recipe, sealed["inputs"])
+        self.by_key = {key: name for name, key in keys.items() if (self.folder(name) / RESULT).is_file()}
+
+    def folder(self, stage: str) -> Path:
+        return checkpoint_directory(self.directory, stage, 0).parent
+
+
+def reuse_stages(
+    recipe: Recipe, inputs: Mapping[str, Inputs], directory: Path, earlier: Sequence[Path], without: Sequence[str],
+    say: Callable[[str], None],
+) -> list[str]:  # fmt: skip
+    """Put finished stages of other runs into this one's directory; `without`: those that are to run in any case."""
+    if earlier and recipe.plugins:
+        raise UserError("--reuse: the recipe has plugins, whose code no key covers. Drop --reuse.")
+    runs = [EarlierStages(path) for path in earlier]
+    keys = stage_keys(recipe, inputs)
+    found = {name: next((run for run in runs if key in run.by_key), None) for name, key in keys.items()}
+    taken = {name: run for name, run in found.items() if run is not None and name not in without}
+    while (
+        read := {
+            edge.stage for stage in recipe.stages if stage.name not in taken for edge in edges(stage) if edge.rollouts
+        }
+        & taken.keys()
+    ):  # their rollouts are in the other run's store
+        for name in read:
+            say(
+                f"{name}: finished in {taken.pop(name).directory}, and run again, since a later stage reads its rollouts"
+            )
+    for name, run in taken.items():
+        _take(run, name, run.by_key[keys[name]], directory)
+        say(f"{name}: taken from {run.directory}: the same settings, the same inputs")
+    return list(taken)
+
+
+def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
+    """The stage's last checkpoint and its best, its result, and its lines."""
+    folder, target = run.folder(there), checkpoint_directory(directory, name, 0).parent
+    ended = read_sealed(folder / RESULT)
+    target.mkdir(parents=True)
+    for checkpoint in dict.fromkeys([ended["checkpoint"], ended["result"]["best"]]):
+        if checkpoint is not None and (folder / checkpoint).is_dir():
+            verify_checkpoint(folder / checkpoint)
+            shutil.copytree(folder / checkpoint, target / checkpoint, copy_function=_linked)
+    for file in LINES:
+        if (run.directory / file).is_file():
+            lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
+            with (directory / file).open("a", encoding="utf-8") as out:
+                out.writelines(line_of(line) for line in lines if line["stage"] == there)
+    write_sealed(target / REUSED, {"run": str(run.directory.absolute()), "stage": there})
+    write_sealed(target / RESULT, ended)
+
+
+def _linked(source: str, target: str) -> None:
+    """The same file, where it lies on the same disk: checkpoints are never written to."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,86 @@
+"""What a pipeline did, stage by stage: what each gained and lost, per domain, against the model that it started from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from opd.config import Recipe
+from opd.evaluation import Measures
+from opd.files import json_text, write_whole
+from opd.runner.results import StageResult, results_table
+from opd.text import plain
+
+NOISE = 2.0  # standard errors of a difference that count as none
+
+
+def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
+    """summary.json: every stage's result, and of a pipeline the story."""
+    summary = {"recipe": recipe.name, "status": status, "stages": [result.to_json() for result in results]}
+    if story := story_of(recipe, results):
+        summary["story"] = story
+    write_whole(directory / "summary.json", json_text(summary, indent=1))
+
+
+def told(recipe: Recipe, results: Sequence[StageResult]) -> Iterator[str | Table]:
+    """What is shown at the end: a table per stage, and of a pipeline the story."""
+    for result in results:
+        if result.before:
+            yield ""
+            yield results_table(result)
+    if story := story_of(recipe, results):
+        yield ""
+        yield from story_lines(story)
+
+
+def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:
+    """Of a pipeline: one chapter per stage that was measured before and after; a stage that has not ended has none yet."""
+    if len(recipe.stages) < 2:
+        return []
+    starts = {stage.name: stage.starts for stage in recipe.stages}
+    found = []
+    for result in results:
+        changes = {
+            domain: (before.value, after.value, _noise(before, after))
+            for domain, before in result.before.items()
+            if (after := result.after.get(domain)) and before.value is not None and after.value is not None
+        }
+        if changes:
+            found.append({"stage": result.name, "from": starts[result.name], "domains": _sorted_out(changes)})
+    return found
+
+
+def _noise(before: Measures, after: Measures) -> float:
+    return NOISE * ((before.stderr or 0.0) ** 2 + (after.stderr or 0.0) ** 2) ** 0.5
+
+
+def _sorted_out(changes: Mapping[str, tuple[float, float, float]]) -> dict[str, dict[str, Any]]:
+    """Largest gain first. `what`: gained, lost, or kept where the difference is within its noise."""
+    ordered = sorted(changes.items(), key=lambda item: item[1][0] - item[1][1])
+    return {
+        domain: {
+            "before": before,
+            "after": after,
+            "what": "kept" if abs(after - before) <= noise else "gained" if after > before else "lost",
+        }
+        for domain, (before, after, noise) in ordered
+    }
+
+
+def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In words, for people; fits any width."""
+    lines = ["the story: pass@1 before and after each stage"]
+    for chapter in story:
+        lines.append(f"{plain(chapter['stage'])}, from {plain(', '.join(chapter['from']))}")
+        for what in ("gained", "lost", "kept"):
+            told = [
+                f"{plain(domain)} {found['before']:.1%} to {found['after']:.1%} ({found['after'] - found['before']:+.1%})"
+                for domain, found in chapter["domains"].items()
+                if found["what"] == what
+            ]
+            if told:
+                lines.append(f"  {what:6} {', '.join(told)}")
+    return lines

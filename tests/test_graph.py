@@ -1,0 +1,205 @@
+"""Pipelines as graphs: the order of stages, which of them run, what is used again, what is selected, and what is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import opd
+from opd.config import load_recipe, shipped_recipes
+from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
+from opd.data.selection import Flattened, ScoreBetween
+from opd.errors import RecipeError, UserError
+from opd.evaluation import Measures
+from opd.runner.narrowing import narrowed
+from opd.runner.results import StageResult
+from opd.runner.story import story_lines, story_of
+from tests.helpers import save_tiny
+
+LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
+
+
+def recipe(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "student": "tiny/generalist", "teachers": {"t": "tiny/arithmetic"}, "prompts": {"source": "task:addition", "domain": "a"},
+        "stages": list(stages), "device": "cpu", "rollout": {"prompts": 2, "max_new_tokens": 3}, "train": {"steps": 1},
+        "eval": {"prompts": 2, "teachers": False}, "sampler": {"slots": 2}, "log": {"start_table": False, "samples": 0}, **more,
+    }  # fmt: skip
+
+
+def order(*stages: dict[str, Any]) -> list[str]:
+    return [stage.name for stage in load_recipe(recipe(*stages)).stages]
+
+
+def test_stages_run_behind_what_they_need_and_otherwise_as_listed() -> None:
+    assert order({"name": "a"}, {"name": "b"}, {"name": "c"}) == ["a", "b", "c"]
+    own = {"student": "tiny/generalist"}
+    merged = {"name": "m", "student": {"merge": {"models": ["stage:c", "stage:b"]}}}
+    assert order(merged, {"name": "b", **own}, {"name": "c", **own}) == ["b", "c", "m"]
+    taught = {"name": "a", "teachers": {"t": "stage:c"}}
+    assert order(taught, {"name": "b", **own}, {"name": "c", **own}, {"name": "d"}) == ["b", "c", "a", "d"]
+    chosen = {"name": "a", "select": {"stage": "b"}}
+    assert order(chosen, {"name": "b", **own}) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        ([{"name": "a", "teachers": {"t": "stage:b"}}, {"name": "b"}], r"a -> b -> a: each needs the next"),
+        ([{"name": "a", "student": "stage:a"}], r"stages.a.student: 'stage:a': no earlier stage.*there are none"),
+        ([{"name": "a"}, {"name": "b", "student": "stage:z"}], r"no earlier stage is called 'z'; there are a"),
+        ([{"name": "a"}, {"name": "b", "prompts": {"source": "stage:z"}}], r"stages.b.prompts.0.source"),
+        ([{"name": "a"}, {"name": "b", "select": {"stage": "z"}}], r"stages.b.select.stage: .*'z'"),
+        ([{"name": "a"}, {"name": "b", "select": {"stage": "a"}, "prompts": "task:sort"}], "give every source"),
+        ([{"name": "a", "eval": {"prompts": 0}}, {"name": "b", "select": {"stage": "a"}}], "is not evaluated"),
+        ([{"name": "a"}, {"name": "b", "select": {"stage": "a", "kind": "score", "least": 1, "most": 0}}], "no domain"),
+    ],
+)
+def test_bad_graphs_are_refused_when_read(stages: list[dict[str, Any]], what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        load_recipe(recipe(*stages))
+
+
+def test_which_stages_are_asked_for() -> None:
+    read = load_recipe(recipe({"name": "a"}, {"name": "b"}, {"name": "c"}))
+    assert ChosenStages().names(read) == ["a", "b", "c"]
+    assert ChosenStages(only="b").names(read) == ["b"]
+    assert ChosenStages(start="b").names(read) == ["b", "c"]
+    assert ChosenStages(until="b").names(read) == ["a", "b"]
+    assert ChosenStages(start="b", until="b").names(read) == ["b"]
+    for selection, what in (
+        (ChosenStages(only="d"), "--only 'd': there is no such stage"),
+        (ChosenStages(only="a", until="b"), "drop --from and --until"),
+        (ChosenStages(start="c", until="a"), "The order is a, b, c"),
+    ):
+        with pytest.raises(RecipeError, match=what):
+            selection.names(read)
+    with pytest.raises(RecipeError, match=r"stage 'b' needs stage 'a' \(student\), which is left out"):
+        ChosenStages(start="b").require(read, elsewhere=False)
+    require_reachable(read, ["b", "c"], ["a"])
+    with pytest.raises(UserError, match="which is left out"):
+        opd.run(recipe({"name": "a"}, {"name": "b"}), only="b")
+    assert not Path("runs/run").exists()
+
+
+def test_a_drawing_names_every_stage_and_what_passes_between_them() -> None:
+    text = mermaid(load_recipe("labs/mimo-v2-flash"))
+    assert text.startswith("flowchart LR\n")
+    for stage in load_recipe("labs/mimo-v2-flash").stages:
+        assert f'["{stage.name}: ' in text
+    assert re.search(r's1 -->\|"teaches arithmetic"\| s4', text)
+    odd = mermaid(load_recipe(recipe({"name": "a"}, {"name": "b"}, student="some/mod'el")))
+    assert "some/mod#39;el" in odd
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_lab_says_what_is_known_and_reads(name: str) -> None:
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    for word in ("# Reported: ", "# Public: ", "chose"):
+        assert word in text.partition("\nstudent:")[0]
+    read = load_recipe(name)
+    assert len(read.stages) > 2
+    assert all(stage.device == "cpu" for stage in read.stages)
+    assert any(
+        edge.label != "starts" or stage.student.model != "stage:" for stage in read.stages for edge in edges(stage)
+    )
+
+
+def measures(value: float) -> Measures:
+    return Measures(n=100, greedy=value, greedy_stderr=0.02)
+
+
+def result(name: str, before: dict[str, float], *later: dict[str, float]) -> StageResult:
+    found = StageResult(name, before={domain: measures(value) for domain, value in before.items()})
+    found.history = [{"step": number, **values} for number, values in enumerate(later, start=1)]
+    found.after = {domain: measures(value) for domain, value in later[-1].items()}
+    return found
+
+
+def test_domains_are_selected_by_what_an_earlier_stage_came_to() -> None:
+    assert Flattened(stage="x").chooses([0.5, 0.8, 0.805])
+    assert not Flattened(stage="x").chooses([0.5, 0.8, 0.9])
+    assert Flattened(stage="x", evaluations=2, gain=0.2).chooses([0.5, 0.6, 0.7])
+    assert not ScoreBetween(stage="x", least=0.2, most=0.9).chooses([0.5, 0.95])
+    prompts = [{"source": "task:addition", "domain": "a"}, {"source": "task:sort", "domain": "b"}]
+    teachers = {"t": None, "a": "x", "b": "y"}
+    second = {"name": "two", "select": {"stage": "one"}, "teachers": teachers}
+    stage = load_recipe(
+        recipe({"name": "one"}, second, prompts=prompts, teachers={"t": {"model": "z", "domains": ["a", "b"]}})
+    ).stages[1]
+    left = narrowed(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.6}, {"a": 0.6, "b": 0.9})])
+    assert left is not None
+    assert [source.domain for source in left.prompts] == ["a"]
+    assert list(left.teachers) == ["a"]
+    assert [source.domain for source in left.eval.further] == ["b"]
+    assert narrowed(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.9})]) is None
+    with pytest.raises(RecipeError, match="has not evaluated b"):
+        narrowed(stage, [result("one", {"a": 0.1}, {"a": 0.6})])
+
+
+def test_the_story_tells_what_was_gained_lost_and_kept() -> None:
+    read = load_recipe(recipe({"name": "one"}, {"name": "two"}))
+    one = result("one", {"a": 0.2, "b": 0.9, "c": 0.5}, {"a": 0.8, "b": 0.4, "c": 0.53})
+    story = story_of(read, [one])
+    assert story[0]["from"] == ["tiny/generalist"]
+    assert {domain: found["what"] for domain, found in story[0]["domains"].items()} == {
+        "a": "gained",
+        "c": "kept",
+        "b": "lost",
+    }
+    assert story_lines(story)[1:] == [
+        "one, from tiny/generalist",
+        "  gained a 20.0% to 80.0% (+60.0%)",
+        "  lost   b 90.0% to 40.0% (-50.0%)",
+        "  kept   c 50.0% to 53.0% (+3.0%)",
+    ]
+    assert story_of(load_recipe(recipe({"name": "one"})), [one]) == []
+
+
+def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
+    """Two stages, then the third; then another run that takes over what has not changed."""
+    student = save_tiny(tmp_path / "student")
+    teacher = save_tiny(tmp_path / "teacher", seed=1)
+    stages = [
+        {"name": "one"},
+        {"name": "side", "student": student, "train": {"steps": 5, "tokens": 7}},
+        {"name": "last", "student": "stage:one"},
+    ]
+    changes = recipe(*stages, student=student, teachers={"t": teacher})
+    first = opd.run(changes, out=tmp_path / "first", until="side")
+    assert first.summary["status"] == "partial"
+    assert [stage["name"] for stage in first.summary["stages"]] == ["one", "side"]
+    assert 7 <= first.summary["stages"][1]["tokens"] < 7 + 6  # two answers of three tokens at most
+    first = opd.resume(tmp_path / "first")
+    assert first.summary["status"] == "done"
+    assert [chapter["stage"] for chapter in first.summary["story"]] == ["one", "side", "last"]
+    assert (tmp_path / "first/graph.mmd").read_text().startswith("flowchart")
+
+    changes["stages"][1]["train"]["tokens"] = 1  # of one stage, on which nothing depends
+    lines: list[int] = []
+    second = opd.run(
+        changes, out=tmp_path / "second", reuse=[tmp_path / "first"], on_step=lambda run, line: lines.append(run.step)
+    )
+    assert second.summary["status"] == "done"
+    assert lines == [1]
+    reused = [(tmp_path / f"second/checkpoints/{name}/reused.json").exists() for name in ("one", "side", "last")]
+    assert reused == [True, False, True]
+    weights = "checkpoints/last/step-000001/model.safetensors"
+    assert (tmp_path / "second" / weights).samefile(tmp_path / "first" / weights)
+    assert {line["stage"] for line in second.metrics} == {"one", "side", "last"}
+    assert opd.resume(tmp_path / "second").summary["status"] == "done"
+
+    third = opd.run(changes, out=tmp_path / "third", reuse=[tmp_path / "second"], only="last")
+    assert third.summary["status"] == "done"  # with what the second had
+    assert not (tmp_path / "third/checkpoints/last/reused.json").exists()
+    assert (tmp_path / "third/checkpoints/one/reused.json").exists()
+    told = json.dumps(third.summary["stages"][-1]["evals"])
+    assert told == json.dumps(second.summary["stages"][-1]["evals"])
+    (tmp_path / "teacher/config.json").write_text((tmp_path / "teacher/config.json").read_text() + "\n")
+    with pytest.raises(RecipeError, match=r"'one'.*left out and not finished here"):
+        opd.run(changes, out=tmp_path / "fourth", reuse=[tmp_path / "second"], only="last")
+    assert not (tmp_path / "fourth").exists()

@@ -1,0 +1,208 @@
+"""Starts that are merged from several models: against references written out in numpy's float64, and in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+import opd
+from opd.config import load_recipe
+from opd.errors import RecipeError, UserError
+from opd.models import load_model
+from opd.models.merging import Average, Merge, Stack, TaskArithmetic, Ties
+from opd.models.settings import Lora
+from opd.runner.plan import make_plan
+from opd.settings import Family
+from tests.helpers import save_tiny
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(root / name, seed=seed) for seed, name in enumerate(("base", "one", "two", "three"))}
+
+
+def named(name: str) -> tuple[str, str | None]:
+    return name, None
+
+
+def arrays(directory: str | Path) -> Arrays:
+    return {name: tensor.double().numpy() for name, tensor in load_file(Path(directory) / "model.safetensors").items()}
+
+
+def made(merge: Merge) -> Arrays:
+    return {name: tensor.detach().double().numpy() for name, tensor in merge.make(named).module.named_parameters()}
+
+
+def same(found: Arrays, wanted: Arrays) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=2e-7, atol=1e-9, err_msg=name)
+
+
+def test_an_average_is_the_mean_of_every_weight(models: dict[str, str]) -> None:
+    one, two, three = (arrays(models[name]) for name in ("one", "two", "three"))
+    parts = [models["one"], models["two"], models["three"]]
+    same(made(Average(models=parts)), {name: (one[name] + two[name] + three[name]) / 3 for name in one})
+    weighted = made(Average(models=parts, weights=[1, 2, 1]))
+    same(weighted, {name: 0.25 * one[name] + 0.5 * two[name] + 0.25 * three[name] for name in one})
+
+
+def test_task_arithmetic_adds_differences_to_the_base(models: dict[str, str]) -> None:
+    base, one, two = (arrays(models[name]) for name in ("base", "one", "two"))
+    found = made(TaskArithmetic(base=models["base"], models=[models["one"], models["two"]], weights=[0.5, -0.25]))
+    same(found, {name: base[name] + 0.5 * (one[name] - base[name]) - 0.25 * (two[name] - base[name]) for name in base})
+    both = made(TaskArithmetic(base=models["base"], models=[models["one"], models["two"]], weights=0.3))
+    same(both, {name: 0.4 * base[name] + 0.3 * (one[name] + two[name]) for name in base})
+
+
+def reference_ties(base: Arrays, parts: list[Arrays], density: float, scale: float) -> Arrays:
+    """As the paper has it: every task vector flat, trimmed as a whole; then entry by entry."""
+    flat = [np.concatenate([(part[name] - base[name]).ravel() for name in base]) for part in parts]
+    kept = []
+    for vector in flat:
+        largest = np.argsort(-np.abs(vector), kind="stable")[: round(density * vector.size)]
+        trimmed = np.zeros_like(vector)
+        trimmed[largest] = vector[largest]
+        kept.append(trimmed)
+    together = np.stack(kept)
+    sign = np.sign(together.sum(0))
+    agreed = (np.sign(together) == sign) & (together != 0)
+    counts = agreed.sum(0)
+    merged = np.where(counts > 0, np.where(agreed, together, 0).sum(0) / np.maximum(counts, 1), 0.0)
+    found, place = {}, 0
+    for name, values in base.items():
+        found[name] = values + scale * merged[place : place + values.size].reshape(values.shape)
+        place += values.size
+    return found
+
+
+@pytest.mark.parametrize(("density", "scale"), [(0.2, 1.0), (1.0, 0.7), (0.01, 2.0)])
+def test_ties_trims_elects_and_merges(models: dict[str, str], density: float, scale: float) -> None:
+    parts = ["one", "two", "three"]
+    found = made(Ties(base=models["base"], models=[models[name] for name in parts], density=density, scale=scale))
+    wanted = reference_ties(arrays(models["base"]), [arrays(models[name]) for name in parts], density, scale)
+    same(found, wanted)
+
+
+def test_weights_that_no_model_has_changed_stay_as_they_are(models: dict[str, str]) -> None:
+    same(made(Ties(base=models["base"], models=[models["base"], models["base"]], density=1)), arrays(models["base"]))
+
+
+@pytest.fixture(scope="module")
+def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    found = []
+    for number, (rank, alpha) in enumerate(((2, 8), (4, 4))):
+        model = load_model(models["base"], lora=Lora(rank=rank, alpha=alpha))
+        torch.manual_seed(number)
+        for name, parameter in model.module.named_parameters():
+            if "lora_B" in name:
+                parameter.data = torch.randn_like(parameter) / 10
+        directory = tmp_path_factory.mktemp("adapted")
+        model.save(directory)
+        found.append(str(directory))
+    return found
+
+
+def test_stacked_adapters_add_their_products(models: dict[str, str], adapters: list[str]) -> None:
+    wanted = arrays(models["base"])
+    for directory, coefficient, scale in zip(adapters, (1.0, 0.5), (4.0, 1.0), strict=True):
+        factors = load_file(Path(directory) / "adapter" / "adapter_model.safetensors")
+        for key in [key for key in factors if "lora_A" in key]:
+            down, up = (factors[name].double().numpy() for name in (key, key.replace("lora_A", "lora_B")))
+            name = key.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+            wanted[name] = wanted[name] + coefficient * scale * up @ down
+    for parts in (adapters, [f"{directory}/adapter" for directory in adapters]):  # either directory names it
+        stack = Stack(models=parts, weights=[1.0, 0.5])
+        stack.require(named)
+        found = made(stack)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def recipe(start: dict[str, Any], teacher: str, **more: Any) -> dict[str, Any]:
+    return {
+        "student": start, "teachers": {"t": teacher}, "prompts": {"source": "task:addition"}, "device": "cpu",
+        "rollout": {"prompts": 2, "max_new_tokens": 3}, "train": {"steps": 1}, "eval": {"prompts": 0},
+        "sampler": {"slots": 2}, "log": {"start_table": False}, **more,
+    }  # fmt: skip
+
+
+def test_a_run_starts_from_a_merge_and_a_later_stage_from_a_merge_of_stages(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    stages = [
+        {"name": "one", "student": {"merge": {"models": [models["one"], models["two"]]}}},
+        {"name": "two", "student": models["two"]},
+        {"name": "both", "student": {"merge": {"kind": "task_arithmetic", "base": models["base"],
+                                               "models": ["stage:one", "stage:two"], "weights": 0.5}}},
+    ]  # fmt: skip
+    run = opd.run(
+        recipe({"merge": {"models": ["stage:nowhere"]}}, models["three"], stages=stages), out=tmp_path / "run"
+    )
+    one, two = arrays(models["one"]), arrays(models["two"])
+    same(arrays(tmp_path / "run/merged/one"), {name: (one[name] + two[name]) / 2 for name in one})
+    ends = [arrays(tmp_path / f"run/checkpoints/{stage}/step-000001") for stage in ("one", "two")]
+    same(arrays(tmp_path / "run/merged/both"), {name: (ends[0][name] + ends[1][name]) / 2 for name in one})
+    assert run.summary["status"] == "done"
+    resolved = load_recipe(tmp_path / "run/resolved.yaml").stages
+    assert [stage.student.model for stage in resolved] == ["merge:one", models["two"], "merge:both"]
+    further = load_recipe(recipe({"merge": {"models": ["a"]}}, "t", stages=[{"name": "one"}, {"name": "two"}])).stages[
+        1
+    ]
+    assert (further.student.model, further.student.merge) == ("stage:one", None)
+    assert opd.resume(tmp_path / "run").summary["status"] == "done"
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(models: dict[str, str], tmp_path: Path) -> None:
+    wider = save_tiny(tmp_path / "wider", hidden_size=64)
+    with pytest.raises(RecipeError, match=r"do not have the same shapes: model.embed_tokens.weight is .*64.*32"):
+        make_plan(load_recipe(recipe({"merge": {"models": [models["one"], wider]}}, models["one"])))
+    foreign = save_tiny(tmp_path / "foreign")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(foreign)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(foreign)
+    start = {"merge": {"kind": "ties", "base": models["one"], "models": [foreign]}}
+    with pytest.raises(RecipeError, match="do not share a tokenizer: 1 ids differ"):
+        make_plan(load_recipe(recipe(start, models["one"])))
+    with pytest.raises(UserError, match="is none and has none beside it"):
+        make_plan(load_recipe(recipe({"merge": {"kind": "stack", "models": [models["one"]]}}, models["one"])))
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        ({"model": "smol", "merge": {"models": ["a", "b"]}}, "two starts: keep one"),
+        ({"model": "merge:main"}, "write what is merged"),
+        ({"merge": {"models": ["a", "b"]}, "revision": "x"}, "student.revision is of one model"),
+        ({"merge": {"models": ["a", "b"], "weights": [1]}}, "1 for 2 models"),
+        ({"merge": {"kind": "task_arithmetic", "models": ["a"]}}, "base"),
+        ({"merge": {"kind": "averge", "models": ["a"]}}, "did you mean 'average'"),
+        ({"merge": {"models": ["a"], "density": 0.5}}, "density belongs to merge ties"),
+        ({"merge": {"models": ["stage:b"]}}, "no earlier stage is called 'b'"),
+        ({"merge": {"models": []}}, "at least 1"),
+    ],
+)
+def test_merges_that_mean_nothing_are_refused_when_read(start: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        load_recipe(recipe(start, "tiny/generalist"))
+
+
+def test_paths_of_parts_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "student: {merge: {kind: ties, base: ./b, models: [./c, tiny/generalist, 'stage:s']}}\nprompts: task:addition\n"
+        "stages: [{name: s, student: smol}, {name: t, teachers: {t: smol}}]\nteachers: smol\n"
+    )
+    recipe = load_recipe(tmp_path / "x.yaml", ["stages.1.student={merge: {models: [./c, tiny/pairs]}}"])
+    assert recipe.stages[0].student.merge is None
+    assert recipe.stages[1].starts == [str(Path.cwd() / "c"), "tiny/pairs"]
+    assert sorted(Family("merge").names()) == ["average", "stack", "task_arithmetic", "ties"]

@@ -1,0 +1,199 @@
+"""The report: what it says of a run directory, and that whatever a model wrote stays text. No torch, no browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.errors import RunDirectoryError, UserError
+from opd.files import line_of
+from opd.report.facts import run_facts
+from opd.report.graph import stage_graph
+from opd.report.notebook import run_html
+from opd.report.page import page, write_report
+from opd.report.plot import plot_runs
+from opd.report.view import ViewServer
+from opd.runner.directory import Run
+from tests.reports import HOSTILE, make_run
+
+
+class Scripts(HTMLParser):
+    """What a browser would run, and every attribute there is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_the_page_is_one_file_and_what_models_wrote_is_data(tmp_path: Path) -> None:
+    plain, hostile = (make_run(tmp_path / name, text=text) for name, text in (("plain", "fine"), ("hostile", HOSTILE)))
+    texts = [write_report([root]).read_text(encoding="utf-8") for root in (plain, hostile)]
+    assert Scripts(texts[0]).tags == Scripts(texts[1]).tags  # nothing that a model wrote is an element
+    for text in texts:
+        assert not [value for name, value in Scripts(text).attributes if name in ("src", "onerror", "onload")]
+        assert not re.findall(r"https?://(?!github\.com/leeoniya|www\.w3\.org)[a-z]", text.split("<script>", 1)[1])
+        assert "default-src 'none'" in text
+        assert "'unsafe-" not in text
+        data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+        assert data is not None
+        assert "<" not in data[1]
+        assert data[1].isascii()
+    assert json.loads(data[1])["runs"][0]["samples"][0]["response"] == HOSTILE
+
+
+def test_what_came_of_a_run_in_words(tmp_path: Path) -> None:
+    words = run_facts(make_run(tmp_path / "run"))["words"]
+    assert "12 steps on 480 tokens in 1 min 40 s." in words
+    assert "from 50.0% to 75.0% on average over 2 domains, which is 83% of the way to its teachers' 80.0%." in words
+    assert "b did not change by more than chance" in words
+    assert "fell from 0.978 to 0.428 nats" in words
+    assert "at work" in run_facts(make_run(tmp_path / "live", ended=False))["words"]
+
+
+def test_stages_are_a_graph() -> None:
+    stages: list[dict[str, Any]] = [
+        {"name": "one", "student": {"model": "m"}},
+        {"name": "two", "student": {"model": "m"}},
+        {
+            "name": "both",
+            "student": {"model": "stage:one"},
+            "teachers": {"a": {"model": "stage:one"}, "b": {"parts": [{"model": "stage:two"}]}},
+        },
+    ]
+    graph = stage_graph(stages)
+    assert [node["column"] for node in graph["nodes"]] == [0, 0, 1]
+    assert graph["edges"] == [
+        {"from": "two", "to": "both", "as": "teacher"},
+        {"from": "one", "to": "both", "as": "student"},
+    ]
+
+
+def test_long_runs_are_thinned_out_and_keep_both_ends(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", steps=1100, samples=700)
+    facts = run_facts(root)
+    assert len(facts["metrics"]["at"]) <= 1000
+    assert facts["metrics"]["at"][-1] == 1100
+    steps = [line["step"] for line in facts["samples"]]
+    assert len(steps) <= 610
+    assert (steps[0], steps[-1]) == (1, 700)
+    assert len(run_facts(root, whole=True)["metrics"]["at"]) == 1100
+
+
+def test_nothing_secret_is_shown(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    (root / "recipe.yaml").write_text("teachers: {a: {url: 'https://me:secret@host/v1'}}\n", encoding="utf-8")
+    text = page([run_facts(root)])
+    assert "secret@" not in text
+    assert "host/v1" in text
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"resolved\.yaml is missing"):
+        write_report([tmp_path])
+    root = make_run(tmp_path / "run")
+    with pytest.raises(UserError, match="-o FILE"):
+        write_report([root, root])
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report([root], tmp_path / "no" / "where.html")
+    (root / "summary.json").write_text("{", encoding="utf-8")
+    with pytest.raises(RunDirectoryError, match="altered"):
+        write_report([root])
+
+
+def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", ended=False)
+    with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of({"step": 13, "stage": "main", "loss": 1.0})[:20])
+    assert len(run_facts(root)["metrics"]["at"]) == 12
+
+
+def test_a_notebook_shows_a_run_escaped(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", domain="<img src=x onerror=alert(1)>")
+    text = Run(root)._repr_html_()
+    assert text == run_html(root)
+    assert "<img" not in text
+    assert "75.0%" in text
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=6)
+    figures = [
+        plot_runs([one, two], ["reverse_kl", "kl/*"], tmp_path / name, smooth=3).read_bytes()
+        for name in ("a.svg", "b.svg")
+    ]
+    assert figures[0] == figures[1]
+    assert figures[0].startswith(b"<?xml")
+    with pytest.raises(UserError, match="did you mean 'reward'"):
+        plot_runs([one], ["rewardd"], tmp_path / "c.svg")
+    with pytest.raises(UserError, match=r"\.svg, \.pdf, \.png"):
+        plot_runs([one], ["reward"], tmp_path / "c.gif")
+
+
+def test_no_torch_is_needed(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    script = (
+        "import sys; from pathlib import Path; from opd.report.page import write_report; from opd.report.view import ViewServer; "
+        f"write_report([{str(root)!r}]); server = ViewServer(Path({str(root)!r})); server.server_close(); "
+        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_live_page_is_for_who_has_its_address(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", rollouts=30, ended=False)
+    server = ViewServer(root)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def get(path: str, **headers: str) -> tuple[int, bytes]:
+        request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    try:
+        token = f"/{server.token}"
+        assert server.server_address[0] == "127.0.0.1"
+        for path in ("/", "/wrong/", "/wrong/api/run", token[:-1] + "/", f"{token}/../x", f"{token}/etc/passwd"):
+            assert get(path) == (404, b"")
+        assert get(f"{token}/", Host="evil.example") == (404, b"")
+        status, text = get(f"{token}/")
+        assert status == 200
+        assert b"connect-src 'self'" in text
+        status, body = get(f"{token}/api/run")
+        stamp = json.loads(body)["stamp"]
+        assert get(f"{token}/api/run?since={stamp}") == (204, b"")
+        with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line_of({"step": 13, "stage": "main", "loss": 1.0}))
+        assert json.loads(get(f"{token}/api/run?since={stamp}")[1])["runs"][0]["stages"][0]["steps"] == 13
+        found = json.loads(get(f"{token}/api/rollouts?domain=a&reward=right&limit=3&sort=longest")[1])
+        assert (found["all"], len(found["rows"])) == (30, 3)
+        assert {row["domain"] for row in found["rows"]} == {"a"}
+        assert [row["length"] for row in found["rows"]] == sorted(
+            (row["length"] for row in found["rows"]), reverse=True
+        )
+        one = json.loads(get(f"{token}/api/rollout?row={found['rows'][0]['row']}")[1])
+        assert len(one["tokens"]["ids"]) == found["rows"][0]["length"]
+        assert get(f"{token}/api/rollouts?sort=sideways")[0] == 400
+        assert get(f"{token}/api/rollout?row=999")[0] == 400
+    finally:
+        server.shutdown()
+        server.server_close()
