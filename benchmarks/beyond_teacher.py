@@ -1,9 +1,10 @@
-"""Past an imperfect teacher: OPD stops at the teacher's level, OPD plus outcome advantage does not.
+"""Past an imperfect teacher: OPD stops at the teacher's level, OPD plus outcome advantage does not; nor does reward alone.
 
     python benchmarks/beyond_teacher.py --workers 2
 
 The teacher is mediocre on purpose (`tiny/generalist` adds two numbers right in about two of three questions), the student
-worse (`tiny/spelling` has forgotten how). Same start, rollouts and learning rate; only `outcome_weight` differs.
+worse (`tiny/spelling` has forgotten how). Same start, rollouts and learning rate; only `outcome_weight` differs, and whether there is a
+teacher: without the arm "reward alone" a high score would say nothing about what the teacher contributes.
 Writes benchmarks/results/beyond-teacher.json and docs/figures/beyond-teacher.svg.
 """
 
@@ -21,10 +22,16 @@ from runs import RESULTS, run_all, save, save_figure
 TASK, DOMAIN, STUDENT, TEACHER = "task:addition", "arithmetic", "tiny/spelling", "tiny/generalist"
 
 
-def recipe(weight: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    advantage = {"outcome_weight": weight, "baseline": "group", "std": True} if weight else {}
+ALONE = "reward alone"
+
+
+def recipe(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    weight = 1.0 if arm == ALONE else float(arm)
+    advantage: dict[str, Any] = {"outcome_weight": weight, "baseline": "group", "std": True} if weight else {}
+    if arm == ALONE:
+        advantage["teacher_weight"] = 0
     return {
-        "student": STUDENT, "teachers": {DOMAIN: TEACHER}, "prompts": [{"source": TASK, "domain": DOMAIN}],
+        "student": STUDENT, "teachers": {} if arm == ALONE else {DOMAIN: TEACHER}, "prompts": [{"source": TASK, "domain": DOMAIN}],
         "rollout": {"prompts": 16, "samples": 8, "max_new_tokens": 16},
         "objective": {"form": "policy_gradient", "advantage": advantage, "aggregate": "sequence_mean"},
         "train": {"steps": args.steps, "lr": args.lr, "warmup": 5, "schedule": "linear", "micro_tokens": 8192},
@@ -43,23 +50,28 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
     args = parser.parse_args()
     directory = args.directory or Path(tempfile.mkdtemp())
-    jobs = {f"weight {w:g}, seed {seed}": recipe(w, seed, args) for w in args.weights for seed in range(args.seeds)}
+    arms = [*(f"{weight:g}" for weight in args.weights), ALONE]
+    jobs = {name(arm, seed): recipe(arm, seed, args) for arm in arms for seed in range(args.seeds)}
     found = run_all(jobs, directory, args.workers)
-    teacher = next(iter(found.values()))["teacher"]
+    teacher = next(run["teacher"] for run in found.values() if run["teacher"] is not None)
     table = {}
-    for weight in args.weights:
-        finals = [found[f"weight {weight:g}, seed {seed}"]["curve"][-1][1] for seed in range(args.seeds)]
-        table[f"{weight:g}"] = {
+    for arm in arms:
+        finals = [found[name(arm, seed)]["curve"][-1][1] for seed in range(args.seeds)]
+        table[arm] = {
             "mean": mean(finals),
             "by_seed": finals,
             "std": stdev(finals) if len(finals) > 1 else None,
         }
-        print(f"outcome_weight {weight:g}: {mean(finals):.1%} against the teacher's {teacher:.1%}")
+        print(f"{arm}: {mean(finals):.1%} against the teacher's {teacher:.1%}")
     save("beyond-teacher.json", {
         "task": TASK, "student": STUDENT, "teacher": TEACHER, "teacher_score": teacher, "held_out": args.prompts,
         "lr": args.lr, "seeds": args.seeds, "outcome_weights": table, "runs": found,
     })  # fmt: skip
     draw(json.loads((RESULTS / "beyond-teacher.json").read_text(encoding="utf-8")))
+
+
+def name(arm: str, seed: int) -> str:
+    return f"{arm}, seed {seed}" if arm == ALONE else f"weight {arm}, seed {seed}"
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -69,10 +81,10 @@ def draw(results: dict[str, Any]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 4.2))
-    for number, weight in enumerate(results["outcome_weights"]):
+    for number, arm in enumerate(results["outcome_weights"]):
         for seed in range(results["seeds"]):
-            curve = results["runs"][f"weight {weight}, seed {seed}"]["curve"]
-            label = None if seed else "OPD alone" if weight == "0" else f"OPD + {weight} x outcome"
+            curve = results["runs"][name(arm, seed)]["curve"]
+            label = None if seed else "OPD alone" if arm == "0" else arm if arm == ALONE else f"OPD + {arm} x outcome"
             axis.plot([x / 1000 for x, _ in curve], [y for _, y in curve], color=f"C{number}", label=label, alpha=0.8)
     axis.axhline(results["teacher_score"], color="0.4", linestyle=":", label="the imperfect teacher")
     axis.set(xlabel="sampled tokens (thousands)", ylabel="held-out score (greedy)", title="Past an imperfect teacher")

@@ -4,23 +4,26 @@
 
 The start is a model that has forgotten a skill (`tiny/spelling` on addition), the teacher one that has it. Ways to spend
 128 rollouts per step: OPD with one sample per prompt and with eight, and with the exact divergence; GRPO; the hard switch;
-the sum of both advantages. The same learning rates and seeds for all; each method is judged by its own best learning rate.
-GRPO runs until it gets there. Writes benchmarks/results/opd-vs-rl.json and docs/figures/opd-vs-rl.svg.
+the sum of both advantages. The same steps, learning rates and seeds for all; each method's rate is chosen by a run of its own on tuning
+prompts, which are none of those reported on. Writes benchmarks/results/opd-vs-rl.json and docs/figures/opd-vs-rl.svg.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from integration.domains import Split
+from integration.editions import REWARD, tiny
 from runs import RESULTS, run_all, save, save_figure, tokens_to
 
 TASK, DOMAIN, STUDENT, TEACHER = "task:addition", "arithmetic", "tiny/spelling", "tiny/arithmetic"
-ROLLOUTS = 128
+ROLLOUTS, TUNING_SEED = 128, 100
 OUTCOME = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group", "std": True}
 PPO = {"kind": "ppo", "low": 0.2, "high": 0.28}
 SWITCH = 30  # steps of OPD before the hard switch
@@ -41,22 +44,21 @@ METHODS: dict[str, tuple[int, Any]] = {  # samples per prompt, objective
 }
 
 
-def recipe(method: str, rate: float, seed: int, steps: int, every: int, prompts: int) -> dict[str, Any]:
+def recipe(method: str, rate: float, seed: int, split: Split, args: argparse.Namespace) -> dict[str, Any]:
     samples, objective = METHODS[method]
     teachers = {} if method == "GRPO" else {DOMAIN: TEACHER}
     return {
-        "student": STUDENT, "teachers": teachers, "prompts": [{"source": TASK, "domain": DOMAIN}],
+        "student": STUDENT, "teachers": teachers, "prompts": args.edition.sources([DOMAIN], split), "rewards": REWARD,
         "rollout": {"prompts": ROLLOUTS // samples, "samples": samples, "max_new_tokens": 16}, "objective": objective,
-        "train": {"steps": steps, "lr": rate, "warmup": 5, "micro_tokens": 8192},
-        "eval": {"prompts": prompts, "every": every}, "device": "cpu", "threads": 1, "seed": seed,
+        "train": {"steps": args.steps, "lr": rate, "warmup": 5, "micro_tokens": 8192},
+        "eval": {"prompts": args.prompts, "every": args.every}, "device": "cpu", "threads": 1, "seed": seed,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--grpo-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="of every method")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=10)
@@ -68,18 +70,31 @@ def main() -> None:
     if args.draw:
         return draw(json.loads((RESULTS / "opd-vs-rl.json").read_text(encoding="utf-8")))
     directory = args.directory or Path(tempfile.mkdtemp())
-    jobs = {
-        f"{method}, lr {rate:g}, seed {seed}": recipe(
-            method, rate, seed, args.grpo_steps if method == "GRPO" else args.steps, args.every, args.prompts
-        )
-        for method in sorted(METHODS, key=lambda method: method != "GRPO")  # the longest first
-        for rate in args.rates
-        for seed in range(args.seeds)
-    }
-    found = run_all(jobs, directory, args.workers)
+    args.edition = tiny(directory)
+    args.edition.counts = {"train": 4000, "screen": 8, "tune": args.prompts, "report": args.prompts}
+    args.edition.write_data()
+    tuning = run_all(
+        {
+            f"tuning {method}, lr {rate:g}": recipe(method, rate, TUNING_SEED, "tune", args)
+            for method in METHODS
+            for rate in args.rates
+        },
+        directory,
+        args.workers,
+    )
+    best = {method: chosen(method, tuning, args) for method in METHODS}
+    found = run_all(
+        {
+            f"{method}, lr {best[method]:g}, seed {seed}": recipe(method, best[method], seed, "report", args)
+            for method in METHODS
+            for seed in range(args.seeds)
+        },
+        directory,
+        args.workers,
+    )
     teacher = next(run["teacher"] for run in found.values() if run["teacher"] is not None)
     level = teacher - args.below
-    methods = {method: summarise(method, args, found, level) for method in METHODS}
+    methods = {method: summarise(method, best[method], args, found, level) for method in METHODS}
     grpo = methods["GRPO"]
     for method, entry in methods.items():
         entry["factor"] = round(grpo["tokens"] / entry["tokens"], 2) if entry["reached"] == args.seeds else None
@@ -87,26 +102,33 @@ def main() -> None:
         print(f"{method:16} lr {entry['lr']:g}: {entry['tokens']:10,.0f} tokens to {level:.1%} ({entry['reached']} of {args.seeds} seeds); "
               f"GRPO needs {bound}{entry['factor']}x; final {entry['final']:.1%}")  # fmt: skip
     save("opd-vs-rl.json", {
-        "task": TASK, "student": STUDENT, "teacher": TEACHER, "teacher_score": teacher, "level": level,
+        "task": TASK, "student": STUDENT, "teacher": TEACHER, "teacher_score": teacher, "level": level, "steps": args.steps,
         "rollouts_per_step": ROLLOUTS, "rates": args.rates, "seeds": args.seeds, "switch": SWITCH, "held_out": args.prompts,
-        "methods": methods, "runs": found,
+        "methods": methods, "runs": found, "tuning": tuning,
     })  # fmt: skip
     return draw(json.loads((RESULTS / "opd-vs-rl.json").read_text(encoding="utf-8")))
 
 
-def summarise(method: str, args: argparse.Namespace, found: dict[str, Any], level: float) -> dict[str, Any]:
-    """The best learning rate: most seeds at the level, then fewest tokens. A seed that missed it counts all its tokens: a lower bound."""
-    by_rate = {}
-    for rate in args.rates:
-        curves = [found[f"{method}, lr {rate:g}, seed {seed}"]["curve"] for seed in range(args.seeds)]
-        tokens = {share: [tokens_to(curve, share) for curve in curves] for share in (0.8, 0.9, level)}
-        spent = [one if one is not None else curve[-1][0] for one, curve in zip(tokens[level], curves, strict=True)]
-        by_rate[rate] = {
-            "lr": rate, "tokens": mean(spent), "reached": sum(one is not None for one in tokens[level]), "tokens_by_seed": tokens[level],
-            "tokens_to_0.8": tokens[0.8], "tokens_to_0.9": tokens[0.9], "final": mean(curve[-1][1] for curve in curves),
-        }  # fmt: skip
-    best = min(by_rate.values(), key=lambda entry: (-entry["reached"], entry["tokens"]))
-    return dict(best) | {"by_rate": {f"{rate:g}": entry for rate, entry in by_rate.items()}}
+def chosen(method: str, tuning: dict[str, Any], args: argparse.Namespace) -> float:
+    """The learning rate that is first at 90 % on tuning prompts; where none gets there, the one that ends highest."""
+
+    def rank(rate: float) -> tuple[float, float]:
+        curve = tuning[f"tuning {method}, lr {rate:g}"]["curve"]
+        tokens = tokens_to(curve, 0.9)
+        return (math.inf if tokens is None else tokens), -curve[-1][1]
+
+    return float(min(args.rates, key=rank))
+
+
+def summarise(method: str, rate: float, args: argparse.Namespace, found: dict[str, Any], level: float) -> dict[str, Any]:  # fmt: skip
+    """A seed that missed the level counts all its tokens: a lower bound."""
+    curves = [found[f"{method}, lr {rate:g}, seed {seed}"]["curve"] for seed in range(args.seeds)]
+    tokens = {share: [tokens_to(curve, share) for curve in curves] for share in (0.8, 0.9, level)}
+    spent = [one if one is not None else curve[-1][0] for one, curve in zip(tokens[level], curves, strict=True)]
+    return {
+        "lr": rate, "tokens": mean(spent), "reached": sum(one is not None for one in tokens[level]), "tokens_by_seed": tokens[level],
+        "tokens_to_0.8": tokens[0.8], "tokens_to_0.9": tokens[0.9], "final": mean(curve[-1][1] for curve in curves),
+    }  # fmt: skip
 
 
 def draw(results: dict[str, Any]) -> None:

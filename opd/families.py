@@ -63,6 +63,7 @@ CHOICES: dict[str, str] = {
     "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
     "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
     "teacher.vllm": "opd.teachers.vllm:VllmTeacher",
+    "teacher.sglang": "opd.teachers.vllm:SglangTeacher",
     "teacher.openai": "opd.teachers.vllm:OpenAITeacher",
     "view.same": "opd.teachers.views:SameView",
     "view.instruction": "opd.teachers.views:InstructionView",

@@ -20,7 +20,7 @@ NAME = "served"
 
 
 def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, token: str | None = None) -> FastAPI:
-    """`runner`: pooling or generate; `most`: log-probs at a position. `app.state`: what was asked, and what to do about it."""
+    """`runner`: pooling, generate or sglang; `most`: log-probs at a position. `app.state`: what was asked, and what to do about it."""
     app = FastAPI()
     app.state.asked, app.state.fail, app.state.noise, app.state.says = [], 0, 0.0, None
 
@@ -66,8 +66,16 @@ def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, tok
             )
         return {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]}
 
+    def sglang(body: dict[str, Any]) -> Any:
+        if app.state.says is not None:
+            return app.state.says
+        assert body["return_hidden_states"] is True
+        return {"text": "", "meta_info": {"hidden_states": [hidden(body["input_ids"]).tolist()]}}
+
     if runner == "pooling":
         app.post("/pooling")(pooling)
+    elif runner == "sglang":
+        app.post("/generate")(sglang)
     else:
         app.post("/v1/completions")(completions)
     return app

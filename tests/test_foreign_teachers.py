@@ -22,7 +22,7 @@ from opd.models.language_model import LanguageModel
 from opd.teachers.kinds import Supplies
 from opd.teachers.local import LocalTeacher
 from opd.teachers.views import behind
-from opd.teachers.vllm import OpenAITeacher, VllmTeacher
+from opd.teachers.vllm import OpenAITeacher, SglangTeacher, VllmTeacher
 from opd.types import SignalNeed
 from tests.foreign_server import NAME, app_of, free_port, serving
 from tests.helpers import KINDS, save_tiny, tiny_model
@@ -130,6 +130,24 @@ def test_a_stop_event_that_is_not_known_is_masked(model: LanguageModel, director
         (first,) = teacher.score([rollout("0", [], [5, 6])], SignalNeed("logprobs_at"))
         assert first.mask.tolist() == [False, True]  # nothing stands before the first token
         assert np.isnan(first.values[0])
+
+
+def test_hidden_states_from_sglang_are_the_models_own(model: LanguageModel, directory: str) -> None:
+    here, app = LocalTeacher("t", "teacher", model, 1000, STOPS), app_of(model, runner="sglang")
+    with serving(app) as address:
+        kind = SglangTeacher(address=address, model=NAME, weights=directory, patience=5.0)
+        there = kind.open("t", supplies())
+        for one, other in zip(
+            here.score(ROLLOUTS, SignalNeed("hidden")), there.score(ROLLOUTS, SignalNeed("hidden")), strict=True
+        ):
+            torch.testing.assert_close(other.values, one.values)
+        for says, words in (
+            ({"meta_info": {}}, "return-hidden-states-mode"),
+            ({"meta_info": {"hidden_states": [[[0.0] * 3] * 2]}}, "disable-radix-cache"),
+        ):
+            app.state.says = says
+            with pytest.raises(RemoteError, match=words):
+                there.score(ROLLOUTS, SignalNeed("hidden"))
 
 
 def test_a_server_that_is_another_is_refused(model: LanguageModel, directory: str, tmp_path: Path) -> None:

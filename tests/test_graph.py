@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import opd
+from opd import cli
 from opd.config import load_recipe, shipped_recipes
 from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
@@ -96,6 +98,15 @@ def test_a_drawing_names_every_stage_and_what_passes_between_them() -> None:
     assert "some/mod#39;el" in odd
 
 
+def test_the_command_line_draws_and_refuses() -> None:
+    found = CliRunner().invoke(cli.app, ["graph", "labs/two-rounds", "stages.merged-1.train.steps=7"])
+    assert found.exit_code == 0
+    assert 's3["merged-1: direct, 7 steps"]' in found.stdout
+    refused = CliRunner().invoke(cli.app, ["run", "labs/two-rounds", "--from", "merged-1"])
+    assert isinstance(refused.exception, RecipeError)
+    assert "needs stage 'arithmetic-1'" in str(refused.exception)
+
+
 @pytest.mark.parametrize("name", LABS)
 def test_a_lab_says_what_is_known_and_reads(name: str) -> None:
     text = shipped_recipes()[name].read_text(encoding="utf-8")
@@ -172,12 +183,20 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     changes = recipe(*stages, student=student, teachers={"t": teacher})
     first = opd.run(changes, out=tmp_path / "first", until="side")
     assert first.summary["status"] == "partial"
+    with pytest.raises(RecipeError, match="'last' is not finished"):
+        load_recipe(recipe({"name": "x"}, teachers={"t": f"run:{tmp_path}/first"}))
     assert [stage["name"] for stage in first.summary["stages"]] == ["one", "side"]
     assert 7 <= first.summary["stages"][1]["tokens"] < 7 + 6  # two answers of three tokens at most
     first = opd.resume(tmp_path / "first")
     assert first.summary["status"] == "done"
     assert [chapter["stage"] for chapter in first.summary["story"]] == ["one", "side", "last"]
     assert (tmp_path / "first/graph.mmd").read_text().startswith("flowchart")
+    for name, stage in ((f"run:{tmp_path}/first", "last"), (f"run:{tmp_path}/first#one", "one")):
+        read = load_recipe(recipe({"name": "x"}, student=name)).stages[0].student.model
+        assert read == str(tmp_path / f"first/checkpoints/{stage}/step-000001")
+    for name, what in (("first#three", "has no stage 'three'; it has one"), ("student", "no run directory")):
+        with pytest.raises(RecipeError, match=what):
+            load_recipe(recipe({"name": "x"}, student=f"run:{tmp_path}/{name}"))
 
     changes["stages"][1]["train"]["tokens"] = 1  # of one stage, on which nothing depends
     lines: list[int] = []

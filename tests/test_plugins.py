@@ -252,7 +252,7 @@ def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Pat
     assert sorted(one) == sorted(other)
     with pytest.raises(RecipeError, match="the sampler one_by_one cannot draw from two models"):
         load_recipe(str(recipe), ["rollout={teacher_mix: 0.2}", "sampler={engine: one_by_one}"])
-    with pytest.raises(RecipeError, match="slots belongs to sampler builtin, not to one_by_one"):
+    with pytest.raises(RecipeError, match="slots belongs to sampler builtin and vllm, not to one_by_one"):
         load_recipe(str(recipe), ["sampler={engine: one_by_one, slots: 4}"])
 
 

@@ -122,6 +122,7 @@ def test_a_run_that_is_taken_up_divides_prompts_as_it_would_have(tmp_path: Path)
         ({"shares": {"kind": "gap", "of": "score"}, "eval": {"every": 0}}, "set eval.every"),
         ({"shares": {"kind": "static", "least": 0.5}}, "least belongs to shares"),
         ({"shares": "token"}, "did you mean 'tokens'"),
+        ({"shares": "gap", "rollout": {"staleness": 1}}, "draws prompts ahead of them"),
     ],
 )
 def test_shares_that_cannot_be_followed_are_refused(changes: dict[str, Any], what: str) -> None:

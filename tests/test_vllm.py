@@ -33,10 +33,8 @@ pytestmark = pytest.mark.vllm
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 NAME, STUDENT, TEACHER = "arithmetic", "tiny/generalist", "tiny/arithmetic"
 STRANGER = "tiny/spelling"  # a student that is far from the teacher
-RUNNERS = {
-    "pooling": ["--runner", "pooling", "--convert", "embed", "--pooler-config.task", "token_embed"],
-    "generate": [],
-}
+POOLING = ["--runner", "pooling", "--convert", "embed", "--pooler-config.task", "token_embed"]
+RUNNERS = {"pooling": POOLING, "another": POOLING, "generate": []}
 READY = 400  # seconds
 ROLLOUTS = [
     rollout(str(number), list(range(20, 26 + number)), [*range(30 + number, 36 + number), 1]) for number in range(8)
@@ -101,7 +99,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             server.kill()
 
 
-@pytest.fixture(scope="module", params=list(RUNNERS))
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
     servers[request.param].ready()
     return servers[request.param]
@@ -110,9 +108,10 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server
 only = pytest.mark.parametrize
 
 
-def settings(server: Server, kind: str) -> dict[str, Any]:
+def settings(server: Server, kind: str, *others: Server) -> dict[str, Any]:
     local = {"vllm": "weights", "openai": "tokenizer"}[kind]
-    return {"kind": kind, "address": server.address, "model": NAME, local: TEACHER}
+    address = [one.address for one in (server, *others)]
+    return {"kind": kind, "address": address, "model": NAME, local: TEACHER}
 
 
 def step(teacher: Any, student: Any, **term: Any) -> tuple[float, torch.Tensor]:
@@ -135,7 +134,7 @@ def recipe(teacher: dict[str, Any], steps: int, **objective: Any) -> dict[str, A
     return {
         "student": STRANGER, "teachers": {"arithmetic": teacher},
         "prompts": [{"source": "task:addition", "domain": "arithmetic"}],
-        "rollout": {"prompts": 12, "max_new_tokens": 12}, "sampler": {"slots": 12}, "train": {"steps": steps, "lr": 3e-4},
+        "rollout": {"prompts": 16, "max_new_tokens": 12}, "sampler": {"slots": 16}, "train": {"steps": steps, "lr": 3e-4},
         "eval": {"prompts": 0}, "objective": objective, "device": "cpu",
     }  # fmt: skip
 
@@ -160,18 +159,40 @@ def test_a_student_learns_from_hidden_states_and_a_killed_server_loses_nothing(
 
     def struck(self: PoolingTeacher, ids: list[int]) -> np.ndarray:
         asked[0] += 1
-        if asked[0] == 41:  # the probes and one step are over, a batch of 12 is not
+        if asked[0] == 45:  # the probes and one step are over, a batch of 16 is not
             server.kill()
             server.start()
         return ask(self, ids)
 
     monkeypatch.setattr(PoolingTeacher, "_ask", struck)
     there = opd.run(recipe(settings(server, "vllm"), 10, form="direct"), out=tmp_path / "there")
-    assert asked[0] > 10 * 12
+    assert asked[0] > 10 * 16
     losses = [[metric["loss"] for metric in run.metrics[:3]] for run in (there, here)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     kl = [metric["reverse_kl"] for metric in there.metrics]
     assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:3])
+
+
+@only("server", ["pooling"], indirect=True)
+def test_two_servers_give_the_losses_of_one_when_one_is_killed_in_mid_step(
+    server: Server, servers: dict[str, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers["another"].ready()
+    alone = opd.run(recipe(settings(server, "vllm"), 3, form="direct"), out=tmp_path / "alone")
+    asked, ask = [0], PoolingTeacher._ask
+
+    def struck(self: PoolingTeacher, ids: list[int]) -> np.ndarray:
+        asked[0] += 1
+        if asked[0] == 50:
+            servers["another"].kill()
+        return ask(self, ids)
+
+    monkeypatch.setattr(PoolingTeacher, "_ask", struck)
+    both = opd.run(recipe(settings(server, "vllm", servers["another"]), 3, form="direct"), out=tmp_path / "both")
+    assert asked[0] > 3 * 16
+    losses = [[metric["loss"] for metric in run.metrics] for run in (both, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert "the others take its work" in (tmp_path / "both" / "log.txt").read_text()
 
 
 @only("server", ["generate"], indirect=True)
@@ -194,6 +215,6 @@ def test_log_probs_are_the_local_teachers(server: Server) -> None:
     "objective", [{"form": "direct", "support": "topk", "k": 20}, {"form": "policy_gradient"}], ids=["topk", "sampled"]
 )
 def test_a_student_learns_from_log_probs(server: Server, tmp_path: Path, objective: dict[str, Any]) -> None:
-    run = opd.run(recipe(settings(server, "openai"), 10, **objective), out=tmp_path / "run")
+    run = opd.run(recipe(settings(server, "openai"), 14, **objective), out=tmp_path / "run")
     kl = [metric["reverse_kl"] for metric in run.metrics]
     assert np.mean(kl[-3:]) < np.mean(kl[:3])

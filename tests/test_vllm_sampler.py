@@ -30,6 +30,7 @@ from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica
 from opd.types import Rollout, SampleRequest, Sampling
 from tests.crash import durable, ended, kept, start
 from tests.foreign_server import free_port
+from tests.ranks import Job, together
 
 real = pytest.mark.vllm
 PYTHON = os.path.abspath(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
@@ -71,6 +72,7 @@ def test_terms_that_weigh_by_ratios_are_corrected_unless_they_say_otherwise() ->
     [
         ({"checkpoint": {"resume": "exact"}}, "resume: prefill"),
         ({"rollout": {"temperature": 0.7}, "objective": {"form": "policy_gradient"}}, "at temperature 1"),
+        ({"rollout": {"staleness": 1, "in_flight": "keep"}}, "in_flight keep"),
         ({"rollout": {"teacher_mix": 0.2}}, "cannot draw from two models"),
         ({"sampler": {"engine": "vllm", "address": "http://a:1", "replicas": 2}}, "do nothing"),
         ({"sampler": {"engine": "vllm", "devices": ["0"], "replicas": 2}}, "one for each"),
@@ -244,6 +246,27 @@ def test_strangers_are_turned_away(servers: list[Server]) -> None:
         Replica(servers[0].address, TOKEN).ask("POST", "/open", {"max_length": 1})
     with pytest.raises(RemoteError, match="404"):
         Replica(servers[0].address, TOKEN).ask("POST", "/nothing", {})
+
+
+@real
+def test_two_ranks_learn_from_the_tokens_of_the_leaders_engine(servers: list[Server], tmp_path: Path) -> None:
+    sampler = {"engine": "vllm", "address": servers[0].address, **EAGER}
+    spec = {**RECIPE, "sampler": sampler, "train": {"steps": 3, "lr": 3e-4}}
+    together(2, tmp_path / "log", Job(tmp_path / "run", spec))
+    run = opd.Run(tmp_path / "run")
+    assert len(run.metrics) == 3
+    assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
+
+
+@real
+def test_a_run_samples_ahead(servers: list[Server], tmp_path: Path) -> None:
+    sampler = {"engine": "vllm", "address": servers[0].address, **EAGER}
+    rollout = {**RECIPE["rollout"], "staleness": 1}
+    run = opd.run(
+        {**RECIPE, "sampler": sampler, "rollout": rollout, "train": {"steps": 4, "lr": 3e-4}}, out=tmp_path / "run"
+    )
+    assert len(run.metrics) == 4
+    assert all(np.isfinite(metric["loss"]) for metric in run.metrics)
 
 
 @real

@@ -12,7 +12,7 @@ from opd.config import Stage
 from opd.models.language_model import LanguageModel
 from opd.trainer.ranks import Ranks, joined_ranks
 from opd.trainer.shared_sampler import SharedSampler
-from opd.types import TokenSampler, WeightsRef
+from opd.types import TokenSampler
 
 
 class RayRanks(Ranks):
@@ -26,11 +26,17 @@ class RayRanks(Ranks):
         return served_stage(spec, self._places)
 
     def student_sampler(
-        self, sampler: TokenSampler, spec: Stage, model: LanguageModel, max_length: int, stop_ids: tuple[int, ...]
+        self,
+        sampler: TokenSampler | None,
+        led: bool,
+        spec: Stage,
+        model: LanguageModel,
+        max_length: int,
+        stop_ids: tuple[int, ...],
     ) -> TokenSampler:
         """The first ranks have a worker each, and the others wait for what it draws."""
         if not self._samplers:
-            return super().student_sampler(sampler, spec, model, max_length, stop_ids)
+            return super().student_sampler(sampler, led, spec, model, max_length, stop_ids)
         facts: Mapping[str, Any] = {
             "model": model.name,
             "revision": spec.student.revision,
@@ -41,20 +47,8 @@ class RayRanks(Ranks):
             "max_length": max_length,
             "stop_ids": list(stop_ids),
         }
-        own = RemoteSampler(self._samplers[self.rank], facts) if self.rank < len(self._samplers) else Listener()
+        own = RemoteSampler(self._samplers[self.rank], facts) if self.rank < len(self._samplers) else None
         return SharedSampler(own, self, len(self._samplers))
-
-
-class Listener:
-    """Of a rank without a sampler: it helps to gather weights, and draws nothing."""
-
-    def load(self, weights: WeightsRef) -> None:
-        for name in weights.tensors:
-            weights.tensors[name]
-
-    def sample(self, requests: Any) -> Any:
-        assert not list(requests)
-        return iter(())
 
 
 class TrainerWorker:

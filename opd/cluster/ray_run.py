@@ -133,7 +133,7 @@ def require_ray(recipe: Recipe) -> Cluster:
         raise RecipeError(
             f"cluster.samplers {found.samplers}: each is asked by one of the {found.trainers} trainers. Lower it, or raise trainers."
         )
-    if found.samplers and not all(stage.sampler.on_ranks for stage in recipe.stages):
+    if found.samplers and any(stage.sampler.led for stage in recipe.stages):
         raise RecipeError("cluster.samplers: a sampler of this engine has processes of its own. Set samplers: 0.")
     return found
 

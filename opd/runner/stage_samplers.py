@@ -10,6 +10,7 @@ from opd.config import Stage
 from opd.models.language_model import LanguageModel
 from opd.sampling.ahead import AheadSampler
 from opd.sampling.graphs import Partner
+from opd.sampling.samplers import SamplerKind
 from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
 
@@ -31,14 +32,16 @@ class StageSamplers:
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
         self.copy = student.inference_copy(self._dtype)  # what the student samples with
-        self._own = opened = self._opened(self.copy)
-        self.manner = spec.sampler.manner(opened)  # how the student's goes about it, where that is slower than usual
-        self.student = world.student_sampler(opened, spec, self.copy, max_length, stop_ids)
-        self.ahead = self._ahead() if spec.rollout.staleness else None  # samples for batches, in a thread of its own
-
-    def _ahead(self) -> AheadSampler:
-        opened = self._opened(self._model.inference_copy(self._dtype, own=True))
-        return AheadSampler(opened, self._model, self._spec.rollout.in_flight)
+        ahead, kind = bool(spec.rollout.staleness), spec.sampler
+        kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
+        self._own = self._opened(self.copy, kind=kind) if world.leads or not kind.led else None
+        self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
+        self.student = world.student_sampler(self._own, kind.led, spec, self.copy, max_length, stop_ids)
+        self._ahead = self._opened(student.inference_copy(self._dtype, own=True)) if ahead else None
+        self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
+        if self._ahead is not None:
+            self.ahead = AheadSampler(self._ahead, student, spec.rollout.in_flight)
+        self._close = [(kind, self._own), (spec.sampler, self._ahead)]
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -66,7 +69,9 @@ class StageSamplers:
             sampler.load(weights)
 
     def close(self) -> None:
-        self._spec.sampler.close(self._own)
+        for kind, sampler in self._close:
+            if sampler is not None:
+                kind.close(sampler)
 
     @property
     def _dtype(self) -> torch.dtype | None:
@@ -75,5 +80,8 @@ class StageSamplers:
     def _open(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
         return self._world.sampler(self._opened(model, partner))
 
-    def _opened(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
-        return self._spec.sampler.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
+    def _opened(
+        self, model: LanguageModel, partner: Partner | None = None, kind: SamplerKind | None = None
+    ) -> TokenSampler:
+        kind = kind or self._spec.sampler
+        return kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)

@@ -22,7 +22,7 @@ class SamplerKind(Choice):
     family = "sampler"
     key = "engine"
     mixes: ClassVar[bool] = False  # whether a teacher can read along: `rollout.teacher_mix`
-    on_ranks: ClassVar[bool] = True  # whether each of several ranks can have its own
+    led: ClassVar[bool] = False  # whether one process has it for all ranks, since it works in processes of its own
 
     beside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
 

@@ -23,7 +23,8 @@ class VllmSampler(SamplerKind):
     """Engines in processes of their own, started here or elsewhere; they get the student's weights after every update."""
 
     name = "vllm"
-    on_ranks = False
+    led = True
+    beside_training = True
 
     python: Address | None = Field(
         None, description="of the environment that has vLLM, to start engines with; default: the one that runs opd"
@@ -100,6 +101,10 @@ class VllmSampler(SamplerKind):
             yield (
                 "checkpoint.resume exact draws unfinished answers again, token by token, and vLLM would draw others. Set "
                 "checkpoint.resume: prefill, or sampler.engine: builtin."
+            )
+        if view.rollout.staleness and view.rollout.in_flight == "keep":
+            yield (
+                "rollout.in_flight keep: vLLM reads answers under way again when its weights change. Set it to recompute, or to wait."
             )
         for term in view.terms if view.rollout.temperature != 1 else ():
             if term.compares_with_sampler:

@@ -1,7 +1,8 @@
-"""Hidden states from a vLLM server's pooling runner: the layers run there, the head is here, and nothing is lost between them."""
+"""Hidden states from servers that others wrote: the layers run there, the head is here, and nothing is lost between them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,15 @@ from opd.teachers.scoring import Page, ScoringTeacher
 from opd.types import Rendered, Rollout, Signal, SignalNeed
 
 if TYPE_CHECKING:
-    from opd.teachers.vllm import VllmTeacher
+    from opd.teachers.vllm import HiddenTeacher, SglangTeacher, VllmTeacher
 
 START = "Start it with --runner pooling --convert embed --pooler-config.task token_embed, or use kind: openai."
 
 
-class PoolingTeacher(ScoringTeacher):
-    def __init__(self, name: str, kind: VllmTeacher, supplies: Supplies) -> None:
+class RemoteHidden(ScoringTeacher):
+    """`_ask` says how a server is asked about a text."""
+
+    def __init__(self, name: str, kind: HiddenTeacher, supplies: Supplies) -> None:
         student = supplies.student
         super().__init__(name, kind.role, supplies.stop_ids, kind.batch_tokens, student.device)
         self._kind, self._student, self.temperature = kind, student, kind.temperature
@@ -44,6 +47,36 @@ class PoolingTeacher(ScoringTeacher):
         texts = [part.tolist() for part in page.ids_T.cpu().split(list(page.layout.lengths))]
         rows = np.concatenate(self._remote.map([partial(self._ask, ids) for ids in texts]))
         return torch.from_numpy(rows)[page.predicting_N.cpu()].to(self.device)
+
+    @abstractmethod
+    def _ask(self, ids: list[int]) -> np.ndarray:
+        """(T, D) in fp32, after the last norm."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        return self._head.width
+
+    def project(self, hidden: Tensor) -> Projection:
+        return self.tempered(self._head.project(hidden, self._student.size))
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        with self._same.watched():
+            return super().score(rollouts, need, seen)
+
+    def state(self) -> Mapping[str, Any]:
+        return self._same.state()
+
+    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self._same.restore(version, tensors)
+
+
+class PoolingTeacher(RemoteHidden):
+    """vLLM's pooling runner."""
+
+    _kind: VllmTeacher
 
     def _ask(self, ids: list[int]) -> np.ndarray:
         """(T, D) in fp32, after the last norm."""
@@ -73,21 +106,30 @@ class PoolingTeacher(ScoringTeacher):
             return np.frombuffer(raw, dtype="<f4").reshape(shape).astype(np.float32)
         return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
 
-    @property
-    def width(self) -> int:
-        return self._head.width
 
-    def project(self, hidden: Tensor) -> Projection:
-        return self.tempered(self._head.project(hidden, self._student.size))
+class SglangHidden(RemoteHidden):
+    """SGLang's /generate, which has to write a token, and gives what its head read as lists of numbers."""
 
-    def score(
-        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
-    ) -> list[Signal]:
-        with self._same.watched():
-            return super().score(rollouts, need, seen)
+    _kind: SglangTeacher
 
-    def state(self) -> Mapping[str, Any]:
-        return self._same.state()
-
-    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
-        self._same.restore(version, tensors)
+    def _ask(self, ids: list[int]) -> np.ndarray:
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_hidden_states": True,
+        }
+        found = self._remote.json("POST", "/generate", body, load=len(ids))
+        try:
+            rows = np.asarray(found["meta_info"]["hidden_states"][0], dtype=np.float32)
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise RemoteError(
+                f"{self._kind.title}: its answer has no `hidden_states` that can be read. Start it with --return-hidden-states-mode full "
+                "(--enable-return-hidden-states in older ones)."
+            ) from None
+        if rows.shape != (len(ids), self._head.width):
+            raise RemoteError(
+                f"{self._kind.title}: {len(ids)} tokens were answered with hidden states of shape {rows.shape}, and the head of "
+                f"{self._head.name} wants {self._head.width} numbers for each. Start it with --disable-radix-cache: of a prefix that it "
+                "kept it tells nothing. Is it the same model?"
+            )
+        return rows

@@ -1,6 +1,7 @@
 """Teachers behind a server that others wrote. No torch here.
 
 vllm      a vLLM server with its pooling runner: exact hidden states, so every divergence over the full vocabulary
+sglang    an SGLang server that returns hidden states: the same, from its own endpoint
 openai    any server with OpenAI's /v1/completions that gives log-probs of the prompt: sampled tokens, and likeliest ids
 """
 
@@ -103,10 +104,9 @@ class ForeignTeacher(TeacherKind):
         return Elsewhere(self.title, head.stop_ids, head.rows)
 
 
-class VllmTeacher(ForeignTeacher):
-    """A vLLM server with its pooling runner, which gives hidden states. The head is read here."""
+class HiddenTeacher(ForeignTeacher):
+    """A server that gives hidden states. The head is read here."""
 
-    name = "vllm"
     stands_still = True
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
@@ -114,10 +114,6 @@ class VllmTeacher(ForeignTeacher):
         None, description="directory or hub id that the output head is read from; default: `model`"
     )
     dtype: Dtype | None = Field(None, description="of the head; default: that of the student's weights")
-    transfer: Dtype = Field(
-        "float32",
-        description="of hidden states on their way; bfloat16 is half of it, and exact if the server computes in it",
-    )
     batch_tokens: Positive = Field(32768, description="tokens that are asked for together")
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
 
@@ -125,10 +121,32 @@ class VllmTeacher(ForeignTeacher):
     def local(self) -> str:
         return self.weights or self.model
 
+
+class VllmTeacher(HiddenTeacher):
+    """A vLLM server with its pooling runner."""
+
+    name = "vllm"
+
+    transfer: Dtype = Field(
+        "float32",
+        description="of hidden states on their way; bfloat16 is half of it, and exact if the server computes in it",
+    )
+
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         from opd.teachers.pooling import PoolingTeacher
 
         return PoolingTeacher(name, self, supplies)
+
+
+class SglangTeacher(HiddenTeacher):
+    """An SGLang server that was started with --return-hidden-states-mode full."""
+
+    name = "sglang"
+
+    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+        from opd.teachers.pooling import SglangHidden
+
+        return SglangHidden(name, self, supplies)
 
 
 class OpenAITeacher(ForeignTeacher):

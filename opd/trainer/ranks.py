@@ -87,11 +87,6 @@ class Ranks(World):
                 "one process."
             )
         self._group(spec.cluster)
-        if not spec.sampler.on_ranks:
-            raise RecipeError(
-                f"sampler.engine {spec.sampler.name} with several ranks: its engines take their weights from one process. Set engine: "
-                "builtin, or run in one process."
-            )
         for name, kind in spec.teachers.items():
             if kind.is_student_now:
                 raise RecipeError(f"teachers.{name}: {SPREAD}")
@@ -216,8 +211,8 @@ class Ranks(World):
                 found[name] = full.detach().to("cpu", copy=True)
         return found
 
-    def sampler(self, sampler: TokenSampler) -> TokenSampler:
-        return SharedSampler(sampler, self)
+    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+        return SharedSampler(sampler, self, 1 if led else None)
 
     # What is known of a batch
 

@@ -1,4 +1,4 @@
-"""A sampler on several ranks: each answers its share of the requests, and every rank sees every token.
+"""A sampler on several ranks: each answers its share of the requests, or the first ranks all of them, and every rank sees every token.
 
 Draws are keyed by the request, so who answers it changes nothing. Tokens are exchanged in rounds, so that the leader can make
 them durable while others are still being drawn.
@@ -21,18 +21,22 @@ ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    """`sharers`: how many ranks sample, the first ones; default: all."""
+    """`sharers`: how many ranks have one, the first ones; default: all."""
 
-    def __init__(self, sampler: TokenSampler, world: World, sharers: int | None = None) -> None:
+    def __init__(self, sampler: TokenSampler | None, world: World, sharers: int | None = None) -> None:
         self.own, self._world = sampler, world
         self._sharers = world.size if sharers is None else sharers
 
     def load(self, weights: WeightsRef) -> None:
-        self.own.load(weights)
+        if self.own is not None:
+            self.own.load(weights)
+            return
+        for name in weights.tensors:  # gathered from all ranks, for those that have a sampler
+            weights.tensors[name]
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
         mine = dealt(list(requests), self._world.rank, self._sharers)
-        events = iter(self.own.sample(mine) if mine else ())
+        events = iter(self.own.sample(mine) if mine and self.own is not None else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]
             everyone: list[list[tuple[Any, ...]]] = self._world.gather(part)

@@ -97,15 +97,22 @@ class World:
         """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""
         return dict(tensors)
 
-    def sampler(self, sampler: TokenSampler) -> TokenSampler:
-        """One that answers for all ranks: each samples its share, and all see every token."""
+    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+        """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""
+        assert sampler is not None
         return sampler
 
     def student_sampler(
-        self, sampler: TokenSampler, spec: Stage, model: LanguageModel, max_length: int, stop_ids: tuple[int, ...]
+        self,
+        sampler: TokenSampler | None,
+        led: bool,
+        spec: Stage,
+        model: LanguageModel,
+        max_length: int,
+        stop_ids: tuple[int, ...],
     ) -> TokenSampler:
         """What the student samples with; `sampler` is the one that this process has opened for it."""
-        return self.sampler(sampler)
+        return self.sampler(sampler, led)
 
     # What is known of a batch
 

@@ -1,0 +1,209 @@
+"""Several specialists, one student: the capability-integration benchmark. docs/evidence.md has the protocol.
+
+    python benchmarks/integrate.py --edition tiny --directory DIR --workers 2        # minutes on a few cores
+    python benchmarks/integrate.py --edition smol --directory DIR --workers 6        # SmolLM2-135M on a GPU
+
+Steps, each of which goes on with what is in DIR:
+
+data          questions of every domain: training, screening, tuning, reporting, all different
+start         the common start: brief SFT on all domains (smol only)
+specialists   one LoRA adapter per domain from the start; `--origin foreign`: from the bare model (smol only)
+tune          every arm with each of its learning rates, on tuning prompts
+arms          every arm with its best rate, `--seeds` times, on prompts for reporting
+report        pooled scores with intervals: benchmarks/results/integration-EDITION.json and its figure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from integration import editions
+from integration.arms import ARMS, MERGES, merge
+from integration.domains import Split
+from integration.editions import Edition
+from integration.jobs import run_all, work
+from integration.models import build
+from integration.report import draw, summarise
+from integration.scores import Marks, pooled
+from runs import save
+
+STEPS = ("data", "start", "specialists", "tune", "arms", "report")
+TUNING_SEED = 100
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    if args.steps_to_do[0] == "one":
+        return work(json.loads(Path(args.steps_to_do[1]).read_text(encoding="utf-8")))
+    edition = make(args)
+    wanted = args.steps_to_do if args.steps_to_do != ["all"] else list(STEPS)
+    for step in (step for step in STEPS if step in wanted):
+        {
+            "data": edition.write_data,
+            "start": lambda: start(edition, args),
+            "specialists": lambda: specialists(edition, args),
+            "tune": lambda: tune(edition, args),
+            "arms": lambda: arms(edition, args),
+            "report": lambda: report(edition, args),
+        }[step]()
+    return None
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps_to_do", nargs="*", default=["all"], metavar="STEP", help="default: all of them")
+    parser.add_argument("--edition", choices=["tiny", "smol"], default="tiny")
+    parser.add_argument("--directory", type=Path, default=Path("runs/integration"))
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--domains", nargs="+", help="default: all of the edition's")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *MERGES], help="default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4 (tiny), 0 to 2 (smol)")
+    parser.add_argument("--origin", choices=["start", "foreign"], default="start", help="of the specialists")
+    parser.add_argument("--steps", type=int, help="of an arm that samples, asks a teacher and trains")
+    parser.add_argument("--rollouts", type=int, help="per step")
+    parser.add_argument("--prompts", type=int, help="measured per domain")
+    parser.add_argument("--start-steps", type=int, default=64, help="at most")
+    parser.add_argument("--specialist-steps", type=int, default=150)
+    parser.add_argument("--smallest", action="store_true", help="a tiny model in place of SmolLM2, for a test")
+    return parser
+
+
+def make(args: argparse.Namespace) -> Edition:
+    edition = getattr(editions, args.edition)(args.directory)
+    edition.domains = args.domains or edition.domains
+    edition.steps = args.steps or edition.steps
+    edition.rollouts = args.rollouts or edition.rollouts
+    edition.prompts = args.prompts or edition.prompts
+    args.seeds = args.seeds or list(range(5 if args.edition == "tiny" else 3))
+    if args.smallest:
+        edition.base, edition.device, edition.dtype, edition.sampler = "tiny/generalist", "cpu", "float32", {}
+        edition.counts = dict.fromkeys(edition.counts, max(edition.prompts, 8))
+        edition.curve_prompts, edition.max_new_tokens = 2, 8
+        edition.rates = {name: rates[:1] for name, rates in edition.rates.items()}
+    return edition
+
+
+def start(edition: Edition, args: argparse.Namespace) -> None:
+    if edition.name == "tiny":
+        return
+    adapter = edition.directory / "adapters" / "start"
+    if not adapter.is_dir():
+        recipe = editions.joint_start(edition, args.start_steps, 5e-4, level=0.3)
+        job = edition.job(
+            "joint", 0, "screen", recipe=recipe, pack=str(adapter.absolute()), base=edition.base, keep=True
+        )
+        run_all([job], edition.directory, 1)
+    build(adapter, Path(edition.start))
+
+
+def specialists(edition: Edition, args: argparse.Namespace) -> None:
+    """The start and every specialist on every domain: the screen. Adapters stay, runs do not."""
+    jobs = []
+    for domain in edition.domains if edition.name == "smol" else []:
+        adapter = Path(edition.specialist(domain, args.origin))
+        base = os.path.relpath(edition.start, adapter) if args.origin == "start" else edition.base
+        recipe = editions.specialist(edition, domain, args.origin, args.specialist_steps, 1e-3)
+        jobs.append(
+            edition.job(f"specialist-{args.origin}", 0, "screen", tags=(domain,), recipe=recipe,
+                        pack=str(adapter), base=base) | {"domains": [domain]}
+        )  # fmt: skip
+    drawn = edition.job("start", 0, "screen", tags=("screen", "drawn"), model=edition.start)
+    drawn["measure"] |= {"samples": 8, "temperature": 1.0}
+    run_all(
+        [*jobs, edition.job("start", 0, "screen", tags=("screen",), model=edition.start), drawn],
+        edition.directory,
+        args.workers,
+    )
+
+
+def references(edition: Edition, args: argparse.Namespace, split: Split) -> tuple[Marks, Marks]:
+    """Marks of the start, and of every specialist on its own domain."""
+    jobs = [edition.job("start", 0, split, tags=(split,), model=edition.start)]
+    for domain in edition.domains:
+        model = edition.specialist(domain, args.origin)
+        job = edition.job(f"reference-{args.origin}", 0, split, tags=(domain, split), model=model)
+        jobs.append(job | {"domains": [domain]})
+    found = [entry["marks"] for entry in run_all(jobs, edition.directory, args.workers).values()]
+    specialists = {domain: marks[domain] for domain, marks in zip(edition.domains, found[1:], strict=True)}
+    return {domain: found[0][domain] for domain in edition.domains}, specialists
+
+
+def tune(edition: Edition, args: argparse.Namespace) -> None:
+    references(edition, args, "tune")
+    jobs = [
+        arm_job(edition, name, setting, TUNING_SEED, "tune", args.origin)
+        for name in chosen(edition, args)
+        for setting in tried(edition, name)
+    ]
+    run_all(jobs, edition.directory, args.workers)
+
+
+def chosen(edition: Edition, args: argparse.Namespace) -> list[str]:
+    """All arms, or those asked for; whole models cannot be stacked as adapters."""
+    return [name for name in args.arms or [*ARMS, *MERGES] if edition.name != "tiny" or name != "merge-stack"]
+
+
+def tried(edition: Edition, arm: str) -> list[float]:
+    """The settings of an arm's tuning runs: as many for each, but for a plain average, which has none."""
+    return MERGES[arm][1] if arm in MERGES else edition.rates[ARMS[arm].rate]
+
+
+def arm_job(edition: Edition, name: str, rate: float, seed: int, split: Split, origin: str) -> dict[str, Any]:
+    full = name if origin == "start" else f"{name}-{origin}"
+    if name in MERGES:
+        made = merge(edition, name, rate, origin)
+        return edition.job(full, seed, split, tags=(f"{rate:g}",), recipe=made, merged=True, settings={"value": rate})
+    arm = ARMS[name]
+    recipe = arm.recipe(edition, rate, seed, origin)
+    return edition.job(
+        full, seed, split, tags=(f"{rate:g}", edition.steps), recipe=recipe, scored=arm.scored,
+        settings={"lr": rate, "steps": edition.steps},
+    )  # fmt: skip
+
+
+def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:
+    """The setting with the highest pooled score on tuning prompts; None: not all of its runs are there."""
+    start, specialists = references(edition, args, "tune")
+    scores = {}
+    for setting in tried(edition, name):
+        entry = Path(arm_job(edition, name, setting, TUNING_SEED, "tune", args.origin)["entry"])
+        if not entry.is_file():
+            return None
+        scores[setting] = pooled(json.loads(entry.read_text(encoding="utf-8"))["marks"], start, specialists)
+    return max(scores, key=lambda setting: scores[setting])
+
+
+def arms(edition: Edition, args: argparse.Namespace) -> None:
+    """Arms whose tuning is complete, seed by seed, so that an interrupted study has whole rounds."""
+    references(edition, args, "report")
+    settings = {name: best(edition, args, name) for name in chosen(edition, args)}
+    jobs = [
+        arm_job(edition, name, setting, seed, "report", args.origin)
+        for number, seed in enumerate(args.seeds)
+        for name, setting in settings.items()
+        if setting is not None and not (number and name in MERGES)  # nothing is drawn in a merge
+    ]
+    run_all(jobs, edition.directory, args.workers)
+
+
+def report(edition: Edition, args: argparse.Namespace) -> None:
+    """Everything that is in the directory, whoever ran it: one JSON file and one figure."""
+    start, specialists = references(edition, args, "report")
+    found = summarise(edition, start, specialists)
+    name = f"integration-{edition.name}"
+    save(f"{name}.json", found)
+    for arm, entry in sorted(found["arms"].items(), key=lambda item: -item[1]["score"]["value"]):
+        score = entry["score"]
+        print(
+            f"{arm:22} {score['value']:6.3f} [{score['low']:.3f}, {score['high']:.3f}]  {len(entry['runs'])} seeds  "
+            f"{entry['flops']['marginal']:.2e} FLOPs"
+        )
+    draw(found, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The capability-integration benchmark: several specialists, one student. `benchmarks/integrate.py` runs it."""

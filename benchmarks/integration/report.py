@@ -1,0 +1,96 @@
+"""The result file of an edition, and its figure. The file has every mark, so that all numbers can be computed again.
+
+Schema (`schema: 1`): `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
+`arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
+tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
+prompt in the order of the report split. An entry of another framework is a file with `arm`, `seed`, `split: report`,
+`settings`, `marks`, `cost` {prefill, sampled, scored, trained, rollouts} and `seconds`, put into DIRECTORY/entries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from integration.arms import ARMS
+from integration.domains import EDITIONS
+from integration.editions import Edition
+from integration.scores import Marks, flops, interval, pooled, share
+from runs import save_figure
+
+REFERENCES = ("start", "reference", "specialist", "joint")
+
+
+def entries(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "entries").glob("*.json"))]
+
+
+def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, Any]:
+    everything = entries(edition.directory)
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    tuning: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in everything:
+        same = entry["settings"].get("steps", edition.steps) == edition.steps
+        if same and not entry["arm"].startswith(REFERENCES):
+            (runs if entry["split"] == "report" else tuning)[entry["arm"]].append(entry)
+    whole = [edition.prompts] * len(edition.domains)
+    complete = {
+        arm: kept
+        for arm, found in runs.items()
+        if (kept := [entry for entry in found if [len(entry["marks"][name]) for name in edition.domains] == whole])
+    }
+    size = parameters(edition)
+    made = sum(flops(entry["cost"], size, size) for entry in everything if entry["arm"].startswith("specialist-start"))
+    arms = {}
+    first = max(complete, key=lambda arm: mean(pooled(entry["marks"], start, specialists) for entry in complete[arm]))
+    for arm, found in sorted(complete.items()):
+        marks = [entry["marks"] for entry in found]
+        marginal = mean(flops(entry["cost"], size, size) for entry in found) if "cost" in found[0] else 0.0
+        uses = arm not in ARMS or ARMS[arm].specialists
+        arms[arm] = {
+            "score": interval(marks, start, specialists),
+            "against_first": interval(marks, start, specialists, against=[entry["marks"] for entry in complete[first]]),
+            "flops": {"marginal": marginal, "total": marginal + made if uses and made else marginal if not uses else None},
+            "tokens": mean(entry["cost"]["sampled"] for entry in found) if "cost" in found[0] else 0,
+            "seconds": mean(entry["seconds"] for entry in found),
+            "tuning": [{"settings": one["settings"], "marks": one["marks"]} for one in tuning[arm]],
+            "runs": found,
+        }  # fmt: skip
+    return {
+        "schema": 1, "edition": edition.name, "first": first, "start": start, "specialists": specialists,
+        "domains": {
+            name: {
+                "worked": EDITIONS[edition.name][name].worked, "prompts": len(start[name]), "start": share(start[name]),
+                "specialist": share(specialists[name]),
+            } for name in edition.domains
+        },
+        "steps": edition.steps, "rollouts": edition.rollouts, "rates": edition.rates,
+        "specialists_flops": made or None, "arms": arms,
+    }  # fmt: skip
+
+
+def parameters(edition: Edition) -> int:
+    return {"smol": 134_515_008, "tiny": 455_936}[edition.name]
+
+
+def draw(found: dict[str, Any], name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.36 * len(found["arms"]) + 1.4))
+    ordered = sorted(found["arms"].items(), key=lambda item: item[1]["score"]["value"])
+    for number, (_, entry) in enumerate(ordered):
+        score = entry["score"]
+        axis.plot([score["low"], score["high"]], [number, number], color="C0", linewidth=2, alpha=0.6)
+        axis.plot(score["by_seed"], [number] * len(score["by_seed"]), "o", color="C0", markersize=3, alpha=0.6)
+        axis.plot(score["value"], number, "s", color="C0", markersize=6)
+    axis.axvline(0, color="0.6", linestyle=":", label="the start")
+    axis.axvline(1, color="0.3", linestyle=":", label="the specialists")
+    axis.set_yticks(range(len(ordered)), [arm for arm, _ in ordered])
+    axis.set(xlabel="pooled normalised score, 95 % interval over seed, domain and prompt")
+    save_figure(figure, axis, f"{name}.svg")

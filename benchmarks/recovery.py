@@ -1,0 +1,109 @@
+"""Forgetting and its recovery: skills learnt one after the other, then distilled back from what each stage had left.
+
+    python benchmarks/recovery.py --directory DIR --workers 16
+
+`tiny/generalist` goes through its four domains one at a time, by RL or by SFT on gold answers. A last stage then learns from the models
+that earlier stages saved, each in its own domain (GLM-5's cross-stage distillation, one sample per prompt), or goes on with RL on
+all domains for the same number of rollouts. Writes benchmarks/results/recovery.json and docs/figures/recovery.svg.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from integration.arms import EXACT, GRPO
+from integration.editions import SFT, Edition
+from integration.jobs import run_all
+from integration.study import arguments, edition_of, spread
+from runs import save, save_figure
+
+DOMAINS = ["arithmetic", "spelling", "sorting", "ciphers"]
+GROUP, PROMISE = 8, 0.97  # of its peak that every earlier domain is brought back to
+
+
+def recipe(edition: Edition, learnt: str, recovered: str, seed: int, rates: list[float]) -> dict[str, Any]:
+    """Rates: of the stages that learn one domain, and of the last stage."""
+    found = edition.recipe(edition.start, DOMAINS, "report", seed)
+    sources = {source["domain"]: source for source in found["prompts"]}
+    grouped = {"prompts": max(edition.rollouts // GROUP, 1), "samples": GROUP}
+    how = (
+        {"objective": GRPO, "rollout": grouped}
+        if learnt == "rl"
+        else {"objective": SFT, "rollout": {"data_share": 1.0}}
+    )
+    last: dict[str, Any] = {"name": "recovery", "prompts": list(sources.values()), "train": {"lr": rates[1]}}
+    if recovered == "opd":
+        last |= {"objective": EXACT, "teachers": {domain: f"stage:{domain}" for domain in DOMAINS}}
+    else:
+        last |= {"objective": GRPO, "rollout": grouped}
+    found["train"] |= {"steps": edition.steps, "lr": rates[0]}
+    found["eval"]["prompts"] = edition.prompts
+    found["stages"] = [
+        *({"name": domain, "prompts": [sources[domain]], **how} for domain in DOMAINS),
+        last,
+    ]
+    return found
+
+
+def read(entry: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By domain: the peak (behind its own stage), what was left before the last stage, and behind it."""
+    evals = entry["evals"]
+    return {
+        domain: {
+            "peak": evals[domain][domain]["after"], "left": evals["recovery"][domain]["before"],
+            "after": evals["recovery"][domain]["after"],
+        } for domain in DOMAINS
+    }  # fmt: skip
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    edition = edition_of(args, DOMAINS)
+    jobs = {
+        (learnt, recovered, seed): edition.job(
+            f"{learnt}-then-{recovered}", seed, "report", scored=recovered == "opd",
+            recipe=recipe(edition, learnt, recovered, seed, args.rates),
+        )
+        for seed in range(args.seeds) for learnt in ("rl", "sft") for recovered in ("opd", "rl")
+    }  # fmt: skip
+    found = run_all(list(jobs.values()), edition.directory, args.workers)
+    table: dict[str, Any] = {}
+    for learnt in ("rl", "sft"):
+        for recovered in ("opd", "rl"):
+            runs = [read(found[jobs[learnt, recovered, seed]["name"]]) for seed in range(args.seeds)]
+            lost = [mean(run[name]["left"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
+            back = [mean(run[name]["after"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
+            least = [min(run[name]["after"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
+            kept = [run[DOMAINS[-1]]["after"] / run[DOMAINS[-1]]["peak"] for run in runs]
+            table[f"{learnt}, recovery by {recovered}"] = {
+                "left_of_peak": spread(lost), "after_of_peak": spread(back), "worst_domain": spread(least), "last_domain": spread(kept),
+                "kept_the_promise": sum(value >= PROMISE for value in least), "runs": runs,
+            }  # fmt: skip
+            print(f"{learnt}, recovery by {recovered}: {mean(lost):.2f} of the peak left, {mean(back):.2f} after, worst {mean(least):.2f}, last {mean(kept):.2f}")  # fmt: skip
+    save("recovery.json", {
+        "domains": DOMAINS, "steps_per_stage": args.steps, "rollouts": args.rollouts, "seeds": args.seeds, "rates": args.rates,
+        "held_out": args.prompts, "promise": PROMISE, "table": table,
+    })  # fmt: skip
+    draw(table)
+
+
+def draw(table: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for number, (name, entry) in enumerate(table.items()):
+        for place, key in enumerate(("left_of_peak", "after_of_peak", "worst_domain", "last_domain")):
+            spot = place + 0.15 * (number - 1.5)
+            axis.plot([spot] * len(entry[key]["by_seed"]), entry[key]["by_seed"], "o", color=f"C{number}", alpha=0.7, label=None if place else name)  # fmt: skip
+    axis.axhline(PROMISE, color="0.5", linestyle=":")
+    axis.set_xticks(range(4), ["before the last stage", "after it", "worst earlier domain", "last domain"])
+    axis.set(ylabel="share of the domain's peak")
+    save_figure(figure, axis, "recovery.svg")
+
+
+if __name__ == "__main__":
+    main()
