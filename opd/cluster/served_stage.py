@@ -35,5 +35,6 @@ def _served(kind: TeacherKind, places: TeacherPlaces) -> TeacherKind:
     models = [ref.model for ref in kind.reads()]
     if not kind.can_wait or len(models) != 1 or models[0] not in places:
         return kind
-    kept = {key: value for key, value in kind if key in ("role", "domains", "view", "temperature", "batch_tokens")}
+    same = ("role", "domains", "view", "temperature", "batch_tokens")
+    kept = {key: value for key, value in kind if key in same and value is not None}
     return ServedTeacher(address=places[models[0]], model=served_name(models[0]), token_env=TOKEN, **kept)
