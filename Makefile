@@ -65,7 +65,7 @@ test-browser: $(VENV)/.dev
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
 
 test-vllm: $(VENV)/.dev
 	@.ci/vllm-environment $(PYTHON) $(VLLM); status=$$?; \
