@@ -242,6 +242,29 @@ def evaluate(
     Console().print(measures_table(model, measured.domains, measured.what))
 
 
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A teacher, who scores the answer as it is written, and answers too."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 1.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST)] = 0,
+) -> None:
+    """Ask a model, and a teacher against it; one question per line, the end of the input ends it."""
+    from rich.console import Console
+
+    from opd.runner.checks import pick_device
+    from opd.runner.talk import Talk, converse, questions
+
+    place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    talk = Talk(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
+    converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))
+
+
 class Precision(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
