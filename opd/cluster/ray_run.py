@@ -31,6 +31,8 @@ from opd.remote import to_stderr
 MODE, ADDRESS = "RAY_AUTH_MODE", "RAY_ADDRESS"
 SET_PDEATHSIG = 1
 RESTARTS = 20  # of the trainer's group in one run
+STOPS = (signal.SIGINT, signal.SIGTERM)
+POLL = 0.5  # seconds
 PLACED = 120.0  # seconds for the workers to have their places
 Say = Callable[[str], None]
 
@@ -58,10 +60,6 @@ class ServerWorker:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _preempted(number: int, frame: Any) -> None:
-    raise Preempted
 
 
 def run_on_ray(
@@ -95,7 +93,6 @@ def run_on_ray(
             raise UserError(
                 f"{workers} workers with {each} each have no place on this machine. Lower cluster: in the recipe."
             )
-        signal.signal(signal.SIGTERM, _preempted)
         started = _Group(ray, group, each, cluster, say)
         token = secrets.token_urlsafe(32)
         samplers = started.samplers()
@@ -236,15 +233,8 @@ class _Group:
                 for number, rank in enumerate(ranks)
             ]
             try:
-                for code, said in self._ray.get(pending):
-                    if code:
-                        raise WorkerEnded(said, code)
+                self._wait(pending, processes)
                 return
-            except (KeyboardInterrupt, Stopped):
-                for process in processes:
-                    os.kill(process, signal.SIGTERM)  # all stop at the same point, and save
-                self._ray.wait(pending, num_returns=len(pending))
-                raise
             except RayActorError:
                 self._say(f"ray: a trainer was lost; all {len(ranks)} start again ({attempt + 1} of {RESTARTS})")
             finally:
@@ -253,6 +243,33 @@ class _Group:
         raise UserError(
             f"the trainer's ranks were lost {RESTARTS + 1} times; see log.txt of the run. Go on: opd resume"
         )
+
+    def _wait(self, pending: Sequence[Any], processes: Sequence[int]) -> None:
+        """Ctrl-C and SIGTERM go on to the ranks, which stop at the same point and save."""
+        from ray.exceptions import RayActorError
+
+        heard: list[int] = []
+        before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in STOPS}
+        told, left = False, list(pending)
+        try:
+            while left:
+                done, left = self._ray.wait(left, num_returns=len(left), timeout=POLL)
+                if heard and not told:
+                    told = True
+                    self._say("ray: stopping; a checkpoint is saved first")
+                    for process in processes:
+                        os.kill(process, signal.SIGTERM)
+                for code, said in self._ray.get(done):
+                    if code and not heard:
+                        raise WorkerEnded(said, code)
+        except RayActorError:  # one that has ended while it was told to is not lost
+            if not heard:
+                raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if heard:
+            raise Preempted if heard[0] == signal.SIGTERM else Stopped
 
     def _variables(self, rank: int, token: str) -> dict[str, str]:
         if rank == 0:
