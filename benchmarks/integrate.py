@@ -159,7 +159,10 @@ def arm_job(edition: Edition, name: str, rate: float, seed: int, split: Split, o
         return edition.job(full, seed, split, tags=(f"{rate:g}",), recipe=made, merged=True, settings={"value": rate})
     arm = ARMS[name]
     recipe = arm.recipe(edition, rate, seed, origin)
-    return edition.job(full, seed, split, tags=(f"{rate:g}",), recipe=recipe, scored=arm.scored, settings={"lr": rate})
+    return edition.job(
+        full, seed, split, tags=(f"{rate:g}", edition.steps), recipe=recipe, scored=arm.scored,
+        settings={"lr": rate, "steps": edition.steps},
+    )  # fmt: skip
 
 
 def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import opd
+from opd import cli
 from opd.config import load_recipe, shipped_recipes
 from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
@@ -53,6 +55,7 @@ def test_stages_run_behind_what_they_need_and_otherwise_as_listed() -> None:
         ([{"name": "a", "student": "stage:a"}], r"stages.a.student: 'stage:a': no earlier stage.*there are none"),
         ([{"name": "a"}, {"name": "b", "student": "stage:z"}], r"no earlier stage is called 'z'; there are a"),
         ([{"name": "a"}, {"name": "b", "prompts": {"source": "stage:z"}}], r"stages.b.prompts.0.source"),
+        ([{"name": "a", "eval": {"further": "stage:z"}}], r"stages.a.eval.further.0.source"),
         ([{"name": "a"}, {"name": "b", "select": {"stage": "z"}}], r"stages.b.select.stage: .*'z'"),
         ([{"name": "a"}, {"name": "b", "select": {"stage": "a"}, "prompts": "task:sort"}], "give every source"),
         ([{"name": "a", "eval": {"prompts": 0}}, {"name": "b", "select": {"stage": "a"}}], "is not evaluated"),
@@ -94,6 +97,15 @@ def test_a_drawing_names_every_stage_and_what_passes_between_them() -> None:
     assert re.search(r's1 -->\|"teaches arithmetic"\| s4', text)
     odd = mermaid(load_recipe(recipe({"name": "a"}, {"name": "b"}, student="some/mod'el")))
     assert "some/mod#39;el" in odd
+
+
+def test_the_command_line_draws_and_refuses() -> None:
+    found = CliRunner().invoke(cli.app, ["graph", "labs/two-rounds", "stages.merged-1.train.steps=7"])
+    assert found.exit_code == 0
+    assert 's3["merged-1: direct, 7 steps"]' in found.stdout
+    refused = CliRunner().invoke(cli.app, ["run", "labs/two-rounds", "--from", "merged-1"])
+    assert isinstance(refused.exception, RecipeError)
+    assert "needs stage 'arithmetic-1'" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", LABS)
@@ -172,12 +184,20 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     changes = recipe(*stages, student=student, teachers={"t": teacher})
     first = opd.run(changes, out=tmp_path / "first", until="side")
     assert first.summary["status"] == "partial"
+    with pytest.raises(RecipeError, match="'last' is not finished"):
+        load_recipe(recipe({"name": "x"}, teachers={"t": f"run:{tmp_path}/first"}))
     assert [stage["name"] for stage in first.summary["stages"]] == ["one", "side"]
     assert 7 <= first.summary["stages"][1]["tokens"] < 7 + 6  # two answers of three tokens at most
     first = opd.resume(tmp_path / "first")
     assert first.summary["status"] == "done"
     assert [chapter["stage"] for chapter in first.summary["story"]] == ["one", "side", "last"]
     assert (tmp_path / "first/graph.mmd").read_text().startswith("flowchart")
+    for name, stage in ((f"run:{tmp_path}/first", "last"), (f"run:{tmp_path}/first#one", "one")):
+        read = load_recipe(recipe({"name": "x"}, student=name)).stages[0].student.model
+        assert read == str(tmp_path / f"first/checkpoints/{stage}/step-000001")
+    for name, what in (("first#three", "has no stage 'three'; it has one"), ("student", "no run directory")):
+        with pytest.raises(RecipeError, match=what):
+            load_recipe(recipe({"name": "x"}, student=f"run:{tmp_path}/{name}"))
 
     changes["stages"][1]["train"]["tokens"] = 1  # of one stage, on which nothing depends
     lines: list[int] = []

@@ -96,6 +96,7 @@ def recipe(models: list[str], **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_divides_prompts_as_it_would_have(tmp_path: Path) -> None:
     models = [save_tiny(tmp_path / str(seed), seed=seed) for seed in range(3)]
     changes = recipe(models, shares={"kind": "gap", "least": 0}, eval={"prompts": 0}, checkpoint={"every": 2})
@@ -122,6 +123,7 @@ def test_a_run_that_is_taken_up_divides_prompts_as_it_would_have(tmp_path: Path)
         ({"shares": {"kind": "gap", "of": "score"}, "eval": {"every": 0}}, "set eval.every"),
         ({"shares": {"kind": "static", "least": 0.5}}, "least belongs to shares"),
         ({"shares": "token"}, "did you mean 'tokens'"),
+        ({"shares": "gap", "rollout": {"staleness": 1}}, "draws prompts ahead of them"),
     ],
 )
 def test_shares_that_cannot_be_followed_are_refused(changes: dict[str, Any], what: str) -> None:

@@ -33,7 +33,8 @@ def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, A
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     tuning: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in everything:
-        if not entry["arm"].startswith(REFERENCES):
+        same = entry["settings"].get("steps", edition.steps) == edition.steps
+        if same and not entry["arm"].startswith(REFERENCES):
             (runs if entry["split"] == "report" else tuning)[entry["arm"]].append(entry)
     whole = [edition.prompts] * len(edition.domains)
     complete = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opd.config.runs import model_of_run
 from opd.files import is_directory, is_file
 
 MODEL_FILES = (".gguf",)
@@ -70,7 +71,7 @@ def _text(value: str, base: Path, place: Place) -> str:
             | ("teachers", _, "parts", _, "model")
             | ("teachers", _, "weights" | "tokenizer")
         ):
-            return _absolute(value, base, MODEL_FILES)
+            return _model(value, base)
         case ("teachers", _, "run"):
             return _run(value, base)
         case ("prompts", *rest) | ("eval", "further", *rest) if _is_source(tuple(rest)):
@@ -80,6 +81,14 @@ def _text(value: str, base: Path, place: Place) -> str:
         case ("rewards", *_) if not set(place) & _REWARD_TEXTS:
             return _function(value, base)
     return value
+
+
+def _model(value: str, base: Path) -> str:
+    """A path, or what a stage of another run saved: `run:DIR`, `run:DIR#STAGE`."""
+    if not value.startswith(RUN):
+        return _absolute(value, base, MODEL_FILES)
+    directory, _, stage = value.removeprefix(RUN).partition("#")
+    return model_of_run(Path(_run(directory, base)), stage or None)
 
 
 def _is_source(place: Place) -> bool:

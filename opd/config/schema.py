@@ -71,7 +71,7 @@ SHORT_FORMS: dict[str, Callable[[Schema], Schema]] = {  # key -> what else may s
     "student": lambda whole: _or(TEXT, whole),
     "teachers": lambda whole: _or(TEXT, _mapping(_or(TEXT, NULL, whole["additionalProperties"]))),
     "prompts": lambda whole: _one_or_list(_or(TEXT, whole["items"])),
-    "further": lambda whole: _one_or_list(_or(TEXT, whole["items"])),
+    "further": lambda whole: _or(TEXT, whole["items"], whole | {"items": _or(TEXT, whole["items"])}),
     "sampler": lambda whole: _or(TEXT, whole),
     "objective": lambda whole: _one_or_list(whole["items"]),
     "log": lambda whole: _or(TEXT, _list(_or(TEXT, {"type": "object"})), whole),

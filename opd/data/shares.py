@@ -72,6 +72,11 @@ class SteeredShares(Shares):
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.sources < 2:
             yield f"shares {self.name} divides prompts among domains, and there is one source of prompts. Drop it."
+        if view.rollout.staleness:
+            yield (
+                f"shares {self.name} goes by every step before, and rollout.staleness {view.rollout.staleness} draws prompts ahead of "
+                "them. Set staleness: 0, or shares: static."
+            )
 
 
 class TokenShares(SteeredShares):

@@ -11,7 +11,6 @@ from opd.models.language_model import LanguageModel
 from opd.sampling.ahead import AheadSampler
 from opd.sampling.graphs import Partner
 from opd.sampling.samplers import SamplerKind
-from opd.trainer.shared_sampler import Follower
 from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
 
@@ -35,19 +34,14 @@ class StageSamplers:
         self.copy = student.inference_copy(self._dtype)  # what the student samples with
         ahead, kind = bool(spec.rollout.staleness), spec.sampler
         kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
-        self._close: list[tuple[SamplerKind, TokenSampler]] = []
-        own = self._lasting(self.copy, kind) if world.leads or not kind.led else Follower(self.copy)
-        self.manner = kind.manner(own) if world.leads or not kind.led else ""  # how, where that is slower than usual
-        self.student = world.sampler(own, kind.led)
+        self._own = self._opened(self.copy, kind=kind) if world.leads or not kind.led else None
+        self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
+        self.student = world.student_sampler(self._own, kind.led, spec, self.copy, max_length, stop_ids)
+        self._ahead = self._opened(student.inference_copy(self._dtype, own=True)) if ahead else None
         self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
-        if ahead:
-            opened = self._lasting(student.inference_copy(self._dtype, own=True), spec.sampler)
-            self.ahead = AheadSampler(opened, student, spec.rollout.in_flight)
-
-    def _lasting(self, model: LanguageModel, kind: SamplerKind) -> TokenSampler:
-        opened = kind.open(model, self._max_length, merge_stop=self._stop_ids)
-        self._close.append((kind, opened))
-        return opened
+        if self._ahead is not None:
+            self.ahead = AheadSampler(self._ahead, student, spec.rollout.in_flight)
+        self._close = [(kind, self._own), (spec.sampler, self._ahead)]
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -76,12 +70,18 @@ class StageSamplers:
 
     def close(self) -> None:
         for kind, sampler in self._close:
-            kind.close(sampler)
+            if sampler is not None:
+                kind.close(sampler)
 
     @property
     def _dtype(self) -> torch.dtype | None:
         return getattr(torch, self._spec.sampler.dtype) if self._spec.sampler.dtype else None
 
     def _open(self, model: LanguageModel, partner: Partner | None = None) -> TokenSampler:
-        opened = self._spec.sampler.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
-        return self._world.sampler(opened)
+        return self._world.sampler(self._opened(model, partner))
+
+    def _opened(
+        self, model: LanguageModel, partner: Partner | None = None, kind: SamplerKind | None = None
+    ) -> TokenSampler:
+        kind = kind or self._spec.sampler
+        return kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)

@@ -1,4 +1,4 @@
-"""A sampler on several ranks: each answers its share of the requests, or the leader all of them, and every rank sees every token.
+"""A sampler on several ranks: each answers its share of the requests, or the first ranks all of them, and every rank sees every token.
 
 Draws are keyed by the request, so who answers it changes nothing. Tokens are exchanged in rounds, so that the leader can make
 them durable while others are still being drawn.
@@ -12,28 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.sampling.requests import copy_weights
 from opd.types import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
 
 if TYPE_CHECKING:
-    from opd.models.language_model import LanguageModel
     from opd.trainer.world import World
 
 ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    """`led`: the leader's works in processes of its own, and samples for all."""
+    """`sharers`: how many ranks have one, the first ones; default: all."""
 
-    def __init__(self, sampler: TokenSampler, world: World, led: bool = False) -> None:
-        self.own, self._world, self._led = sampler, world, led
+    def __init__(self, sampler: TokenSampler | None, world: World, sharers: int | None = None) -> None:
+        self.own, self._world = sampler, world
+        self._sharers = world.size if sharers is None else sharers
 
     def load(self, weights: WeightsRef) -> None:
-        self.own.load(weights)
+        if self.own is not None:
+            self.own.load(weights)
+            return
+        for name in weights.tensors:  # gathered from all ranks, for those that have a sampler
+            weights.tensors[name]
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
-        mine = dealt(list(requests), self._world.rank, 1 if self._led else self._world.size)
-        events = iter(self.own.sample(mine) if mine else ())
+        mine = dealt(list(requests), self._world.rank, self._sharers)
+        events = iter(self.own.sample(mine) if mine and self.own is not None else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]
             everyone: list[list[tuple[Any, ...]]] = self._world.gather(part)
@@ -41,19 +44,6 @@ class SharedSampler:
                 yield Finished(*event) if len(event) == len(Finished._fields) else SampledToken(*event)
             if all(len(found) < ROUND for found in everyone):
                 return
-
-
-class Follower:
-    """Of a rank that the leader samples for: it helps to gather the weights, one tensor after the other."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-
-    def load(self, weights: WeightsRef) -> None:
-        copy_weights(self._model, weights)
-
-    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
-        return iter(())
 
 
 def dealt(requests: Sequence[SampleRequest], rank: int, size: int) -> list[SampleRequest]:
