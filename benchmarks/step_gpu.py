@@ -10,6 +10,11 @@ KL over the whole vocabulary, backward, clipping and AdamW. Responses have force
     equal    64 prompts of 128 tokens, 512 new tokens each
     ragged   the same, lengths long-tailed with a mean of a quarter of the longest
     smol     135M, 128 prompts of 60 to 160 tokens, about 6 new ones, eight teachers: many short sequences
+    lora     `equal` with adapters of rank 32; `--memory 24` holds it to a smaller card
+    long     2 answers of 32,768 tokens from a dataset, gradient checkpointing: scoring and update of long answers
+
+`--trl` measures TRL's `DistillationTrainer` on the same models, prompts and lengths in a process of its own before
+(`benchmarks/step_trl.py`), and computes opd's loss on the very tokens of TRL's first step.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import math
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +37,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PHASES = ("sample", "score", "update")
+PROFILED = 24  # new tokens of a recorded sampling phase
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
@@ -40,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
     "tiny": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
+    "tiny-teacher": {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -52,14 +61,18 @@ class Case:
     new_tokens: int
     mean: float | None = None  # of the new tokens, long-tailed; None: all of them
     teachers: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the recipe's student
+    data: bool = False  # answers come from the dataset
 
 
 CASES = {
     "equal": Case("0.6B", "4B", 64, (128, 128), 512),
     "ragged": Case("0.6B", "4B", 64, (128, 128), 512, 128),
     "smol": Case("135M", "135M", 128, (60, 160), 24, 6, teachers=8),
-    "tiny": Case("tiny", "tiny", 4, (3, 9), 8, 3, teachers=2),
+    "lora": Case("0.6B", "4B", 64, (128, 128), 512, settings={"lora": {"rank": 32, "alpha": 64}}),
+    "long": Case("0.6B", "4B", 2, (128, 128), 32_768, settings={"gradient_checkpointing": True}, data=True),
+    "tiny": Case("tiny", "tiny-teacher", 4, (3, 9), 8, 3, teachers=2),
+    "tiny-long": Case("tiny", "tiny-teacher", 2, (3, 9), 300, settings={"gradient_checkpointing": True}, data=True),
 }
 
 
@@ -84,7 +97,7 @@ def save_model(shape: str, directory: Path, device: str) -> str:
     where = directory / shape
     if where.is_dir():
         return str(where)
-    settings = SHAPES[shape] | {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": 1}
+    settings = SHAPES[shape] | {"max_position_embeddings": 40_960, "bos_token_id": None, "eos_token_id": 1}
     torch.manual_seed(0)
     with torch.device(device):
         config = AutoConfig.for_model(**settings)
@@ -101,13 +114,15 @@ def save_model(shape: str, directory: Path, device: str) -> str:
 def prompt_rows(case: Case) -> list[dict[str, str]]:
     dice = random.Random(2)
     vocabulary = SHAPES[case.student]["vocab_size"]
-    return [
-        {
-            "prompt": " ".join(f"w{dice.randrange(2, vocabulary)}" for _ in range(dice.randint(*case.prompt_tokens))),
-            "domain": f"teacher{number % case.teachers}",
-        }
+
+    def words(count: int) -> str:
+        return " ".join(f"w{dice.randrange(2, vocabulary)}" for _ in range(count))
+
+    rows = [
+        {"prompt": words(dice.randint(*case.prompt_tokens)), "domain": f"teacher{number % case.teachers}"}
         for number in range(case.prompts)
     ]
+    return [row | ({"completion": words(case.new_tokens)} if case.data else {}) for row in rows]
 
 
 class ForcedLengths:
@@ -167,14 +182,14 @@ def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phase
     source = directory / "prompts.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(case)), encoding="utf-8")
     models = Path(arguments.models or directory)
-    teacher = {"model": save_model(case.teacher, models, arguments.device), "dtype": "bfloat16", "batch_tokens": 16_384}
+    teacher = {"model": save_model(case.teacher, models, arguments.device), "dtype": "bfloat16"}
     recipe = {
-        "student": save_model(case.student, models, arguments.device),
+        "student": {"model": save_model(case.student, models, arguments.device)} | case.settings,
         "teachers": {f"teacher{number}": teacher for number in range(case.teachers)},
         "prompts": str(source),
-        "rollout": {"prompts": case.prompts, "max_new_tokens": case.new_tokens},
+        "rollout": {"prompts": case.prompts, "max_new_tokens": case.new_tokens, "data_share": float(case.data)},
         "objective": {"form": "direct", "divergence": "reverse_kl"},
-        "train": {"steps": 100, "lr": 1e-6, "micro_tokens": 16_384},
+        "train": {"steps": 100, "lr": 1e-6},
         "eval": {"prompts": 0},
         "device": arguments.device,
     }
@@ -192,8 +207,11 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from opd.trainer.step import run_step
 
     case, phases = CASES[name], Phases(arguments.device)
+    peer = peer_results(name, arguments) if arguments.trl else {}
     with tempfile.TemporaryDirectory() as directory:
         run = open_stage(case, Path(directory), arguments, phases)
+        if peer:
+            peer["check"]["opd"] = loss_on(run, peer["check"].pop("tokens"))
         samples, facts = [], []
         for step in range(1, arguments.warm + arguments.steps + 1):
             phases.reset()
@@ -205,6 +223,13 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     kept = samples[arguments.warm :]
     return {
         "case": vars(case),
+        "sizes": {
+            "micro_tokens": run.spec.train.micro_tokens,
+            "batch_tokens": run.spec.teachers["teacher0"].batch_tokens,
+            "slots": run.engine.settings.slots,
+            "compile": run.spec.sampler.compile,
+        },
+        "trl": peer,
         "tokens": facts[-1]["tokens"],
         "loss": [fact["loss"] for fact in facts],
         "mismatch": facts[-1]["mismatch"],
@@ -216,38 +241,145 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
-    """Where one more step's time goes, kernel by kernel and call by call; a text file beside the results."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
+def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What TRL takes for the same case, in a process of its own, whose memory is free again when it has ended."""
+    with tempfile.TemporaryDirectory() as directory:
+        models, out = Path(arguments.models or directory), Path(directory) / "trl.json"
+        save_model(CASES[name].student, models, arguments.device)
+        save_model(CASES[name].teacher, models, arguments.device)
+        script = Path(__file__).with_name("step_trl.py")
+        command = [sys.executable, str(script), "--case", name, "--models", str(models), "--out", str(out)]
+        subprocess.run([*command, "--device", arguments.device, "--steps", str(arguments.steps)], check=True)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    print("TRL", name, found["seconds"], found["peak_gib"], flush=True)
+    return found
 
+
+def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+    """opd's loss and gradient norm on given (prompt, response) ids, without an update."""
+    import numpy as np
+
+    from opd.divergences import divergence
+    from opd.trainer.halving import micro_batches
+    from opd.types import Author, Rollout
+
+    rollouts = []
+    for number, (prompt, response) in enumerate(tokens):
+        known = np.zeros(len(response), dtype=np.float32)
+        rollout = Rollout(
+            id=str(number), prompt_id=str(number), visit=0, sample=0, domain=run.domains[0], source="student",
+            prompt_ids=np.array(prompt, dtype=np.int32), response_ids=np.array(response, dtype=np.int32),
+            author=np.full(len(response), Author.STUDENT, dtype=np.uint8), logprob=known, logprob_sampled=known,
+            logprob_stop=known, version=np.zeros(len(response), dtype=np.int32), stop="length", group=str(number),
+        )  # fmt: skip
+        rollouts.append(rollout)
+    count, total = sum(len(response) for _, response in tokens), 0.0
+    for batch in micro_batches(rollouts, run.spec.train.micro_tokens, run.student.device, {}):
+        with torch_no_grad():
+            teacher = run.teachers["teacher0"].model.predict(batch)
+        found = divergence("reverse_kl", run.student.predict(batch), teacher, merge=(run.stop_ids,))
+        (found.loss / count).backward()
+        total += float(found.loss.detach()) / count
+    norm = run.optimiser.clip()
+    run.optimiser.discard()
+    return {"loss": total, "grad_norm": norm}
+
+
+def torch_no_grad() -> Any:
+    import torch
+
+    return torch.no_grad()
+
+
+class PhaseProfiler:
+    """Records each phase of a step apart: which kernels took the device's time, and how many launches it took."""
+
+    def __init__(self, cuda: bool, wanted: Iterable[str]) -> None:
+        self.cuda, self.wanted, self.tables, self.phase = cuda, tuple(wanted), dict[str, str](), ""
+        self.recorder: Any = None
+
+    def __call__(self, phase: str) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        self.stop()
+        if phase in self.wanted:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+            self.phase, self.begun, self.recorder = phase, time.perf_counter(), record(activities=kinds)
+            self.recorder.start()
+
+    def stop(self) -> None:
+        import torch
+
+        if self.recorder is None:
+            return
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.begun
+        self.recorder.stop()
+        self.tables[self.phase] = self.tables.get(self.phase, "") + phase_table(self.recorder, self.phase, seconds)
+        self.recorder = None
+
+
+def phase_table(recorder: Any, phase: str, seconds: float, rows: int = 30) -> str:
+    """Kernels by the time they took, then calls of the host by theirs."""
+    averages = recorder.key_averages()
+    kernels = [event for event in averages if str(event.device_type).endswith("CUDA")]
+    calls = [event for event in averages if str(event.device_type).endswith("CPU")]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6
+    head = f"{phase}: {seconds:.3f} s recorded, device busy {busy:.3f} s in {sum(e.count for e in kernels)} kernels\n"
+    lines = [
+        f"  {event.self_device_time_total / 1e3:10.2f} ms {event.count:8d} x  {event.key[:150]}"
+        for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:rows]
+    ] + [
+        f"  {event.self_cpu_time_total / 1e3:10.2f} ms {event.count:8d} x  host {event.key[:120]}"
+        for event in sorted(calls, key=lambda event: -event.self_cpu_time_total)[:rows]
+    ]  # fmt: skip
+    return head + "\n".join(lines) + "\n\n"
+
+
+def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
+    """Where two more steps' time goes, phase by phase; a text file beside the results.
+
+    Sampling is recorded over a few tokens: every one takes the same kernels, and their number is what recording costs.
+    """
     from opd.trainer.step import run_step
 
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if arguments.device != "cpu" else [])]
-    with record(activities=kinds) as found:
-        run_step(run, arguments.warm + arguments.steps + 1)
-    averages = found.key_averages()
-    orders = ["self_cpu_time_total"] + (["self_cuda_time_total"] if arguments.device != "cpu" else [])
-    tables = [averages.table(sort_by=order, row_limit=40, max_name_column_width=90) for order in orders]
+    forced, before = run.trajectories.desk.student, run.on_phase
+    whole, tables = forced.limits, []
+    for number, wanted in enumerate((["sample"], ["score", "update"]), 1):
+        forced.limits = [min(limit, PROFILED) for limit in whole] if number == 1 else whole
+        run.on_phase = PhaseProfiler(arguments.device != "cpu", wanted)
+        run_step(run, arguments.warm + arguments.steps + number)
+        run.on_phase.stop()
+        tables += [run.on_phase.tables[phase] for phase in wanted]
+    run.on_phase = before
     path = arguments.out.with_name(f"{arguments.out.stem}-{name}-profile.txt")
-    path.write_text("\n\n".join(tables), encoding="utf-8")
+    path.write_text("".join(tables), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["equal", "ragged", "smol"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["equal", "ragged", "smol", "lora"])
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warm", type=int, default=2, help="steps before them that are left out")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe settings")
     parser.add_argument("--models", type=Path, help="where random models are kept; default: made anew")
-    parser.add_argument("--profile", action="store_true", help="record one more step")
+    parser.add_argument("--profile", action="store_true", help="record two more steps")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trl", action="store_true", help="measure TRL's DistillationTrainer first, on the same cases")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="take no more of the device than this")
     arguments = parser.parse_args()
-    arguments.out = arguments.out or RESULTS / f"step-{arguments.device}-shapes.json"
+    arguments.out = arguments.out or RESULTS / (
+        "step-cuda.json" if arguments.device != "cpu" else "step-shapes-cpu.json"
+    )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     import torch
 
+    if arguments.memory:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
     report: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/step_gpu.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if arguments.device != "cpu" else platform.processor(),

@@ -122,6 +122,27 @@ def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "opd-sampler"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"student": {"model": "tiny/generalist", "lora": {"rank": 4}}, "sampler": {"dtype": "bfloat16"}},
+        {
+            "train": {"steps": 4, "lr": 1e-3, "precision": "mixed", "epochs": 2},
+            "objective": {"form": "policy_gradient"},
+        },
+        {"teachers": {"teacher": {"kind": "ema", "rate": 0.5, "view": {"kind": "instruction", "instruction": "Add."}}}},
+        {"train": {"steps": 4, "learn": False}},
+        {"eval": {"prompts": 4, "every": 1, "teachers": False}},
+    ],
+    ids=["lora", "mixed", "ema", "scores", "evaluated"],
+)
+def test_other_students_and_teachers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run = opd.run(AHEAD | changes, out=tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert all(line["staleness/max"] <= 2 for line in run.metrics)
+
+
 def test_a_producer_is_gated_and_never_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[int, int]] = []
     sample = Ahead._sample
@@ -223,6 +244,7 @@ def test_the_index_is_saved_while_another_thread_begins(tmp_path: Path, monkeypa
         thread.start()
     for thread in threads:
         thread.join()
+    store.commit(sync=True)
     assert (tmp_path / "log" / "index.bin").is_file()
     assert len(RolloutStore(tmp_path / "log", read_only=True)) == 300  # from an index that was saved on the way
     store.close()

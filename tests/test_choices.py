@@ -178,7 +178,10 @@ def test_stages_that_earlier_versions_wrote_are_read() -> None:
     )
     assert [source.name for source in stage.prompts] == ["task", "reasoning_gym", "file", "dataset"]
     assert stage == Stage.model_validate(stage.model_dump(mode="json"))
-    null = stage.model_dump() | {"sampler": {"engine": None}, "eval": {"early_stop": {"kind": None, "patience": 4}}}
+    null = stage.model_dump() | {
+        "sampler": {"engine": None, "compile": False},
+        "eval": {"early_stop": {"kind": None, "patience": 4}},
+    }
     assert stage == Stage.model_validate(null)
     assert (stage.sampler.name, stage.eval.early_stop) == (
         "builtin",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from opd.errors import RunDirectoryError, UserError
 from opd.files import line_of
@@ -24,7 +25,7 @@ from opd.report.page import page, write_report
 from opd.report.plot import plot_runs
 from opd.report.view import ViewServer
 from opd.runner.directory import Run
-from tests.reports import HOSTILE, make_run
+from tests.reports import HOSTILE, evaluation, make_run
 
 
 class Scripts(HTMLParser):
@@ -64,6 +65,21 @@ def test_what_came_of_a_run_in_words(tmp_path: Path) -> None:
     assert "b did not change by more than chance" in words
     assert "fell from 0.978 to 0.428 nats" in words
     assert "at work" in run_facts(make_run(tmp_path / "live", ended=False))["words"]
+
+
+def test_gains_are_counted_along_the_students_line(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    resolved = yaml.safe_load((root / "resolved.yaml").read_text(encoding="utf-8"))
+    (stage,) = resolved["stages"]
+    others = [stage | {"name": "aside"}, stage | {"name": "next", "student": {"model": "stage:main"}}]
+    (root / "resolved.yaml").write_text(yaml.safe_dump({"stages": [stage, *others]}), encoding="utf-8")
+    summary = json.loads((root / "summary.json").read_text(encoding="utf-8"))
+    (result,) = summary["stages"]
+    aside = {"b": evaluation(0.0, 1.0, 1.0)}
+    last = {"a": evaluation(0.9, 0.95, 0.96), "b": evaluation(0.6, 0.7, 0.75)}
+    summary["stages"] += [result | {"name": "aside", "evals": aside}, result | {"name": "next", "evals": last}]
+    (root / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    assert "went from 50.0% to 82.5% on average over 2 domains" in run_facts(root)["words"]
 
 
 def test_stages_are_a_graph() -> None:
@@ -131,6 +147,7 @@ def test_a_notebook_shows_a_run_escaped(tmp_path: Path) -> None:
     assert "75.0%" in text
 
 
+@pytest.mark.slow
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=6)

@@ -15,7 +15,7 @@ from opd.errors import DataError, RecipeError
 from opd.objective.batch import TrainingBatch
 from opd.runner.plan import make_plan
 from opd.teachers.router import one_per_domain
-from opd.trainer.step import micro_batches
+from opd.trainer.halving import micro_batches
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",

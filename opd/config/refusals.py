@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from opd.config.graph import STAGE_PREFIX
 from opd.config.stage import Recipe, Stage
 from opd.data.prompts import DOMAIN
 from opd.errors import RecipeError
@@ -18,6 +19,7 @@ METRIC = "pass@1"
 
 def refuse_recipe(recipe: Recipe) -> None:
     """What stages say about each other."""
+    _refuse_retained(recipe)
     named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
         if stage.select is not None and not named[stage.select.stage].eval.prompts:
@@ -31,6 +33,27 @@ def refuse_recipe(recipe: Recipe) -> None:
                 f"stages.{stage.name}.log: trackers are opened once for the whole run. Set `to` and `project` at the "
                 "top, not in a stage."
             )
+
+
+def _refuse_retained(recipe: Recipe) -> None:
+    """One log holds the rollouts of all stages, and is given back from its beginning on."""
+    keeping = [stage.name for stage in recipe.stages if stage.store.retain is None]
+    if len(keeping) == len(recipe.stages):
+        return
+    if keeping:
+        raise RecipeError(
+            f"stages.{keeping[0]}.store.retain: the rollouts of all stages are in one store, and others give it back. Set store.retain at the "
+            "top, for all of them."
+        )
+    for stage in recipe.stages:
+        read = [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
+        read += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
+        for key, where in read:
+            if where.startswith(STAGE_PREFIX):
+                raise RecipeError(
+                    f"stages.{stage.name}.{key}: {where!r} reads what that stage left in the store, but store.retain gives it back. "
+                    "Set store.retain: null."
+                )
 
 
 def refuse_stage(stage: Stage, where: str = "") -> None:
@@ -268,6 +291,13 @@ def _selected(stage: Stage) -> Iterator[str]:
 
 
 def _files(stage: Stage) -> Iterator[str]:
+    if stage.store.retain is not None and not stage.checkpoint.every:
+        yield (
+            f"store.retain {stage.store.retain}: what is older than the checkpoints is given back when one is saved, but checkpoint.every is 0. "
+            "Set it."
+        )
+    if stage.store.retain is not None and not stage.train.learn:
+        yield "store.retain with train.learn false: the stage is there for what it leaves in the store. Drop retain."
     if stage.checkpoint.keep_every and not stage.checkpoint.every:
         yield (
             "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, "

@@ -67,6 +67,9 @@ WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
 }
 
 
+MICRO_TOKENS = 4096  # on a CPU
+
+
 class Train(BaseModel):
     model_config = SETTINGS
     steps: Positive = 100
@@ -87,11 +90,18 @@ class Train(BaseModel):
         True,
         description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached",
     )
-    micro_tokens: Positive = Field(4096, description="token budget of one micro-batch; lower it when memory runs out")
+    micro_tokens: Positive | None = Field(
+        None, description="token budget of one micro-batch; default: what fits a GPU, 4096 on a CPU"
+    )
     precision: Precision = Field(
         "auto",
         description="mixed: bf16 weights to compute with, fp32 masters to train; auto: mixed on CUDA, else float32",
     )
+
+    @property
+    def micro_budget(self) -> int:
+        """`micro_tokens`, or what they are where nothing else was chosen."""
+        return self.micro_tokens or MICRO_TOKENS
 
     @property
     def updates(self) -> int:
@@ -162,6 +172,10 @@ class Store(BaseModel):
         "commit", description="never: safe when the process is killed, not when the power fails"
     )
     hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
+    retain: Count | None = Field(
+        None,
+        description="steps before the oldest checkpoint whose tokens stay, at least; null: all of them, for good",
+    )
 
 
 class Log(BaseModel):
@@ -286,7 +300,8 @@ class Stage(BaseModel):
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""
         prompts = [source.inside(directory) for source in self.prompts]
         teachers = {name: kind.inside(directory) for name, kind in self.teachers.items()}
-        return self.model_copy(update={"prompts": prompts, "teachers": teachers})
+        measured = self.eval.model_copy(update={"further": [source.inside(directory) for source in self.eval.further]})
+        return self.model_copy(update={"prompts": prompts, "teachers": teachers, "eval": measured})
 
     @property
     def starts(self) -> list[str]:

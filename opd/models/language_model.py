@@ -41,6 +41,8 @@ class LanguageModel:
 
     spread = False  # over ranks, which then make as many passes
 
+    passes_alone = True  # whether a pass takes nobody but this process, so that it may make more of them
+
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one

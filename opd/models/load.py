@@ -204,6 +204,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     from opd.models.complete import load_complete
+    from opd.models.fused import fuse_layers, kernels_on
     from opd.models.language_model import LanguageModel
     from opd.models.lora import require_peft
 
@@ -230,6 +231,8 @@ def load_model(
         if location.adapter is not None:
             module = merge_adapter(module, name, location.adapter)
         model = LanguageModel(module.to(device), tokenizer, name)
+    if kernels_on(device):
+        fuse_layers(model.module)
     if lora is not None:
         model.add_lora(lora)
     if gradient_checkpointing:

@@ -25,8 +25,9 @@ SELF, NONE = "'self'", "'none'"
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
-    """The page as text. `live`: it asks the server that sent it for news."""
+def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False, stamp: str = "") -> str:
+    """The page as text. `live`: it asks the server that sent it for what is newer than its stamp."""
+    data = {"live": live, "stamp": stamp, "runs": list(runs)}
     script, style = (
         "\n".join((FILES / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
     )
@@ -43,7 +44,7 @@ def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
         '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
         f'<title>{title} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
         "<body><noscript>This page draws itself with JavaScript, from data inside the file; it loads nothing.</noscript>\n"
-        f'<main id="page"></main>\n<script id="data" type="application/json">{embedded({"live": live, "runs": list(runs)})}</script>\n'
+        f'<main id="page"></main>\n<script id="data" type="application/json">{embedded(data)}</script>\n'
         f"<script>{script}</script></body></html>\n"
     )
 

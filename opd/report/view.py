@@ -119,7 +119,8 @@ class ViewRequest(BaseHTTPRequestHandler):
         return {"": self._page, "api/run": self._run, "api/rollouts": self._rollouts, "api/rollout": self._rollout}
 
     def _page(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
-        return 200, "text/html", page([self.server.facts()[1]], live=True)
+        stamp, facts = self.server.facts()
+        return 200, "text/html", page([facts], live=True, stamp=stamp)
 
     def _run(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
         stamp, facts = self.server.facts()

@@ -24,9 +24,10 @@ def in_words(run: Mapping[str, Any]) -> str:
         return f"{told}No step has been taken yet."
     steps, tokens = sum(stage["steps"] for stage in stages), sum(stage["tokens"] for stage in stages)
     told += f"{steps:,} steps on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
-    measured = [stage for stage in stages if stage["evals"]]
+    line = lineage(run["graph"], stages[-1]["name"])
+    measured = [stage for stage in stages if stage["evals"] and stage["name"] in line]
     if measured:
-        told += " ".join(_gains(measured[0], measured[-1])) + " "
+        told += " ".join(_gains(measured)) + " "
     elif run["status"] == "done":
         told += (
             "Nothing was measured on held-out prompts (eval.prompts), so only the distance to the teacher is known. "
@@ -34,11 +35,20 @@ def in_words(run: Mapping[str, Any]) -> str:
     return (told + " ".join(_signs(run["metrics"], stages[-1]["name"]))).strip()
 
 
-def _gains(first: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
-    """From before the first stage that was measured to after the last."""
+def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
+    """The stages through which the student of this one came, and itself, oldest first."""
+    before = {edge["to"]: edge["from"] for edge in graph["edges"] if edge["as"] == "student"}
+    names = [name]
+    while before.get(names[0]) not in (None, *names):
+        names.insert(0, before[names[0]])
+    return names
+
+
+def _gains(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of each domain, from before the first stage in which it was measured to after the last."""
     rows = []
-    for domain, found in last["evals"].items():
-        start = first["evals"].get(domain, found)
+    for domain, found in stages[-1]["evals"].items():
+        start = next(stage["evals"][domain] for stage in stages if domain in stage["evals"])
         if start["before"] is not None and found["after"] is not None:
             spread = math.hypot(_error(start, "before"), _error(found, "after"))
             rows.append((domain, start["before"], found["after"], found.get("teacher"), spread))

@@ -31,7 +31,7 @@ EARLY = {
     f".{SEALS}.partial",
 }
 WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "start.json", ".start.json.partial",
+           "start.json", ".start.json.partial", "sizes.json", ".sizes.json.partial",
            "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 

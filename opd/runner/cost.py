@@ -114,7 +114,7 @@ def memory(
     kept = 4 if half and not lora and precision == "mixed" else 0  # a master for every weight
     gradient = each if precision == "bfloat16" else 4
     step = stage.rollout.prompts * stage.rollout.samples * longest
-    tokens = max(min(stage.train.micro_tokens, -(-step // spread.ranks)), longest)
+    tokens = max(min(stage.train.micro_budget, -(-step // spread.ranks)), longest)
     activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
     merged = student.parameters * each if lora else 0  # on its way to the sampler, after the activations have gone
@@ -231,7 +231,7 @@ def gradient_bytes(stage: Stage, work: Work, student: ModelShape, trained: int, 
     """That one rank receives in a step: weights gathered forward and backward, gradients summed, once per micro-batch."""
     if spread.ranks == 1:
         return 0.0
-    micro = max(stage.train.micro_tokens, work.prompt + work.response)
+    micro = max(stage.train.micro_budget, work.prompt + work.response)
     passes = work.updates * max(-(-work.tokens // (spread.ranks * micro)), 1)
     share = (spread.group - 1) / spread.group
     gathered = 0 if stage.student.lora is not None else 2 * student.parameters * each

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 
@@ -13,14 +15,18 @@ from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.data.source import PromptSource
 from opd.models import load_config, lora_parameter_count, parameter_count
+from opd.models.fused import fuse_layers, kernels_on
+from opd.models.load import empty_model
 from opd.plugins import plugin_errors
-from opd.runner.checks import check_stage
+from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
+from opd.runner.sizes import Sizes, choose_sizes, kept_sizes, sizes_in_words, with_sizes
 from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
 from opd.text import bytes_in_words, plain
 from opd.trainer.ahead import scores_ahead
+from opd.trainer.world import World
 
 SHOWN = 50  # values of a route that are printed
 
@@ -46,6 +52,8 @@ class Plan:
     ahead: str = ""  # how sampling runs ahead of training
     notes: tuple[str, ...] = ()  # what is skipped
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
+    sizes: str = ""
+    fused: str = ""  # parts of the student's layers that are one kernel each
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -53,9 +61,11 @@ class Plan:
         return [
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {in_short(self.parameters)} parameters, {in_short(self.trained)} trained",
+            *([f"  layers     one kernel each: {self.fused}"] if self.fused else []),
             *(f"  teacher    {name}: {in_short(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
+            *([f"  sizes      {self.sizes}"] if self.sizes else []),
             f"  a step     {self.rollouts_per_step} rollouts, at most {self.tokens_per_step:,} tokens (prompts of about {self.prompt_tokens:.0f})",
             *([f"  ahead      {self.ahead}"] if self.ahead else []),
             f"  memory     about {bytes_in_words(size)}: {parts}",
@@ -98,17 +108,14 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
     checked = check_stage(stage, resolve, planning=True)
+    stage = with_sizes(stage, sizes_for(stage, checked, resolve))
     config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)
     teachers = {
         name: sum(parameter_count(resolve(ref.model), ref.revision) for ref in kind.reads())
         for name, kind in stage.teachers.items()
     }
-    trained = (
-        student
-        if stage.student.lora is None
-        else lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
-    )
+    trained = _trained(stage, resolve, student)
     rollouts = stage.rollout.prompts * stage.rollout.samples
     longest = inputs.scanned.longest + stage.rollout.max_new_tokens
     held = _held(stage, checked.device, resolve, student)
@@ -118,6 +125,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         teachers=teachers, routes=checked.routes, route=stage.route, prompt_tokens=inputs.scanned.mean, notes=(*inputs.notes, *stage.sampler.notes()), tokens_per_step=rollouts * longest,
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
+        sizes=sizes_in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
     )  # fmt: skip
 
 
@@ -139,6 +147,38 @@ def _ahead(stage: Stage) -> str:
         f"sampling runs up to {rollout.staleness} steps ahead of training, in a thread with weights of its own; {beside} are asked beside "
         f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
     )
+
+
+def settle_sizes(stage: Stage, run: Path, checked: Checked, resolve: Callable[[str], str], world: World) -> Stage:
+    """With what it leaves open, as the run has kept it or chooses it now."""
+    choose = partial(sizes_for, stage, checked, resolve)
+    return with_sizes(stage, world.share(partial(kept_sizes, run, stage.name, choose)))
+
+
+def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> Sizes:
+    """What fits the device, by the estimate that the plan prints; where sizes are constants, nothing is counted."""
+    device, config = checked.device, checked.student
+    longest, precision = (
+        checked.inputs.scanned.longest + stage.rollout.max_new_tokens,
+        stage.train.precision_on(str(device)),
+    )
+
+    @cache
+    def counted() -> tuple[ModelShape, int, int]:
+        student = parameter_count(resolve(stage.student.model), stage.student.revision)
+        held = _held(stage, device, resolve, student)[""]
+        return ModelShape.of(config, student), _trained(stage, resolve, student), held
+
+    def estimate(settled: Stage) -> int:
+        return sum(memory(settled, precision, *counted(), longest).values())
+
+    return choose_sizes(stage, estimate, device, lambda: 2 * counted()[0].width)
+
+
+def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:
+    if stage.student.lora is None:
+        return student
+    return lora_parameter_count(resolve(stage.student.model), stage.student.lora, stage.student.revision)
 
 
 def _held(stage: Stage, device: torch.device, resolve: Callable[[str], str], student: int) -> dict[str, int]:

@@ -11,7 +11,15 @@ import torch
 
 from opd.config import Stage
 from opd.errors import Preempted, Stopped
-from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, retain, save_checkpoint
+from opd.runner.checkpoint import (
+    Saver,
+    checkpoint_directory,
+    point_latest,
+    read_state,
+    retain,
+    save_checkpoint,
+    steps_in,
+)
 from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
 from opd.runner.resume import Boundary, drop_before, sync_lines
@@ -126,10 +134,18 @@ class StageCheckpoints:
             point_latest(where)
             drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
+            self._give_back(where.parent)
 
         self._untold.append(where)
         self._saver.save(write, background=background)
         return where
+
+    def _give_back(self, folder: Path) -> None:
+        """Segments of the store that no checkpoint needs to go on from, and that the recipe does not ask to keep."""
+        spec, kept = self._run.spec, self._run.spec.store.retain
+        counts = [read_state(path)["rollouts"] for path in steps_in(folder)] if kept is not None else []
+        if kept is not None and counts and None not in counts:  # else the log was repaired, and nobody knows
+            self._run.store.reclaim(min(counts) - kept * spec.rollout.prompts * spec.rollout.samples)
 
     def _directory(self, step: int) -> Path:
         return checkpoint_directory(self._root, self._run.spec.name, step)

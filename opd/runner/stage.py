@@ -20,14 +20,15 @@ from opd.data.shares import DomainSeen
 from opd.data.stream import PromptStream, Visit
 from opd.errors import DataError, RecipeError, TrainingError
 from opd.models.identity import weights_hash
-from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
 from opd.objective.trace import Trace
 from opd.runner.checks import RevisionOf, as_named, check_stage
+from opd.runner.plan import settle_sizes
 from opd.runner.prompts import Looked, response_limit
 from opd.runner.shown import shown_room
-from opd.runner.stage_models import StageModels
+from opd.runner.sizes import told_of_memory
+from opd.runner.stage_models import StageModels, slower_models
 from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
@@ -44,7 +45,7 @@ from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
 from opd.trainer.trajectories import Trajectories
 from opd.trainer.world import World
-from opd.types import Prompt, Rollout, Sample, Sampling, TeacherLike
+from opd.types import Prompt, Rollout, Sample, Sampling
 
 UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
@@ -84,6 +85,7 @@ class StageRun:
         torch.manual_seed(spec.seed)
         checked = check_stage(spec, resolve_model, self._told, say, revision_of)
         on_phase("loading")
+        spec = self.spec = settle_sizes(spec, store.directory.parent, checked, resolve_model, self.world)
         self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
         self.device = self.world.device(self.device, spec.device)
         self.routes, self.rewarder = checked.routes, checked.rewarder
@@ -173,6 +175,7 @@ class StageRun:
             self.say(f"{spec.name}: {line}")
         self.student = self.world.shard(self.student, spec.cluster)
         self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
+        told = partial(told_of_memory, self.store.directory.parent, spec.name, self.say)
         self.trainer = Trainer(
             self.student,
             self.objective,
@@ -180,6 +183,7 @@ class StageRun:
             seed=spec.seed,
             check_stop=self.check_stop,
             world=self.world,
+            told=told,
         )
         self.optimiser = self.trainer.optimiser
         self.version = 0
@@ -383,16 +387,3 @@ class StageRun:
 
     def text(self, rollout: Rollout) -> str:
         return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
-
-
-def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
-    """Models that do not run packed, or not in slots, and why: said once."""
-    models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
-    found = {
-        f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
-        for model in models
-        if model.route.why
-    }
-    if manner:
-        found.add(f"{student.name} {manner}")
-    return sorted(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from opd.teachers.paging import Pager
 from opd.teachers.pool_settings import movable
 from opd.teachers.quantised import load_teacher
 from opd.trainer.world import World
+from opd.types import TeacherLike
 
 Key = tuple[str, str | None, str, str, str | None]  # model, revision, dtype, device, quantisation
 
@@ -76,3 +77,16 @@ class StageModels:
     def _key(self, ref: ModelRef) -> Key:
         revision = self._revision_of(ref.model, ref.revision)
         return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device, ref.quantise
+
+
+def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
+    """Models that do not run packed, or not in slots, and why: said once."""
+    models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
+    found = {
+        f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+        for model in models
+        if model.route.why
+    }
+    if manner:
+        found.add(f"{student.name} {manner}")
+    return sorted(found)

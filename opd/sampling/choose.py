@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +13,14 @@ from opd.models.attention import Packed, Unknown
 from opd.models.language_model import LanguageModel
 from opd.models.probe import FOREIGN, FOREIGN_LAYERS, far, narrow_windows, takes_our_attention
 from opd.models.routes import PackedRoute
-from opd.sampling.engine import Engine
+from opd.sampling.engine import Engine, choose_settings
 from opd.sampling.graphs import Partner
 from opd.sampling.plain import PlainSampler
 from opd.sampling.samplers import BuiltInSampler
 from opd.sampling.slots import SlotCache, SlotLayout
 from opd.text import first_line
+
+log = logging.getLogger(__name__)
 
 LENGTH = 9  # tokens of each of the probe's two sequences
 
@@ -30,13 +33,23 @@ def open_sampler(
     merge_stop: tuple[int, ...],
     partner: Partner | None = None,
 ) -> Engine | PlainSampler:
-    """The sampler takes the model over: give it an `inference_copy`."""
+    """The sampler takes the model over: give it an `inference_copy`. It gets as many of its slots as there is memory for."""
     if partner is not None:
         require_slots([model, partner.model], max_length)
     why = unfit_for_slots(model, max_length)
     if why:
         return PlainSampler(model, max_length, merge_stop=merge_stop, why=why)
-    return Engine(model, spec, max_length, merge_stop=merge_stop, partner=partner)
+    while True:
+        try:
+            return Engine(model, spec, max_length, merge_stop=merge_stop, partner=partner)
+        except torch.OutOfMemoryError:
+            slots = choose_settings(model, spec, partner).slots
+            if slots == 1:
+                raise
+        log.warning("%s: no memory for %s slots; trying half as many", model.name, slots)
+        spec = spec.model_copy(update={"slots": slots // 2})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:

@@ -124,7 +124,7 @@ class Engine:
             )
         self.model, self.max_length, self.version = model, max_length, 0
         self.settings = choose_settings(model, spec, partner)
-        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile, partner)
+        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile is True, partner)
         self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
         self.decode_steps = self.prefill_calls = self.prefill_rows = 0
         self._busy = False

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
 from opd.sampling.sampling import Drawn, RowSettings, draw
-from opd.sampling.slots import SlotCache, SlotLayout
+from opd.sampling.slots import SlotCache, SlotLayout, fused_decoding
 from opd.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -126,12 +127,14 @@ class Steps:
         self._recorded = False  # a call of this model, as a graph: so none of its layers waits for the device
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
+        self._decode_kernel = fused_decoding(self.device)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
         self._span_step, self._span_doubles = CPU_SPAN, False
         if self.device.type == "cuda":
             self._span_step, self._span_doubles = (COMPILED_SPAN if compiled else CUDA_SPAN), True
         if compiled and self.device.type == "cuda":
+            stock_layers(model.module)
             dynamo = torch._dynamo.config  # the limit counts spans and engines together
             dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
             self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
@@ -213,12 +216,12 @@ class Steps:
     def _decode_step(self, span: int, filtered: bool) -> None:
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
-        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
         hidden = self._decode_hidden(token[:, None], layout)
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True)
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
         other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
         drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)

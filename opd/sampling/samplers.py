@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -62,6 +62,14 @@ class SamplerKind(Choice):
         """How many it holds at once, as far as the plan can tell."""
         return 1
 
+    def sized(self, slots: int | None, compiled: bool) -> SamplerKind:
+        """With what it leaves open filled in."""
+        return self
+
+    def in_words(self) -> list[str]:
+        """The sizes of one that leaves none open, for the plan."""
+        return []
+
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.rollout.teacher_mix and not self.mixes:
             yield (
@@ -89,7 +97,9 @@ class BuiltInSampler(SamplerKind):
     slots: Positive | None = Field(None, le=65_536, description="sequences decoded side by side")
     prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
     prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
-    compile: bool = Field(False, description="torch.compile the decode step (GPU; about a minute at first use)")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile the decode step (GPU; about a minute); auto: in runs that are long enough"
+    )
 
     def open(
         self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
@@ -113,9 +123,16 @@ class BuiltInSampler(SamplerKind):
     def sequences(self) -> int:
         return self.slots or 64
 
+    def sized(self, slots: int | None, compiled: bool) -> SamplerKind:
+        slots = slots if self.slots is None else self.slots
+        return self.model_copy(update={"slots": slots, "compile": compiled if self.compile == "auto" else self.compile})
+
+    def in_words(self) -> list[str]:
+        return [*([f"{self.slots} slots"] if self.slots else []), "compiled" if self.compile else "not compiled"]
+
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
-        if self.compile and view.device == "cpu":
+        if self.compile is True and view.device == "cpu":
             yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
 
 

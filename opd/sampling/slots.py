@@ -8,12 +8,33 @@ Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H =
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+DecodeKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor
+]  # see `decode_kernel.attend_slots`
+WIDEST = 256  # head dimension that it takes
+
+
+def fused_decoding(device: torch.device) -> DecodeKernel | None:
+    """The fused attention of decode steps, where there is one."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from opd.sampling import decode_kernel
+
+    return decode_kernel.attend_slots
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.dtype == key.dtype == value.dtype
+    return half and query.shape[-1] == value.shape[-1] <= WIDEST and query.stride(-1) == 1
 
 
 class SlotLayout:
@@ -23,11 +44,14 @@ class SlotLayout:
     bounds the columns that are read; columns behind a row's own are masked, so it changes speed and not results.
     """
 
-    def __init__(self, slots: Tensor, columns: Tensor, span: int, in_order: bool) -> None:
+    def __init__(
+        self, slots: Tensor, columns: Tensor, span: int, in_order: bool, kernel: DecodeKernel | None = None
+    ) -> None:
         self.slots = slots  # (B,) int64
         self.columns = columns  # (B, Q) int64
         self.span = span
         self.in_order = in_order  # slots are 0, 1, … B - 1: the cache is read in place, not gathered
+        self.kernel = kernel  # for one token per slot, in order
         self._masks: dict[int | None, Tensor] = {}
 
     def write(self, cache: Tensor, new: Tensor) -> None:
@@ -55,6 +79,8 @@ class SlotLayout:
         """
         rows, heads, queries, _ = query.shape
         groups = key.shape[1]
+        if self.kernel is not None and softcap is None and sinks is None and _takes(query, key, value):
+            return self.kernel(query[:, :, 0], key, value, self.columns[:, 0], self.span, scale, window)[:, None]
         folded = query.reshape(rows, groups, heads // groups * queries, -1)
         mask = self._mask(window, heads // groups, query.dtype)
         near_key, near_value = self.read(key), self.read(value)

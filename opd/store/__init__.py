@@ -8,6 +8,7 @@
     select       `store.where(…)`, Parquet             calls    calls about finished rollouts, found again
     environment  replay of tool and sandbox calls      salvage  what can be read of a damaged log
     repair       `opd store check|repair`              recover  finish a repair that was cut short
+    reclaim      segments that are given back
 
 Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
 docs/durability.md for the guarantee and the format.

@@ -201,7 +201,8 @@ class Index:
 
     # The file
 
-    def save(self, path: Path, files: Files, position: Position) -> None:
+    def save(self, path: Path, files: Files, position: Position, **further: Any) -> None:
+        """`further`: plain JSON for the header."""
         count = len(self)
         sections = {f"rows/{name}": self.rows[name] for name in COLUMNS}
         sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED}
@@ -214,6 +215,7 @@ class Index:
                 "count": count,
                 "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
                 "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
+                **further,
             }
         ).encode()
         files.create(path, _chunks(header, list(sections.values())))
@@ -240,6 +242,12 @@ def _chunks(header: bytes, arrays: list[np.ndarray]) -> Iterator[bytes]:
 
 def load_index(path: Path) -> tuple[Index, Position] | str:
     """The saved index and where the log then ended; or why it cannot be used."""
+    found = read_index(path)
+    return found if isinstance(found, str) else found[:2]
+
+
+def read_index(path: Path) -> tuple[Index, Position, dict[str, Any]] | str:
+    """With its header."""
     if not path.is_file():
         return "missing"
     if not _whole(path):
@@ -260,7 +268,7 @@ def load_index(path: Path) -> tuple[Index, Position] | str:
     index.names = Texts(sections["names/blob"], sections["names/ends"])
     index.facts = Texts(sections["facts/blob"], sections["facts/ends"])
     index.vocabularies = {name: Vocabulary(texts) for name, texts in header["vocabularies"].items()}
-    return index, Position.from_json(header["position"])
+    return index, Position.from_json(header["position"]), header
 
 
 def _whole(path: Path) -> bool:

@@ -69,6 +69,7 @@ class SegmentLog:
         self._maps: dict[int, Buffer] = {}
         self._file: AppendFile | None = None
         self.id = b""
+        self.first = self.chain = 0  # of a log whose first segments were given back: `opd.store.reclaim`
         self.end = START
         self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a tail that a torn write left
         self.failure: StoreError | None = None
@@ -76,16 +77,18 @@ class SegmentLog:
     # Opening
 
     def segments(self) -> int:
-        """How many segments there are; a gap in their numbers is an error."""
-        numbers = segment_numbers(self.directory)
-        for expected, number in enumerate(numbers):
+        """One more than the number of the last segment; a gap in their numbers is an error."""
+        numbers = [number for number in segment_numbers(self.directory) if number >= self.first]
+        if self.first and not numbers:
+            raise StoreError(f"{self.path(self.first)}, byte 0: the segment is missing.")
+        for expected, number in enumerate(numbers, self.first):
             if number != expected:
                 raise StoreError(
                     f"{self.path(expected)}, byte 0: the segment is missing, but {self.path(number).name} is there."
                 )
         if numbers:
-            self.id = read_segment_header(self.map(0), self.path(0)).log_id
-        return len(numbers)
+            self.id = read_segment_header(self.map(self.first), self.path(self.first)).log_id
+        return self.first + len(numbers)
 
     def scan(self, start: Position = START) -> Iterator[tuple[int, Frame]]:
         """(segment, frame) from a known end of the log on.
@@ -95,11 +98,11 @@ class SegmentLog:
         count = self.segments()
         if start is not START:
             self.end = start
-        for number in range(max(start.segment, 0), count):
+        for number in range(max(start.segment, self.first), count):
             data, path = self.map(number), self.path(number)
             header = self.header(number, data)
             if number != start.segment:
-                if header.chain != max(self.end.checksum, 0):
+                if header.chain != (self.chain if number == self.first else self.end.checksum):
                     raise StoreError(f"{path}, byte 24: this segment does not follow the one before it.")
                 self.end = self._position(number, HEADER.size, header.checksum, 0)
             for frame in frames(data, self.end.offset, self.seed, self.end.checksum):
@@ -187,6 +190,7 @@ class SegmentLog:
             self._files.make_directory(self.directory)
             for partial in self.directory.glob("*.partial"):
                 self._files.remove(partial)
+            self.give_back(self.first)
             if self.end is START:
                 self.id = os.urandom(8)
                 self._start_segment(0, 0)
@@ -218,6 +222,15 @@ class SegmentLog:
             raise self._fail(error, offset) from error
         self.end = self._position(self.end.segment, self._file.size, checksum, offset)
         return Place(self.end.segment, self.end.offset - len(payload))
+
+    def give_back(self, first: int) -> None:
+        """Remove the segments before this one. What stands for them is durable."""
+        if gone := [number for number in segment_numbers(self.directory) if number < first]:
+            self.first, self.chain = first, self.header(first, self.map(first)).chain
+            for number in gone:
+                self._maps.pop(number, None)
+                self._files.remove(self.path(number))
+            self._files.sync_directory(self.directory)
 
     def _start_segment(self, number: int, chain: int) -> None:
         """The one before is whole and synced; the new one gets its name only with its header on the disk."""

@@ -15,6 +15,7 @@ from opd.store.commit import GroupCommit
 from opd.store.entries import Entries, entry
 from opd.store.index import Index, load_index
 from opd.store.log import START, Place, Position, SegmentLog
+from opd.store.reclaim import load_base
 from opd.store.records import Record
 from opd.store.recover import REPAIRED
 from opd.store.select import Selection
@@ -63,7 +64,11 @@ class StoreReader:
     def where(self, **conditions: Any) -> Selection:
         """Finished rollouts by domain, source, teacher, reward, length, stop or a note: see `Selection`."""
         self._settle()
-        return Selection(cast("RolloutStore", self), np.flatnonzero(self.index["stop"])).where(**conditions)
+        return Selection(cast("RolloutStore", self), self.readable()).where(**conditions)
+
+    def readable(self) -> np.ndarray:
+        """Rows of the index whose rollouts are finished, and whose tokens were not given back."""
+        return np.flatnonzero((self.index["stop"] != 0) & (self.index["segment"] >= self._log.first))
 
     def unfinished(self) -> list[str]:
         """Ids of rollouts that were begun and not finished, oldest first."""
@@ -77,6 +82,8 @@ class StoreReader:
         kept: dict[str, Signal] = {}
         rows = np.array(list(wanted), dtype=np.int64)
         for row, place, size in self._state.index.find_attached(rows, f"{role}/{kind}"):
+            if place.segment < self._log.first:
+                continue  # given back
             record = self._read(place, size)
             values, mask = records.signal_values(record)
             facts = record.facts
@@ -129,6 +136,10 @@ class StoreReader:
         if not index["stop"][row]:
             raise StoreError(f"rollout {entry(self._state, row).id!r} is not finished, so it cannot be read")
         place = Place(int(index["segment"][row]), int(index["offset"][row]))
+        if place.segment < self._log.first:
+            raise StoreError(
+                f"rollout {entry(self._state, row).id!r}: its tokens were given back (store.retain); what the index knows is left"
+            )
         record = self._read(place, int(index["size"][row]))
         if record.kind != records.FINISH or record.number != row:
             raise StoreError(f"{self._log.path(place.segment)}, byte {place.offset}: not the record the index names")
@@ -149,10 +160,15 @@ class StoreReader:
         A writer verifies every frame, a reader what is new.
         """
         path = self.directory / INDEX
-        loaded = load_index(path)
+        loaded, base = load_index(path), load_base(self.directory)
+        if base is not None:
+            self._log.first, self._log.chain = base.first, base.chain
         count = self._log.segments()
         if not isinstance(loaded, str) and count and loaded[1].log != self._log.id.hex():
             loaded = "of another log"
+        was = loaded if isinstance(loaded, str) else ""
+        if base is not None and (isinstance(loaded, str) or loaded[1].place < base.end.place):
+            loaded, was = (base.index, base.end), was or "behind"
         if isinstance(loaded, str):
             state = State()
             for segment, frame in self._log.scan():
@@ -168,4 +184,4 @@ class StoreReader:
                 state.replay(segment, frame, str(self._log.path(segment)))
             elif (segment, frame.offset) >= since:
                 state.replay_unfinished(frame)
-        return "behind" if self._log.end != end else "whole", state
+        return was or ("behind" if self._log.end != end else "whole"), state

@@ -17,6 +17,7 @@ from opd.store import records
 from opd.store.files import Files
 from opd.store.frames import Frame
 from opd.store.index import load_index
+from opd.store.reclaim import load_base
 from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
 from opd.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, repaired_name
 from opd.store.rollouts import INDEX, RolloutStore
@@ -191,11 +192,13 @@ def _rewrite_later(store: RolloutStore, id: str, record: Record) -> None:
 
 
 def _lost(report: Report) -> list[str]:
-    """Rollouts that are known to have existed and are gone, or are cut shorter."""
+    """Rollouts that are known to have existed and are gone, or are cut shorter; not those that were given back."""
+    base = load_base(report.directory)
+    given_back = set() if base is None else set(np.flatnonzero(base.index["segment"] < base.first).tolist())
     lost = [
         f"rollout number {number} (its name too)"
         for number, saved in report.rollouts.items()
-        if not (saved.finish or saved.begin)
+        if not (saved.finish or saved.begin) and number not in given_back
     ]
     lost += [
         f"later tokens of {saved.begin.facts['id']}" for saved in report.unfinished if saved.begin and saved.interrupted
@@ -205,6 +208,8 @@ def _lost(report: Report) -> list[str]:
         index = loaded[0]
         for row in range(len(index)):
             saved = report.rollouts.get(row)
+            if row in given_back:
+                continue
             if saved is None or (saved.finish is None and (saved.begin is None or index["stop"][row])):
                 lost.append(json.loads(index.names[row])[0])
     return lost

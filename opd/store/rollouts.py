@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from opd.store.files import Files
 from opd.store.index import STOPS
 from opd.store.log import SEGMENT_BYTES, Place, SegmentLog
 from opd.store.reading import INDEX, StoreReader
+from opd.store.reclaim import BASE, first_needed
 from opd.store.records import Columns, Row
 from opd.store.recover import finish_repair, pending_repair
 from opd.store.state import ENVIRONMENT, Live, Waiting
@@ -213,13 +215,34 @@ class RolloutStore(StoreReader):
         if sync:
             self._commit.wait()
             if len(self.index) > self._saved_rows * INDEX_GROWTH + INDEX_ROWS:
-                with self._changing:  # another thread may be sampling: nothing begins or ends until the index is saved
-                    self._commit.wait()
-                    with self._commit.writing:
-                        self._log.flush()
-                        self._save_index()
+                with self._still():
+                    self._save_index()
         else:
             self._commit.nudge()
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """All is durable, and another thread that is sampling begins and writes nothing in here."""
+        with self._changing:
+            self._commit.wait()
+            with self._commit.writing:
+                self._log.flush()
+                yield
+
+    def reclaim(self, boundary: int) -> int:
+        """Give back whole segments that hold nothing about rollouts from number `boundary` on; how many these were.
+
+        What is unfinished stays, and so do calls, whose costs count. The index keeps a row of every rollout.
+        """
+        self._writable()
+        with self._still():
+            before, first = self._log.first, first_needed(self.index, boundary, self._log.end.segment)
+            if first <= before:
+                return 0
+            chain = self._log.header(first, self._log.map(first)).chain
+            self.index.save(self.directory / BASE, self._files, self._log.end, first=first, chain=chain)
+            self._log.give_back(first)
+            return first - before
 
     def close(self) -> None:
         """Make everything durable, then save the index."""

@@ -11,6 +11,7 @@ from opd.store.files import Files
 from opd.store.frames import HEADER, Frame, next_frame, read_frame, read_segment_header, segment_numbers
 from opd.store.index import load_index
 from opd.store.log import Position, SegmentLog
+from opd.store.reclaim import load_base
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Salvage:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = SegmentLog(directory, Files())
-        self.numbers = segment_numbers(directory)
+        self.base = load_base(directory)
+        if self.base is not None:
+            self.log.first, self.log.chain = self.base.first, self.base.chain
+        self.numbers = [number for number in segment_numbers(directory) if number >= self.log.first]
         loaded = load_index(directory / "index.bin")
         self.index = loaded if isinstance(loaded, str) else "whole"
         self.witness: Position | None = None if isinstance(loaded, str) else loaded[1]
@@ -41,8 +45,8 @@ class Salvage:
 
     def frames(self) -> Iterator[tuple[int, Frame | Damage]]:
         """(segment, good frame or damage)."""
-        self._chain: int | None = 0  # what the next link must name; None: unknown, behind damage
-        for number in range(max(self.numbers, default=-1) + 1):
+        self._chain: int | None = self.log.chain  # what the next link must name; None: unknown, behind damage
+        for number in range(self.log.first, max(self.numbers, default=-1) + 1):
             if number in self.numbers:
                 for item in self._segment(number):
                     yield number, item

@@ -136,6 +136,6 @@ def _names(index: Index, row: int) -> list[str]:
 
 def iterate(store: RolloutStore, batch: int = 256) -> Iterator[Rollout]:
     """Every finished rollout of a run, oldest first."""
-    rows = np.flatnonzero(store.index["stop"])
+    rows = store.readable()
     for start in range(0, len(rows), batch):
         yield from store.load_rows(rows[start : start + batch])

@@ -36,7 +36,7 @@ class FollowingTeacher(LocalTeacher):
         name: str,
         role: str,
         student: LanguageModel,
-        batch_tokens: int,
+        batch_tokens: int | None,
         stop_ids: tuple[int, ...],
         *,
         every: int,
@@ -80,7 +80,7 @@ class LiveStudent(ScoringTeacher):
     """Scores with the weights that the step begins with; its head is kept, since a step may have several updates."""
 
     def __init__(
-        self, name: str, role: str, student: LanguageModel, batch_tokens: int, stop_ids: tuple[int, ...]
+        self, name: str, role: str, student: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> None:
         super().__init__(name, role, stop_ids, batch_tokens, student.device)
         self._student, self.context = student, student.context

@@ -129,6 +129,14 @@ class TeacherKind(Choice):
         """Of the student's, what it holds beside them at most; they have `each`."""
         return 0
 
+    def sized(self, tokens: int) -> TeacherKind:
+        """With the tokens of one pass, where it leaves them open."""
+        return self
+
+    def scored_at_once(self) -> int | None:
+        """Tokens of one pass; None: it makes none here."""
+        return None
+
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()
@@ -153,13 +161,24 @@ class TeacherKind(Choice):
 AnyTeacher = Annotated[TeacherKind, Family("teacher", default="frozen")]
 
 
+BATCH_TOKENS = 8192  # of a pass, where nothing else is chosen
+
+
 class ModelTeacher(TeacherKind):
     """Kinds that score with a model in this process."""
 
     offers = frozenset({"logprobs_at", "hidden", "topk"})
 
-    batch_tokens: Positive = Field(8192, description="tokens scored in one forward pass")
+    batch_tokens: Positive | None = Field(
+        None, description="tokens scored in one forward pass; default: what fits a GPU, 8192 on a CPU"
+    )
     temperature: float = Field(1.0, ge=0.01, le=100, description="of the teacher's distribution alone")
+
+    def sized(self, tokens: int) -> TeacherKind:
+        return self if self.batch_tokens is not None else self.model_copy(update={"batch_tokens": tokens})
+
+    def scored_at_once(self) -> int | None:
+        return self.batch_tokens or BATCH_TOKENS
 
     def open(self, name: str, supplies: Supplies) -> TeacherLike:
         teacher = self.make(name, supplies)

@@ -19,7 +19,7 @@ class LocalTeacher(ScoringTeacher):
     """A frozen checkpoint."""
 
     def __init__(
-        self, name: str, role: str, model: LanguageModel, batch_tokens: int, stop_ids: tuple[int, ...]
+        self, name: str, role: str, model: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> None:
         super().__init__(name, role, stop_ids, batch_tokens, model.device)
         self._model, self.context = model, model.context
@@ -35,11 +35,12 @@ class LocalTeacher(ScoringTeacher):
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
         fresh = [not self.is_known(ids, need) for _, ids in asked]
+        values = self._fitting if self._model.passes_alone else self._values
         turns = self._model.passes([ids for (_, ids), new in zip(asked, fresh, strict=True) if new])
         for (texts, ids), new in zip(asked, fresh, strict=True):
             if new:
                 next(turns)
-            yield self._values(texts, need, ids)
+            yield values(texts, need, ids)
         for _ in turns:  # none are left; where other ranks have more of them, this one joins in
             pass
 

@@ -5,6 +5,7 @@ A teacher of this kind gives `hidden`, and `project` turns that into its distrib
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,12 @@ from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.models.packing import pack
 from opd.models.tokenizers import fingerprint
+from opd.teachers.kinds import BATCH_TOKENS
 from opd.teachers.views import behind
+from opd.text import first_line
 from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +81,11 @@ class ScoringTeacher:
         name: str,
         role: str,
         stop_ids: tuple[int, ...],
-        batch_tokens: int = 8192,
+        batch_tokens: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.name, self.role, self.device = name, role, device
-        self.stop_ids, self._batch_tokens = stop_ids, batch_tokens
+        self.stop_ids, self._batch_tokens = stop_ids, batch_tokens or BATCH_TOKENS
 
     @property
     def model(self) -> Any:
@@ -143,7 +148,24 @@ class ScoringTeacher:
 
     def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
         """Batch after batch: its texts, and the rollouts that they are of."""
-        return (self._values(texts, need, ids) for texts, ids in asked)
+        return (self._fitting(texts, need, ids) for texts, ids in asked)
+
+    def _fitting(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
+        """The values of a batch; where memory runs out, of its halves, and later batches are half as large."""
+        try:
+            return self._values(texts, need, ids)
+        except torch.OutOfMemoryError as error:
+            if len(texts) == 1:
+                raise
+            log.warning("teacher %s: memory ran out, half as many tokens at once (%s)", self.name, first_line(error))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        middle = len(texts) // 2
+        self._batch_tokens = min(self._batch_tokens, max(sum(text.length for text in texts) // 2, 1))
+        return [
+            *self._fitting(texts[:middle], need, ids[:middle]),
+            *self._fitting(texts[middle:], need, ids[middle:]),
+        ]
 
     @staticmethod
     def is_known(ids: Sequence[str], need: SignalNeed) -> bool:

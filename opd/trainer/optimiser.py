@@ -87,8 +87,10 @@ class Optimiser:
             torch._foreach_copy_(list(self._halves.values()), [self._masters[name] for name in self._halves])
 
     def discard(self) -> None:
-        """Forget the gradients of an update that must not be applied."""
+        """Forget the gradients of an update that must not be applied, those that no master has taken over among them."""
         self.adamw.zero_grad(set_to_none=True)
+        for half in self._halves.values():
+            half.grad = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments by parameter name, and masters, for a checkpoint."""

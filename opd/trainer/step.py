@@ -19,12 +19,13 @@ import torch
 from opd.config import Train
 from opd.errors import TrainingError
 from opd.models.language_model import LanguageModel
-from opd.models.packing import Pack, pack
+from opd.models.packing import Pack
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
-from opd.objective.objective import Objective
+from opd.objective.objective import Objective, PreparedBatch
 from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
+from opd.trainer.halving import MicroBudget, micro_batches, once
 from opd.trainer.metrics import Clock, step_metrics
 from opd.trainer.samples import sampled_ids, traces_of
 from opd.trainer.world import World
@@ -77,30 +78,39 @@ class StepResult:
 def train_step(
     student: LanguageModel, batch: TrainingBatch, objective: Objective, optimiser: Updates, *, step: int = 1,
     train: Train | None = None, seed: int = 0, teacher_of: Mapping[str, str] | None = None,
-    check_stop: Callable[[], None] = lambda: None, world: World | None = None,
+    check_stop: Callable[[], None] = lambda: None, world: World | None = None, budget: MicroBudget | None = None,
 ) -> StepResult:  # fmt: skip
     """Train on one scored batch: `epochs` times `minibatches` updates. `teacher_of`: domain -> teacher, if it does not say."""
     train, domains, world = train or Train(), teacher_of or {}, world or World()
     owners = batch.teacher_of or {item.id: domains.get(item.domain, "") for item in batch.rollouts}
     device, mine = student.device, {rollout.id for rollout in world.deal(batch.rollouts)}
+    budget = budget or MicroBudget(train.micro_budget)
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=train.precision == "autocast")
 
     def cut(rollouts: Sequence[Rollout]) -> list[Pack]:
-        return micro_batches([item for item in rollouts if item.id in mine], train.micro_tokens, device, owners)
+        return micro_batches([item for item in rollouts if item.id in mine], budget.tokens, device, owners)
 
-    with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
-        prepared = objective.prepare(student, batch, step, cut, train.updates, world.complete)
-    result = StepResult(prepared.metrics)
-    for rollouts in updates(batch.rollouts, train, seed, step):
-        check_stop()
-        weights = prepared.weights(rollouts)
-        seen: list[tuple[Pack, TokenStatistics]] = []
+    def prepare() -> PreparedBatch:
+        with autocast():
+            return objective.prepare(student, batch, step, cut, train.updates, world.complete)
+
+    def passes(rollouts: Sequence[Rollout]) -> list[tuple[Pack, TokenStatistics]]:
+        weights, seen = prepared.weights(rollouts), []
         for micro in student.passes(cut(rollouts)):
-            with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "autocast"):
+            with autocast():
                 loss, statistics = student.inside(partial(objective, student, micro, prepared, weights))
             if loss.requires_grad:  # a micro-batch may hold no token that any term trains on
                 loss.backward()
             seen.append((micro, statistics))
             check_stop()
+        return seen
+
+    repeat = budget.repeat if world.size == 1 else once  # ranks take as many passes as each other
+    prepared = repeat(prepare, optimiser.discard, batch.rollouts)
+    result = StepResult(prepared.metrics)
+    for rollouts in updates(batch.rollouts, train, seed, step):
+        check_stop()
+        seen = repeat(partial(passes, rollouts), optimiser.discard, rollouts)
         norm = optimiser.clip()
         for _, statistics in seen:  # the device is waited for once per update
             statistics.settle(moved=bool(result.norms))
@@ -123,17 +133,6 @@ def updates(rollouts: Sequence[Rollout], train: Train, seed: int, step: int) -> 
             names.sort(key=lambda name: request_key(seed, name, step, epoch))
         for first in range(min(train.minibatches, len(names))):
             yield [rollout for name in names[first :: train.minibatches] for rollout in groups[name]]
-
-
-def micro_batches(
-    rollouts: Sequence[Rollout], tokens: int, device: torch.device, teacher_of: Mapping[str, str]
-) -> list[Pack]:
-    """Packs ordered by teacher (`teacher_of`: rollout id -> teacher), then length; a group is never split."""
-    longest: dict[str, int] = {}
-    for rollout in rollouts:
-        longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
-    ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.id, ""), longest[item.group], item.group))
-    return [Pack.of(part, device) for part in pack(ordered, tokens, unit=lambda item: item.pair or item.group)]
 
 
 def refuse_non_finite(step: int, seen: list[tuple[Pack, TokenStatistics]], norm: float, optimiser: Updates) -> None:

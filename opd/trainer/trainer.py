@@ -20,13 +20,17 @@ from opd.objective.objective import Objective
 from opd.objective.term import refusals
 from opd.settings import StageView, by_hand
 from opd.teachers.router import by_teacher
+from opd.trainer.halving import MicroBudget
 from opd.trainer.step import StepResult, train_step
 from opd.trainer.world import World
 from opd.types import Rollout, Signal, SignalKind
 
 
 class Trainer:
-    """`train`: a recipe's `train` keys. `teacher_of`: domain -> teacher, so that micro-batches hold one teacher's rollouts."""
+    """`train`: a recipe's `train` keys. `teacher_of`: domain -> teacher, so that micro-batches hold one teacher's rollouts.
+
+    `told`: hears of the new size of micro-batches, where memory ran out.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Trainer:
         teacher_of: Mapping[str, str] | None = None,
         check_stop: Callable[[], None] = lambda: None,
         world: World | None = None,
+        told: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self.world = world or World()
         self.student, self.objective = student, objective
@@ -46,6 +51,7 @@ class Trainer:
         self._refuse()
         self.optimiser = self.world.optimiser(student.trainable(), self.train)
         self.steps = 0  # the newest
+        self._budget = MicroBudget(self.train.micro_budget, told)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
 
     def _require_precision(self) -> None:
@@ -117,4 +123,5 @@ class Trainer:
             teacher_of=self._teacher_of,
             check_stop=self._check_stop,
             world=self.world,
+            budget=self._budget,
         )

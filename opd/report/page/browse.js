@@ -2,7 +2,7 @@
 const PAGE = 50;
 function browser() {
   const state = { offset: 0, sort: "newest", found: null, chosen: null, asked: 0 };
-  const filters = el("div", { className: "filters" }), body = el("div", { className: "card scroll" }), foot = el("div", { className: "filters" }), detail = el("div", {}), count = el("span", { className: "count" });
+  const filters = el("div", { className: "filters" }), body = el("div", { className: "card scroll table" }), foot = el("div", { className: "filters", style: { marginTop: "10px" } }), detail = el("div", {}), count = el("span", { className: "count" });
   const given = {};
   const ask = async () => {
     const number_ = ++state.asked;
@@ -48,6 +48,7 @@ function browser() {
     const show = () => replace(detail, el("div", { className: "card", style: { marginTop: "16px" } }, el("div", { className: "tools" }, el("span", { className: "chip" }, visible(found.domain)), visible(found.id), rewardMark(found.reward)), el("div", { className: "prompt" }, visible(found.prompt)), ...heat(found.tokens, view)));
     view.again = show;
     show();
+    detail.scrollIntoView({ block: "nearest" });
   };
   const made_ = section("rollouts", "Every rollout", "The whole store of this run.", filters, body, foot, detail);
   made_.refresh = () => { if (state.offset === 0 && state.sort === "newest") ask(); };

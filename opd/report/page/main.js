@@ -19,7 +19,7 @@ function exchange(name, made) {
   if (!made && !parts[name]) return;
   if (made && parts[name]) { parts[name].replaceWith(made); parts[name] = made; } else if (made) { location.reload(); }
 }
-let stamp = null;
+let stamp = DATA.stamp;
 async function follow() {
   try {
     const reply = await fetch("api/run?since=" + encodeURIComponent(stamp || ""));

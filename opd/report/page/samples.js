@@ -89,15 +89,16 @@ function answers(runs) {
 function question(group, many) {
   const shown = [...group.lines.values()].filter((line) => line.who === "student" || line.who === "teacher:" + ownTeacher(line.run, group.domain));
   const lines = el("div", { className: "lines" });
-  const name = (line) => (line.who !== "student" ? "teacher" : line.step === 0 ? "before" : `step ${line.step}`);
+  const staged = unique(shown.map((line) => line.stage)).length > 1;
+  const name = (line) => (staged ? `${line.stage}: ` : "") + (line.who !== "student" ? "teacher" : line.step === 0 ? "before" : `step ${line.step}`);
   const told = [];
   for (const line of shown.sort((a, b) => (a.who === "student" ? 0 : 1) - (b.who === "student" ? 0 : 1))) {
     const last = told[told.length - 1]; // the same answer again is one line
-    if (last && last.run === line.run && last.who === line.who && last.response === line.response && line.step > 0 && last.from > 0) last.to = line.step;
+    if (last && last.run === line.run && last.who === line.who && last.stage === line.stage && last.response === line.response && line.step > 0 && last.from > 0) last.to = line.step;
     else told.push({ ...line, from: line.step, to: line.step });
   }
   for (const line of told)
-    lines.append(el("span", { className: "muted" }, line.from === line.to ? name(line) : `step ${line.from}–${line.to}`, visible(many ? ` · ${line.run.label}` : "")), el("span", { className: line.right ? "good" : "bad" }, line.right === null ? "" : line.right ? "✓" : "✗"), el("span", { className: "answer" }, visible(line.response || "∅")));
+    lines.append(el("span", { className: "muted" }, visible(line.from === line.to ? name(line) : `${name(line)}–${line.to}`), visible(many ? ` · ${line.run.label}` : "")), el("span", { className: line.right ? "good" : "bad" }, line.right === null ? "" : line.right ? "✓" : "✗"), el("span", { className: "answer" }, visible(line.response || "∅")));
   return el("div", { className: "card question" }, el("div", { className: "row" }, el("span", { className: "chip" }, visible(group.domain)), " ", el("span", { className: "answer" }, visible(shorten(group.prompt.replace(/<\|[^|>]{1,40}\|>/g, " ").trim(), 600)))), lines);
 }
 function ownTeacher(run, domain) {

@@ -1,0 +1,187 @@
+"""TRL's `DistillationTrainer` on a case of `step_gpu.py`, by itself: seconds by phase, peak memory, its first tokens.
+
+    pip install --no-deps trl==1.16.0       # never a dependency of opd; it needs accelerate, datasets and psutil
+    python benchmarks/step_gpu.py --trl     # calls this one
+
+The stock trainer with its own `generate`, 16 prompts at a time, bf16 autocast, the teacher in bf16, fused AdamW. Lengths
+are forced by a logits processor; the decode loop is the stock one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from step_gpu import CASES, PHASES, lengths, prompt_rows
+
+BATCH = 16
+
+
+class Clock:
+    """Wall seconds of a step by phase, the device waited for. What no phase claims belongs to `update`."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda, self.spent, self.start = cuda, dict.fromkeys(PHASES, 0.0), 0.0
+
+    def begin(self) -> None:
+        self.spent, self.start = dict.fromkeys(PHASES, 0.0), self.now()
+
+    def now(self) -> float:
+        import torch
+
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begun = self.now()
+        yield
+        self.spent[phase] += self.now() - begun
+
+    def result(self) -> dict[str, float]:
+        total = self.now() - self.start
+        claimed = self.spent["sample"] + self.spent["score"]
+        return self.spent | {"update": total - claimed, "total": total}
+
+
+class Forced:
+    """A logits processor: no stop token before a row's length is reached, and then nothing else."""
+
+    def __init__(self, limits: list[int], start: int, stop: int, device: Any) -> None:
+        import torch
+
+        self.limits, self.start, self.stop = torch.tensor(limits, device=device), start, stop
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        over = self.limits == ids.shape[1] - self.start + 1
+        stops = scores[:, self.stop].clone()
+        scores[:, self.stop] = float("-inf")
+        scores.masked_fill_(over[:, None], float("-inf"))
+        scores[:, self.stop] = stops.new_zeros(()).where(over, scores[:, self.stop])
+        return scores
+
+
+def trainer_class(clock: Clock, first: dict[str, Any]) -> Any:
+    from trl import DistillationTrainer
+
+    class Timed(DistillationTrainer):
+        def _generate(self, prompts: list[Any]) -> Any:
+            with clock("sample"):
+                found = super()._generate(prompts)
+            if "norm" not in first:
+                rows = zip(map(list, found[0]), map(list, found[1]), strict=True)
+                first.setdefault("tokens", []).extend(rows)
+            return found
+
+        def _get_last_hidden_state(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is not self.teacher_model:
+                return super()._get_last_hidden_state(model, *args, **kwargs)
+            with clock("score"):
+                return super()._get_last_hidden_state(model, *args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if "norm" not in first:
+                first["loss"] = first.get("loss", 0.0) + float(loss.detach())
+            return loss
+
+    return Timed
+
+
+def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]]) -> Any:
+    import torch
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if clock.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            clock.begin()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            peak = torch.cuda.max_memory_allocated() / 2**30 if clock.cuda else 0.0
+            samples.append({"seconds": clock.result(), "peak_gib": peak})
+
+        def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+            if logs and "grad_norm" in logs:
+                first.setdefault("norm", float(logs["grad_norm"]))
+
+    return Watch()
+
+
+def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DistillationConfig
+
+    case, cuda = CASES[arguments.case], arguments.device != "cpu"
+    prompts = [row["prompt"] for row in prompt_rows(case)]
+    student, teacher = (str(arguments.models / shape) for shape in (case.student, case.teacher))
+    tokenizer = AutoTokenizer.from_pretrained(student, padding_side="left")
+    limits = {tuple(tokenizer(text)["input_ids"]): size for text, size in zip(prompts, lengths(case), strict=True)}
+    clock, first, samples = Clock(cuda), dict[str, Any](), list[dict[str, Any]]()
+    batch = min(BATCH, len(prompts))
+    config = DistillationConfig(
+        output_dir=directory, max_steps=arguments.steps + 1, learning_rate=1e-6, lr_scheduler_type="constant",
+        weight_decay=0.0, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused", per_device_train_batch_size=batch,
+        gradient_accumulation_steps=len(prompts) // batch, gradient_checkpointing=False, bf16=cuda, use_cpu=not cuda,
+        beta=1.0, temperature=1.0, top_p=1.0, top_k=0, max_completion_length=case.new_tokens, shuffle_dataset=False,
+        teacher_model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
+        model_init_kwargs={"dtype": "float32"}, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    adapters = {}
+    if "lora" in case.settings:
+        from peft import LoraConfig
+
+        wanted = case.settings["lora"]
+        adapters = {
+            "peft_config": LoraConfig(r=wanted["rank"], lora_alpha=wanted["alpha"], target_modules="all-linear")
+        }
+    trainer = trainer_class(clock, first)(
+        model=student, teacher_model=teacher, args=config, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watcher(clock, first, samples)], **adapters,
+    )  # fmt: skip
+    generate, stop = trainer.model.generate, trainer.eos_token_ids[0]
+
+    def forced(**inputs: Any) -> Any:
+        rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].bool().tolist(), strict=True)
+        sizes = [limits[tuple(index for index, kept in zip(*row, strict=True) if kept)] for row in rows]
+        ids = inputs["input_ids"]
+        return generate(**inputs, logits_processor=[Forced(sizes, ids.shape[1], stop, ids.device)])
+
+    trainer.model.generate = forced
+    trainer.train()
+    kept = samples[1:]
+    return {
+        "batch": [batch, len(prompts) // batch],
+        "seconds": {key: round(statistics.median(s["seconds"][key] for s in kept), 4) for key in (*PHASES, "total")},
+        "peak_gib": round(max(sample["peak_gib"] for sample in kept), 2),
+        "check": {"tokens": first["tokens"], "trl": {"loss": first["loss"], "grad_norm": first["norm"]}},
+        "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
+        "samples": samples,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1, help="measured steps; one more is run first and left out")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        arguments.out.write_text(json.dumps(run(arguments, directory)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Sizes that a recipe leaves open: tokens of a micro-batch and of a teacher's pass, slots of the sampler; and whether it compiles.
+
+On a CPU they are constants. On a GPU they are the largest that fit its memory, by the plan's own estimate. A run keeps what was
+chosen in `sizes.json`, so that it goes on with the same after a restart, on another device as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from opd.config import Stage
+from opd.config.stage import MICRO_TOKENS
+from opd.files import json_text, write_whole
+from opd.models.directory import read_json
+from opd.teachers.kinds import BATCH_TOKENS
+
+NAME = "sizes.json"
+FULL = 0.85  # of a device's memory; the rest is for what no estimate knows of
+FOR_SLOTS = 0.6  # what may be taken before micro-batches are larger than on a CPU
+MOST_SLOTS = 256
+MOST_TOKENS = 32_768  # of a micro-batch: beyond it nothing is faster
+LEAST_TOKENS = 1024
+MOST_SCORED = 16_384
+SCORED_WIDTHS = 24  # bytes of a teacher's pass, per token and width
+COMPILED_STEPS = (
+    100_000  # decode steps that compiling, about a minute, is worth: it takes a millisecond or two off each
+)
+
+
+class Sizes(TypedDict):
+    micro_tokens: int
+    batch_tokens: int
+    slots: int | None  # None: as the sampler chooses
+    compile: bool
+
+
+def choose_sizes(
+    stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: Callable[[], int]
+) -> Sizes:
+    """`estimate`: bytes that a stage with these sizes takes. `width`: of the teachers' hidden states, about."""
+    if device.type != "cuda":
+        return Sizes(micro_tokens=MICRO_TOKENS, batch_tokens=BATCH_TOKENS, slots=None, compile=False)
+    share = torch.cuda.get_per_process_memory_fraction(device)  # 1, unless this process was told to take less
+    return fit_sizes(stage, estimate, int(share * torch.cuda.get_device_properties(device).total_memory), width())
+
+
+def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int) -> Sizes:
+    rollouts = stage.rollout.prompts * stage.rollout.samples
+    found = Sizes(
+        micro_tokens=MICRO_TOKENS, batch_tokens=MOST_SCORED, slots=min(-(-rollouts // 8) * 8, MOST_SLOTS), compile=False
+    )
+
+    def taken() -> int:
+        return estimate(with_sizes(stage, found))
+
+    while found["slots"] and found["slots"] > 8 and taken() > FOR_SLOTS * total:
+        found["slots"] //= 2
+    found["micro_tokens"] = MOST_TOKENS
+    while found["micro_tokens"] > LEAST_TOKENS and taken() > FULL * total:
+        found["micro_tokens"] //= 2
+    while found["batch_tokens"] > LEAST_TOKENS and found["batch_tokens"] * width * SCORED_WIDTHS > total / 20:
+        found["batch_tokens"] //= 2
+    found["compile"] = decode_steps(with_sizes(stage, found)) >= COMPILED_STEPS
+    return found
+
+
+def decode_steps(stage: Stage) -> int:
+    """Of a whole stage, if every answer is as long as it may be."""
+    rounds = -(-stage.rollout.prompts * stage.rollout.samples // stage.sampler.sequences())
+    return stage.train.steps * rounds * stage.rollout.max_new_tokens
+
+
+def with_sizes(stage: Stage, sizes: Sizes) -> Stage:
+    """The stage with what it left open filled in."""
+    train = stage.train
+    if train.micro_tokens is None:
+        train = train.model_copy(update={"micro_tokens": sizes["micro_tokens"]})
+    teachers = {name: kind.sized(sizes["batch_tokens"]) for name, kind in stage.teachers.items()}
+    sampler = stage.sampler.sized(sizes["slots"], sizes["compile"])
+    return stage.model_copy(update={"train": train, "sampler": sampler, "teachers": teachers})
+
+
+def kept_sizes(directory: Path, stage: str, choose: Callable[[], Sizes]) -> Sizes:
+    """What the run has kept, or chooses now and keeps."""
+    known = _read(directory)
+    if stage not in known:
+        known = {**known, stage: choose()}
+        write_whole(directory / NAME, json_text(known, indent=1))
+    return known[stage]
+
+
+def told_of_memory(directory: Path, stage: str, say: Callable[[str], None], tokens: int) -> None:
+    """A budget that had to be halved stays so after a restart."""
+    say(f"{stage}: memory ran out; micro-batches have {tokens:,} tokens from now on")
+    known = _read(directory)
+    write_whole(directory / NAME, json_text({**known, stage: {**known[stage], "micro_tokens": tokens}}, indent=1))
+
+
+def _read(directory: Path) -> Mapping[str, Sizes]:
+    path = directory / NAME
+    return read_json(path) if path.exists() else {}
+
+
+def sizes_in_words(stage: Stage) -> str:
+    """Of a stage whose sizes are settled, for the plan."""
+    scored = sorted({tokens for kind in stage.teachers.values() if (tokens := kind.scored_at_once()) is not None})
+    parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
+    parts += [f"teachers read {' or '.join(f'{tokens:,}' for tokens in scored)} at once"] if scored else []
+    worth = f"{decode_steps(stage):,} decode steps; compiling is worth it from {COMPILED_STEPS:,} on a GPU"
+    return "; ".join([*parts, *stage.sampler.in_words(), worth])
