@@ -79,6 +79,19 @@ From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin
 Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End behind this stage.")]
 
 
+class Place(StrEnum):
+    ray = "ray"
+
+
+On = Annotated[Place | None, typer.Option(help="ray: trainers, samplers and servers as the recipe's `cluster` says.")]
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+    ),
+]
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
@@ -89,12 +102,8 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
-        ),
-    ] = False,
+    resume: Again = False,
+    on: On = None,
     only: Only = None,
     start: From = None,
     until: Until = None,
@@ -120,6 +129,11 @@ def run(
         print(printable(loaded.to_yaml()))
         for plan in plans:
             print("\n".join(map(plain, plan.lines())))
+        return
+    if on is not None:
+        from opd.cluster.ray_run import run_on_ray
+
+        run_on_ray(recipe, overrides or (), loaded, out, resume, whole=not (only or start or until or reuse))
         return
     from rich.console import Console
 
