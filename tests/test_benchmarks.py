@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 SMALLEST = {
     "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 1",
-    "opd_vs_rl": "--steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1",
+    "opd_vs_rl": "--steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1 --methods GRPO sum",
     "integrate": "--directory {run} --smallest --arms opd-exact sft-gold merge-average --steps 1 --rollouts 8 --prompts 4 --seeds 0 --workers 0",
     "headline": "--directory {run} --steps 1 --rl-steps 1 --rollouts 8 --rates 1e-3 --rl-rates 1e-4 --groups 4 --other-sizes 1 --points 1 --prompts 4 --train-rows 50 --seeds 1 --workers 0",
     "disputes": "--directory {run} --steps 2 --rollouts 8 --prompts 4 --rates 1e-3 --seeds 1 --workers 0 --arms sum hard-switch",
