@@ -183,7 +183,7 @@ def _evaluated(measures: Mapping[str, Measures]) -> Evaluated | None:
         ):
             if value is not None:
                 more[name][domain] = value
-    return Evaluated(0, values, **more) if values else None
+    return Evaluated(0, values, more["stderr"], more["at_k"], more["at_k_stderr"]) if values else None
 
 
 def evaluation_metrics(measures: Mapping[str, Measures]) -> dict[str, float | None]:
