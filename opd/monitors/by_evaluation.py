@@ -8,7 +8,7 @@ from itertools import pairwise
 from pydantic import Field
 
 from opd.monitors.by_metrics import offered
-from opd.monitors.changes import by_teacher, direct, gated, slower, with_settings, with_terms
+from opd.monitors.changes import direct, gated, goes_by_teacher, slower, with_settings, with_terms
 from opd.monitors.history import History
 from opd.monitors.monitor import Alarm, Monitor, RecipeStage
 from opd.settings import Positive
@@ -43,10 +43,10 @@ class FallingTogether(Monitor):
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def exact(term: dict[str, object]) -> dict[str, object] | None:
-            return direct(term) if by_teacher(term) else None
+            return direct(term) if goes_by_teacher(term) else None
 
         def topk(term: dict[str, object]) -> dict[str, object] | None:
-            return {**direct(term), "support": "topk"} if by_teacher(term) else None
+            return {**direct(term), "support": "topk"} if goes_by_teacher(term) else None
 
         return offered(with_terms(stage, exact), with_terms(stage, topk), slower(stage))
 

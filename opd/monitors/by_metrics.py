@@ -8,9 +8,9 @@ from pydantic import Field
 
 from opd.monitors.changes import (
     SUPPORT_KEYS,
-    by_teacher,
-    divergence,
     gated,
+    goes_by_teacher,
+    other_divergence,
     slower,
     with_settings,
     with_teachers,
@@ -138,8 +138,8 @@ class LostDiversity(Monitor):
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         return offered(
-            with_terms(stage, divergence("jsd", beta=0.5)),
-            with_terms(stage, divergence("skew_kl", alpha=0.1)),
+            with_terms(stage, other_divergence("jsd", beta=0.5)),
+            with_terms(stage, other_divergence("skew_kl", alpha=0.1)),
             slower(stage),
         )
 
@@ -245,7 +245,7 @@ class DominantToken(Monitor):
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def clipped(term: dict[str, object]) -> dict[str, object] | None:
             advantage = term.get("advantage")
-            known = isinstance(advantage, dict) and by_teacher(term) and advantage.get("clip") is None
+            known = isinstance(advantage, dict) and goes_by_teacher(term) and advantage.get("clip") is None
             return {**term, "advantage": {**advantage, "clip": 5.0}} if known and isinstance(advantage, dict) else None
 
         def truncated(term: dict[str, object]) -> dict[str, object] | None:
@@ -253,7 +253,9 @@ class DominantToken(Monitor):
             return {**without(term, *SUPPORT_KEYS), "support": "topk", "side": "student"} if whole else None
 
         return offered(
-            with_terms(stage, clipped), with_terms(stage, truncated), with_terms(stage, divergence("jsd", beta=0.5))
+            with_terms(stage, clipped),
+            with_terms(stage, truncated),
+            with_terms(stage, other_divergence("jsd", beta=0.5)),
         )
 
 

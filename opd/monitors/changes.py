@@ -42,18 +42,18 @@ def without(term: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in term.items() if key not in keys}
 
 
-def divergence(kind: str, **settings: Any) -> Change:
+def other_divergence(kind: str, **settings: Any) -> Change:
     """Direct terms get this divergence, and those that go by sampled tokens become direct ones."""
 
     def change(term: dict[str, Any]) -> dict[str, Any] | None:
         if term["form"] == "direct" and term["divergence"] != kind:
             return {**without(term, *DIVERGENCE_KEYS), "divergence": kind, **settings}
-        return {**direct(term), "divergence": kind, **settings} if by_teacher(term) else None
+        return {**direct(term), "divergence": kind, **settings} if goes_by_teacher(term) else None
 
     return change
 
 
-def by_teacher(term: dict[str, Any]) -> bool:
+def goes_by_teacher(term: dict[str, Any]) -> bool:
     """Whether it goes by what a teacher says of sampled tokens."""
     return term["form"] == "k2" or (
         term["form"] == "policy_gradient" and bool(term["advantage"].get("teacher_weight", 1))

@@ -16,6 +16,7 @@ from opd.evaluation import Measures
 from opd.files import lines_checked, read_lines, write_whole
 from opd.monitors.history import Evaluated, History, StageFacts
 from opd.monitors.monitor import Alarm, Monitor
+from opd.plugins import FOLDER as PLUGINS
 from opd.runner.checkpoint import checkpoint_directory, read_state, step_of, steps_in
 from opd.runner.results import StageResult
 from opd.text import plain
@@ -109,6 +110,11 @@ class StageWatch:
     def _path(self, monitor: Monitor) -> Path:
         return self._directory / f"remedy-{self._spec.name}-{monitor.name}.yaml"
 
+    @property
+    def _plugins(self) -> list[str]:
+        """The run's copies, which lie beside the recipe; their choices are known already."""
+        return [f"{PLUGINS}/{Path(name).name}" if name.endswith(".py") else name for name in self._recipe.plugins]
+
     def _base(self, step: int) -> Path | None:
         """The last checkpoint before a step, or else the first one behind it. None: the stage's own start."""
         found = steps_in(checkpoint_directory(self._directory, self._spec.name, 0).parent)
@@ -120,12 +126,14 @@ class StageWatch:
         base = self._base(line["step"])
         for stages in self._remedied(line["monitor"], base):
             try:
-                recipe = load_recipe(
-                    {"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages, "plugins": self._recipe.plugins}
-                )
+                recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
             except UserError:  # not with these models, this objective, these prompts
                 continue
-            write_whole(path, self._header(path, line, base, reuse=len(stages) > 1) + recipe.to_yaml())
+            write_whole(
+                path,
+                self._header(path, line, base, reuse=len(stages) > 1)
+                + recipe.model_copy(update={"plugins": self._plugins}).to_yaml(),
+            )
             self._bases[path] = line, base
             return True
         return False
