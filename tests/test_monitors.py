@@ -37,7 +37,7 @@ def fired(columns: Mapping[str, Sequence[float | None]], only: str | None = None
     for number in range(max(map(len, columns.values()))):
         line = {name: values[number] for name, values in columns.items() if number < len(values)}
         history.add({"step": number + 1, "stage": "main"} | line)
-        for monitor in Monitors().watch:
+        for monitor in Monitors().completed().watch:
             if only in (None, monitor.name) and (alarm := monitor.alarm(history)) is not None:
                 assert math.isfinite(alarm.value + alarm.threshold)
                 assert alarm.words
@@ -144,7 +144,7 @@ def test_remedies_load() -> None:
     for shipped in ("quickstart", "methods/thinking-machines", "methods/refresh", "methods/grpo"):
         (stage,) = load_recipe(shipped).model_dump(mode="json")["stages"][:1]
         before = json.dumps(stage)
-        for monitor in Monitors().watch:
+        for monitor in Monitors().completed().watch:
             if any(loads([changed]) and changed != stage for changed in monitor.remedies(stage)):
                 found.setdefault(monitor.name, set()).add(shipped)
         assert json.dumps(stage) == before

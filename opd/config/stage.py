@@ -230,7 +230,7 @@ class Stage(BaseModel):
     store: Store = Store()
     log: Log = Log()
     monitors: Annotated[Monitors, Short("action", str)] = Field(
-        default_factory=Monitors, description="what is watched while it trains, and what an alarm does"
+        Monitors(), description="what is watched while it trains, and what an alarm does"
     )
     hub: Hub | None = None
     cluster: Cluster = Cluster()
@@ -295,10 +295,11 @@ class Stage(BaseModel):
         return {**raw, "student": {**student, "model": name}} if merged else raw
 
     def settled(self) -> Stage:
-        """With what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        """With every monitor, and what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        stage = self.model_copy(update={"monitors": self.monitors.completed()})
         if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
-            return self
-        return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
+            return stage
+        return stage.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
     def inside(self, directory: Path) -> Stage:
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""

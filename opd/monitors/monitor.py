@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -49,7 +49,7 @@ AnyMonitor = Annotated[Monitor, Family("monitor")]
 
 
 class Monitors(BaseModel):
-    """What is watched while a stage trains. `watch` holds every monitor, those that nobody named at their defaults."""
+    """What is watched while a stage trains."""
 
     model_config = SETTINGS
     action: Literal["warn", "stop", "off"] = Field(
@@ -63,21 +63,6 @@ class Monitors(BaseModel):
     ignore: Annotated[list[Word], OneOrMany()] = Field(
         default_factory=list, max_length=100, description="usual monitors that are left out"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole(cls, given: Any) -> Any:
-        """With the usual monitors, so that `resolved.yaml` names what was watched."""
-        if not isinstance(given, Mapping):
-            return given
-        watch, ignored = given.get("watch") or [], given.get("ignore") or []
-        watch = list(watch) if isinstance(watch, (list, tuple)) else [watch]
-        ignored = [ignored] if isinstance(ignored, str) else ignored
-        if given.get("action") == "off" or not isinstance(ignored, list):
-            return given
-        named = [_kind(one) for one in watch]
-        usual = [name for name in usual_monitors() if name not in named and name not in ignored]
-        return {**given, "watch": [*watch, *({"kind": name} for name in usual)]}
 
     @model_validator(mode="after")
     def _means_something(self) -> Monitors:
@@ -94,6 +79,14 @@ class Monitors(BaseModel):
             raise ValueError(f"ignore: {both[0]} stands under `watch`, too: keep one")
         return self
 
+    def completed(self) -> Monitors:
+        """With the usual ones, so that `resolved.yaml` names all that was watched."""
+        if self.action == "off":
+            return self
+        named = {*self.ignore, *(monitor.name for monitor in self.watch)}
+        usual = [families.find("monitor", name)() for name in usual_monitors() if name not in named]
+        return self.model_copy(update={"watch": [*self.watch, *usual]})
+
     def action_of(self, monitor: Monitor) -> str:
         return monitor.action or self.action
 
@@ -102,7 +95,3 @@ def usual_monitors() -> list[str]:
     """Those that watch without being asked."""
     found = {name: families.find("monitor", name) for name in families.names("monitor")}
     return [name for name, kind in found.items() if issubclass(kind, Monitor) and kind.usual]
-
-
-def _kind(given: Any) -> Any:
-    return given.name if isinstance(given, Monitor) else given.get("kind") if isinstance(given, Mapping) else given
