@@ -260,7 +260,7 @@ class DominantToken(Monitor):
 
 
 class SamplerMismatch(Monitor):
-    """The sampler's log-probs are not the trainer's: more than 1 % of the tokens have a ratio outside [0.5, 2] (P: the bounds;
+    """The sampler's log-probs are not the trainer's: more than 2 % of the tokens have a ratio outside [0.5, 2] (P: the bounds;
     H: the share), or |log ratio| is 0.2 on average (H; bf16 alone came to 0.09 at most).
     """
 
