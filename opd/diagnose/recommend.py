@@ -12,6 +12,7 @@ import yaml
 from opd.config import Recipe, Stage, load_recipe
 from opd.diagnose.measures import PairMeasures
 from opd.diagnose.rules import SHORT, Decision, Verdict, useful_depth
+from opd.errors import RecipeError
 from opd.teachers.kinds import TeacherKind
 
 ROOM = 1.25  # over the longest answer that was seen
@@ -104,9 +105,13 @@ def recommend(
     settings = _base(spec, useful, sources)
     reasons += _objective(settings, spec, useful, given)
     reasons += _lengths(settings, spec, useful, longest, given)
-    stages = _stages(settings, spec, useful)
-    if stages:
+    if stages := _stages(spec, useful):
         settings["stages"] = stages
+    try:
+        load_recipe(settings)
+    except RecipeError as error:  # something else in the user's recipe does not go with it
+        reasons.append(f"no recipe, since the given one has to be changed by hand first: {error}")
+        return Recommendation(verdict, teachers, left_out, reasons)
     return Recommendation(verdict, teachers, left_out, reasons, settings)
 
 
@@ -125,6 +130,8 @@ def _base(spec: Stage, useful: Sequence[Advice], sources: Mapping[int, set[str]]
         )
         for name, kind in kept.items()
     }
+    if spec.eval.weight_average and len(chosen) < 2:
+        settings["eval"] = {**settings.get("eval", {}), "weight_average": False}
     prompts = [dict(source) for source in settings["prompts"]]
     settings["prompts"] = [source for at, source in enumerate(prompts) if not sources.get(at) or sources[at] & domains]
     return settings
@@ -176,7 +183,7 @@ def _lengths(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], lo
     return [f"rollouts of at most {wanted} tokens: the longest answer of either model had {longest}"]
 
 
-def _stages(settings: Mapping[str, Any], spec: Stage, useful: Sequence[Advice]) -> list[dict[str, Any]]:
+def _stages(spec: Stage, useful: Sequence[Advice]) -> list[dict[str, Any]]:
     """More than one, or one of another kind than the given; none: the given one is right."""
     verdicts = {one.verdict for one in useful}
     steps = spec.train.steps
@@ -192,5 +199,6 @@ def _stages(settings: Mapping[str, Any], spec: Stage, useful: Sequence[Advice]) 
     if further:
         advantage = {"teacher_weight": 0, "outcome_weight": 1, "baseline": "group", "std": True}
         term = {"form": "policy_gradient", "advantage": advantage, "surrogate": {"kind": "ppo"}}
-        stages.append({"name": "rl", "rollout": {"samples": 8}, "objective": [term], "teachers": {}})
+        alone = {"teachers": {}, "eval": {"weight_average": False}}
+        stages.append({"name": "rl", "rollout": {"samples": 8}, "objective": [term], **alone})
     return stages
