@@ -34,7 +34,7 @@ from opd.errors import UserError
 from opd.models.catalog import TINY_ROOT
 from opd.report.page import diagnosis_page
 from opd.runner.plan import make_plan
-from opd.trainer.tiny import make_model, make_tokenizer, optimiser, task_rows, update
+from opd.trainer.tiny import TEMPLATE, make_model, make_tokenizer, optimiser, task_rows, update
 from tests.reports import HOSTILE
 
 PROMPTS = 12
@@ -52,9 +52,11 @@ def diagnosed(student: str, teachers: dict[str, Any], task: str = "addition", **
     return diagnose(load_recipe(settings).stages[0], prompts=PROMPTS, given=False, **more)
 
 
-def variant(to: Path, template: str | None = None, ends: int | None = None, named: bool = False) -> str:
-    """tiny/arithmetic, with another chat template, or with another id in place of its stop id: named as such, or not."""
-    shutil.copytree(TINY_ROOT / "arithmetic", to)
+def variant(
+    to: Path, template: str | None = None, ends: int | None = None, named: bool = False, of: str = "arithmetic"
+) -> str:
+    """A tiny model with another chat template, or with another id in place of its stop id: named as such, or not."""
+    shutil.copytree(TINY_ROOT / of, to)
     if template is not None:
         (to / "chat_template.jinja").write_text(template, encoding="utf-8")
     if ends is not None:
@@ -74,7 +76,7 @@ def foreign(to: Path) -> str:
     tokenizer, task = make_tokenizer(), TASKS["addition"]
     model = make_model(len(tokenizer), 7)
     adam, rows = optimiser(model), task_rows(tokenizer, task, "train", 0, PROMPTS)
-    for step in range(90):
+    for step in range(60):
         update(model, adam, rows, 3e-3 * min(1.0, step / 10), None)
     model.save_pretrained(to)
     tokenizer.save_pretrained(to)
@@ -124,12 +126,15 @@ def test_a_teacher_of_another_origin(tmp_path: Path) -> None:
     assert stages[0]["rollout"] == {"teacher_share": 1.0}
 
 
-def test_a_weaker_teacher(tmp_path: Path) -> None:
-    found = diagnosed("tiny/generalist", {"sums": "tiny/spelling"})
-    assert (only(found).rule.number, only(found).rule.verdict) == (5, "do not")
-    assert "weaker" in only(found).because
-    assert found.recommendation.settings is None
-    assert found.recommendation.left_out.keys() == {"arithmetic"}
+def test_a_weaker_teacher_is_turned_away_and_the_better_one_chosen() -> None:
+    found = diagnosed("tiny/generalist", {"a": "tiny/ciphers", "b": "tiny/arithmetic"})
+    weaker = found.decisions["arithmetic", "a"]
+    assert (weaker.rule.number, weaker.rule.verdict) == (5, "do not")
+    assert "weaker" in weaker.because
+    assert [name for name, _ in found.advice[0].ranking] == ["b", "a"]
+    assert found.recommendation.teachers == {"arithmetic": "b"}
+    assert list(found.recommendation.settings["teachers"]) == ["b"]
+    assert "* teacher b" in "\n".join(diagnosis_lines(found))
 
 
 def test_other_stop_tokens(tmp_path: Path) -> None:
@@ -145,13 +150,18 @@ def test_other_stop_tokens(tmp_path: Path) -> None:
 
 
 def test_another_template(tmp_path: Path) -> None:
-    template = (TINY_ROOT / "arithmetic" / "chat_template.jinja").read_text(encoding="utf-8")
-    teacher = variant(
-        tmp_path / "other", template=template.replace("{{ message['content'] }}", "Q: {{ message['content'] }}")
-    )
-    found = diagnosed("tiny/generalist", {"sums": teacher})
+    """The teacher's is wrong; or the student's, and then the teacher is to read its own."""
+    other = TEMPLATE.replace("{{ message['content'] }}", "Q: {{ message['content'] }}")
+    assert other != TEMPLATE
+    found = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "other", template=other)})
     assert (only(found).rule.number, only(found).rule.verdict) == (2, "mend the template")
     assert found.pairs[0].template > 0.05
+    assert found.pairs[0].own_template < found.pairs[0].answers.accuracy
+    assert "view" not in found.recommendation.settings["teachers"]["sums"]
+    student = variant(tmp_path / "student", template=other, of="generalist")
+    found = diagnosed(student, {"sums": "tiny/arithmetic"})
+    assert only(found).rule.number == 2
+    assert found.pairs[0].own_template > found.pairs[0].answers.accuracy
     assert found.recommendation.settings["teachers"]["sums"]["view"] == {"kind": "same", "chat_template": "teacher"}
 
 
@@ -173,15 +183,6 @@ def test_another_tokenizer(tmp_path: Path) -> None:
     assert found.pairs[0].aligned > 0.9
     assert found.pairs[0].answers.accuracy > 0.8  # asked in its own tokens
     assert found.recommendation.settings["objective"] == {"form": "gold"}
-
-
-def test_the_best_teacher_of_each_domain_is_chosen_by_its_signal() -> None:
-    found = diagnosed("tiny/generalist", {"a": "tiny/ciphers", "b": "tiny/arithmetic"})
-    assert [name for name, _ in found.advice[0].ranking] == ["b", "a"]
-    assert found.recommendation.teachers == {"arithmetic": "b"}
-    assert list(found.recommendation.settings["teachers"]) == ["b"]
-    assert found.decisions["arithmetic", "a"].rule.verdict == "do not"
-    assert "* teacher b" in "\n".join(diagnosis_lines(found))
 
 
 # The table, row by row
@@ -285,6 +286,14 @@ def load_recipe_text(text: str) -> Any:
     import yaml
 
     return load_recipe(yaml.safe_load(text))
+
+
+def test_nothing_is_recommended_where_every_teacher_is_turned_away() -> None:
+    pair = measured(gap=-0.4)
+    advice = [Advice("d", pair, decide(Case(answers(), pair)), (("t", pair.signal),))]
+    found = recommend(load_recipe("methods/opd").stages[0], advice, {0: {"d"}}, 30, given=True)
+    assert (found.verdict, found.settings) == ("do not", None)
+    assert "weaker" in found.left_out["d"]
 
 
 def test_teachers_without_a_signal_come_last() -> None:

@@ -29,6 +29,7 @@ from opd.sampling.draws import request_key
 from opd.teachers.crossing import BytesView
 from opd.teachers.kinds import Surroundings, TeacherKind
 from opd.teachers.pool import open_teachers
+from opd.teachers.pool_settings import TeacherPool
 from opd.teachers.views import Group
 from opd.trainer.world import World
 from opd.types import Prompt, Rollout, Sample, SampleRequest, Sampling, TeacherLike, TokenSampler
@@ -156,8 +157,9 @@ class Draw:
 
 
 def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None]) -> Bench:
-    """`count`: prompts of each domain. What cannot work is refused before weights are loaded."""
+    """`count`: prompts of each domain. What cannot work is refused before weights are loaded. No teacher waits elsewhere."""
     _require_here(spec)
+    spec = spec.model_copy(update={"pool": TeacherPool()})
     device = pick_device(spec.device)
     differ = {name: _differ(spec, kind) for name, kind in _teachers(spec).items()}
     kinds = {

@@ -14,6 +14,7 @@ from opd.text import plain
 
 if TYPE_CHECKING:
     from opd.config import Stage
+    from opd.diagnose.diagnosis import Diagnosis
 
 LARGEST = 2**63 - 1  # seed
 
@@ -57,29 +58,29 @@ def diagnose_command(
         spec = _stage_around(student, teacher or [], prompts or [], max_new_tokens or 128, more)
     from opd.diagnose.diagnosis import diagnose
     from opd.diagnose.words import diagnosis_lines
-    from opd.files import json_text, write_whole
+    from opd.files import json_text
 
-    found = diagnose(
-        spec,
-        prompts=n,
-        samples=samples,
-        target=target,
-        given=recipe is not None,
-        say=lambda line: print(plain(line), file=sys.stderr, flush=True),
-    )
+    found = diagnose(spec, prompts=n, samples=samples, target=target, given=recipe is not None, say=_to_stderr)
     print(json_text(found.to_json(), indent=1) if as_json else "\n".join(diagnosis_lines(found)))
-    if page is not None:
-        from opd.report.page import diagnosis_page
+    _write(found, write, page)
 
+
+def _to_stderr(line: str) -> None:
+    print(plain(line), file=sys.stderr, flush=True)
+
+
+def _write(found: Diagnosis, recipe: Path | None, page: Path | None) -> None:
+    from opd.files import write_whole
+    from opd.report.page import diagnosis_page
+
+    if page is not None:
         write_whole(page, diagnosis_page(found.to_json()))
-        print(plain(f"wrote {page}"), file=sys.stderr)
-    if write is None:
-        return
-    if found.recommendation.settings is None:
-        print("no recipe was written: there is none to recommend", file=sys.stderr)
-        return
-    write_whole(write, found.recommendation.text())
-    print(plain(f"wrote {write}; look at it with: opd run {write} --dry-run"), file=sys.stderr)
+        _to_stderr(f"wrote {page}")
+    if recipe is not None and found.recommendation.settings is None:
+        _to_stderr("no recipe was written: there is none to recommend")
+    elif recipe is not None:
+        write_whole(recipe, found.recommendation.text())
+        _to_stderr(f"wrote {recipe}; look at it with: opd run {recipe} --dry-run")
 
 
 def _require_free(place: Path | None) -> None:

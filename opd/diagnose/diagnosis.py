@@ -18,7 +18,7 @@ from opd.diagnose.rules import Case, Decision, decide
 from opd.runner.plan import make_plan
 from opd.teachers.table import K
 
-PROMPTS, SAMPLES, BY_TEACHER = 32, 8, 2  # of each domain; answers of the student to each, and of every teacher
+PROMPTS, SAMPLES, BY_TEACHER = 32, 8, 4  # of each domain; answers of the student to each, and of every teacher
 PASSES = 4  # of a batch through the student and its teacher, in time: scoring, and forward and twice that backward
 
 
@@ -89,12 +89,14 @@ def diagnose(
     with tempfile.TemporaryDirectory(prefix="opd-diagnose-") as scratch:
         bench = open_bench(spec, prompts, Path(scratch), say)
         try:
-            return _diagnosed(bench, samples, target, given, say)
+            return _diagnosed(bench, spec, samples, target, given, say)
         finally:
             bench.close()
 
 
-def _diagnosed(bench: Bench, samples: int, target: float | None, given: bool, say: Callable[[str], None]) -> Diagnosis:
+def _diagnosed(
+    bench: Bench, spec: Stage, samples: int, target: float | None, given: bool, say: Callable[[str], None]
+) -> Diagnosis:
     clock, pairs, students = Clock(), list[PairMeasures](), dict[str, Answers]()
     for domain, asked in bench.domains.items():
         own = DomainAnswers(bench, domain, asked, samples)
@@ -112,7 +114,7 @@ def _diagnosed(bench: Bench, samples: int, target: float | None, given: bool, sa
     for asking in bench.asked.values():
         sources.setdefault(asking.source, set()).add(asking.prompt.domain)
     longest = max(found.longest for found in _answered(students, pairs))
-    found = recommend(bench.spec, advice, sources, longest, given)
+    found = recommend(spec, advice, sources, longest, given)
     plan, seconds = _plan(found, clock, max(answers.length for answers in students.values()))
     models = {name: kind.title for name, kind in bench.kinds.items()}
     return Diagnosis(

@@ -16,7 +16,7 @@ class Depth(NamedTuple):
     """What is gained where the teacher takes over behind so many tokens of the student's answers."""
 
     depth: int
-    count: int
+    answers: int
     advantage: float  # right answers of the teacher's continuations less those of the student's own
     stderr: float
 
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
     start: int
     end: int
-    count: int
+    tokens: int
     surprise: float  # of the teacher: -log-prob
     advantage: float  # its log-prob less the student's
     kl: float | None  # nats, student to teacher, behind the student's own words
@@ -86,6 +86,7 @@ class PairMeasures:
     crosses: bool = False  # the recipe has it read its own tokens already
     aligned: float | None = None  # share of the text that spans pair, where tokenizers differ
     template: float | None = None  # nats per token that its own chat template would change
+    own_template: float | None = None  # its accuracy behind that, where it would change something
     stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that student and teacher name
     origin: float | None = None  # cosine between weights
     memory: int | None = None

@@ -30,6 +30,7 @@ from opd.diagnose.measures import (
 )
 from opd.diagnose.token_rows import TokenRows, token_rows
 from opd.errors import DataError
+from opd.models.language_model import LanguageModel
 from opd.teachers.table import Pair, Samples, compare
 from opd.types import Author, Rollout, SignalNeed, TokenSampler
 
@@ -120,6 +121,16 @@ class TeacherAnswers:
     name: str
     asked: list[Asking]
     samples: int
+    own_template: bool = False  # whatever its view says
+
+    @property
+    def model(self) -> LanguageModel | None:
+        found: LanguageModel | None = self.bench.teachers[self.name].model
+        return found
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.model.stop_ids if self.crosses and self.model is not None else self.bench.stop_ids
 
     @property
     def crosses(self) -> bool:
@@ -128,17 +139,17 @@ class TeacherAnswers:
     @cached_property
     def read(self) -> dict[str, np.ndarray]:
         """What it reads in place of each prompt; nothing where its view has to see answers first, or it has no model here."""
-        kind, model = self.bench.kinds[self.name], self.bench.teachers[self.name].model
+        kind, model = self.bench.kinds[self.name], self.model
         if model is None or not (kind.view.crosses or (kind.view.of_prompt and kind.view.reprompts)):
             return {}
-        own = kind.view.chat_template == "teacher"
+        own = self.own_template or kind.view.chat_template == "teacher"
         tokenizer = model.tokenizer if own else self.bench.student.tokenizer
         found = {}
         for asking in self.asked:
             prompt = kind.view.rewrite(asking.prompt)
             (ids,) = (
                 [asking.ids]
-                if kind.view.as_sampled
+                if kind.view.as_sampled and not own
                 else [DataError("nothing to show")]
                 if prompt is None
                 else render_prompts([prompt], tokenizer, self.bench.kwargs(asking.prompt.id))
@@ -149,12 +160,11 @@ class TeacherAnswers:
 
     @cached_property
     def sampler(self) -> TokenSampler:
-        if not self.crosses:
-            return self.bench.samplers.teacher(self.name)
-        model = self.bench.teachers[self.name].model
+        """With room for the longest of what it reads, which may be more than the student does."""
+        assert self.model is not None
         length = max(ids.size for ids in self.read.values()) + self.bench.limit
         kind = self.bench.spec.sampler.beside()
-        return kind.open(model.inference_copy(None), length, merge_stop=model.stop_ids)
+        return kind.open(self.model.inference_copy(None), length, merge_stop=self.stop_ids)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -164,8 +174,7 @@ class TeacherAnswers:
             if asking.prompt.id in self.read
             for number in range(self.samples)
         ]
-        stops = self.bench.teachers[self.name].model.stop_ids if self.crosses else None
-        return self.bench.draw(self.sampler, draws, stops) if draws else []
+        return self.bench.draw(self.sampler, draws, self.stop_ids) if draws else []
 
     @cached_property
     def behind_student(self) -> list[Rollout]:
@@ -175,14 +184,11 @@ class TeacherAnswers:
 
     @cached_property
     def answers(self) -> Answers | None:
-        if not self.rollouts:
+        if not self.rollouts or self.model is None:
             return None
-        model = self.bench.teachers[self.name].model
-        tokenizer, stops = (
-            (model.tokenizer, model.stop_ids) if self.crosses else (self.bench.student.tokenizer, self.bench.stop_ids)
-        )
+        tokenizer = self.model.tokenizer if self.crosses else self.bench.student.tokenizer
         names = [rollout.prompt_id for rollout in self.rollouts]
-        texts = [response_text(rollout.response_ids, tokenizer, stops) for rollout in self.rollouts]
+        texts = [response_text(rollout.response_ids, tokenizer, self.stop_ids) for rollout in self.rollouts]
         sizes = [rollout.response_ids.size for rollout in self.rollouts]
         cut = [rollout.stop == "length" for rollout in self.rollouts]
         return answers_of(names, self.bench.right(names, texts), sizes, cut, self.samples)
@@ -212,6 +218,7 @@ def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, cloc
         crosses=bench.spec.teachers[name].view.crosses,
         aligned=table.aligned,
         template=table.template,
+        own_template=_own_template(theirs, table.template),
         stop_ids=table.stop_ids,
         origin=table.origin,
         memory=table.memory,
@@ -234,6 +241,14 @@ def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, cloc
         excess=excess_kl([row.kl for row in rows], [row.kl for row in scored]) if scored else None,
         stops=_stop_probe(bench, name, own, rows, theirs, scored, table),
     )
+
+
+def _own_template(theirs: TeacherAnswers, nats: float | None) -> float | None:
+    """Its accuracy behind its own chat template, where that differs: which of the two is to be mended?"""
+    if not nats:
+        return None
+    answers = replace(theirs, own_template=True).answers
+    return None if answers is None else answers.accuracy
 
 
 def _start_table(bench: Bench, name: str, own: DomainAnswers) -> Pair:
@@ -279,8 +294,11 @@ def _takeover(bench: Bench, own: DomainAnswers, theirs: TeacherAnswers) -> tuple
     if theirs.crosses or not theirs.read or np.isnan(own.marks).all():
         return ()
     usual = float(np.median([rollout.response_ids.size for rollout in own.rollouts]))
-    depths = sorted({0, *(max(1, round(usual * part)) for part in DEPTHS)})
-    return tuple(found for depth in depths if (found := _at_depth(bench, own, theirs, depth)) is not None)
+    depths = sorted({max(1, round(usual * part)) for part in DEPTHS})
+    gap, stderr = gap_between(own.answers, theirs.answers)  # which is taking over behind nothing
+    whole = [] if gap is None or stderr is None else [Depth(0, len(theirs.rollouts), gap, stderr)]
+    deeper = [_at_depth(bench, own, theirs, depth) for depth in depths]
+    return (*whole, *(found for found in deeper if found is not None))
 
 
 def _at_depth(bench: Bench, own: DomainAnswers, theirs: TeacherAnswers, depth: int) -> Depth | None:

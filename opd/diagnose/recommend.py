@@ -97,7 +97,8 @@ def recommend(
     """`sources`: number of a source -> its domains; `longest`: tokens of an answer; `given`: the recipe says itself how it trains."""
     useful = [one for one in advice if one.verdict != "do not"]
     left_out = {one.domain: one.decision.because for one in advice if one.verdict == "do not"}
-    verdict = min((one.verdict for one in useful), key=ORDER.index, default="do not")
+    verdicts: list[Verdict] = [one.verdict for one in useful]
+    verdict: Verdict = min(verdicts, key=ORDER.index) if verdicts else "do not"
     teachers = {one.domain: one.pair.teacher for one in useful}
     reasons = [f"{one.domain}: {one.pair.teacher}: {one.verdict}: {one.decision.because}" for one in advice]
     if not useful or verdict in MENDED:
@@ -141,13 +142,18 @@ def _teacher(kind: TeacherKind, domains: list[str] | None, advice: Sequence[Advi
     found: dict[str, Any] = kind.model_dump(mode="json", exclude_defaults=True)
     if domains is not None and not alone:
         found["domains"] = domains
-    verdicts = {one.verdict for one in advice}
-    if "span view" in verdicts:
+    if any(one.verdict == "span view" for one in advice):
         found["view"] = "bytes"
-    elif "mend the template" in verdicts:
+    elif any(one.verdict == "mend the template" and _better_behind_its_own(one.pair) for one in advice):
         view = kind.view.model_dump(mode="json", exclude_defaults=True)
         found["view"] = {**view, "kind": kind.view.name, "chat_template": "teacher"}
     return found
+
+
+def _better_behind_its_own(pair: PairMeasures) -> bool:
+    """Its own template; where nothing says which is better, a model knows the one that it came with."""
+    known = pair.answers is not None and pair.answers.accuracy is not None and pair.own_template is not None
+    return not known or pair.own_template > pair.answers.accuracy  # type: ignore[operator, union-attr]
 
 
 def _objective(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], given: bool) -> list[str]:

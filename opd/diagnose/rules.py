@@ -23,7 +23,7 @@ STOPS = 0.8  # probability of stopping at one's own stops
 AGREED = 0.3  # share of the student's ends at which the teacher would end, too
 AUROC = 0.55
 NOTHING = 0.01  # nats per token: where accuracies are not known, a KL that is none
-ERRORS = 2.0  # standard errors of a gap that is one
+ERRORS, WEAKER = 2.0, 1.0  # standard errors of a gap that is one; of a teacher that is the weaker, which would do harm
 LEAST_GAP = 0.02
 WEAK = 0.05  # pass@k
 OVERLAP, FAR, MASS, ORIGIN = 0.7, 0.15, 0.99, 0.5
@@ -96,8 +96,13 @@ def _other_tokenizer(case: Case) -> str | None:
 
 
 def _other_template(case: Case) -> str | None:
-    nats = case.pair.template
-    return f"{nats:.2g} nats per token" if nats is not None and nats > TEMPLATE else None
+    pair, answers = case.pair, case.pair.answers
+    if pair.template is None or pair.template <= TEMPLATE:
+        return None
+    told = f"{pair.template:.2g} nats per token"
+    if answers is None or answers.accuracy is None or pair.own_template is None:
+        return told
+    return f"{told}; {answers.accuracy:.0%} right behind the student's template, {pair.own_template:.0%} behind its own"
 
 
 def _lost_stops(case: Case) -> str | None:
@@ -131,7 +136,7 @@ def _no_gap(case: Case) -> str | None:
     assert pair.gap is not None
     assert pair.gap_stderr is not None
     told = f"gap {pair.gap:+.2f} ± {pair.gap_stderr:.2f}"
-    if pair.gap < -max(LEAST_GAP, ERRORS * pair.gap_stderr):
+    if pair.gap < -max(LEAST_GAP, WEAKER * pair.gap_stderr):
         return f"{told}: it is the weaker one"
     if not gap and (pair.auroc is None or pair.auroc < AUROC):
         return told + ("" if pair.auroc is None else f", AUROC {pair.auroc:.2f}")
@@ -237,7 +242,7 @@ RULES = (
         2,
         "chat templates differ",
         "mend the template",
-        "Put the templates right, or let the teacher read its own (view: {chat_template: teacher}), and diagnose again.",
+        "Put the worse of the two templates right, or let a teacher that is better behind its own read that (view: {chat_template: teacher}); diagnose again.",
         "P",
         _other_template,
     ),
