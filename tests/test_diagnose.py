@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from opd import cli
@@ -34,10 +36,10 @@ from opd.errors import UserError
 from opd.models.catalog import TINY_ROOT
 from opd.report.page import diagnosis_page
 from opd.runner.plan import make_plan
-from opd.trainer.tiny import TEMPLATE, make_model, make_tokenizer, optimiser, task_rows, update
+from opd.trainer.tiny import TEMPLATE, make_tokenizer, optimiser, task_rows, update
 from tests.reports import HOSTILE
 
-PROMPTS = 12
+PROMPTS, SAMPLES = 12, 4
 
 
 def diagnosed(student: str, teachers: dict[str, Any], task: str = "addition", **more: Any) -> Diagnosis:
@@ -47,9 +49,10 @@ def diagnosed(student: str, teachers: dict[str, Any], task: str = "addition", **
         "prompts": [{"source": f"task:{task}"}],
         "rollout": {"max_new_tokens": 16},
         "sampler": {"slots": 32},
+        "eval": {"prompts": 0},
         "device": "cpu",
     }
-    return diagnose(load_recipe(settings).stages[0], prompts=PROMPTS, given=False, **more)
+    return diagnose(load_recipe(settings).stages[0], prompts=PROMPTS, samples=SAMPLES, given=False, **more)
 
 
 def variant(
@@ -72,10 +75,13 @@ def variant(
 
 
 def foreign(to: Path) -> str:
-    """A model that never saw the student's weights, and knows the answers to the prompts that are asked."""
-    tokenizer, task = make_tokenizer(), TASKS["addition"]
-    model = make_model(len(tokenizer), 7)
-    adam, rows = optimiser(model), task_rows(tokenizer, task, "train", 0, PROMPTS)
+    """A model of another shape and origin that knows the answers to the prompts that are asked."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(7)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **ids, max_position_embeddings=512, initializer_range=0.06))
+    adam, rows = optimiser(model), task_rows(tokenizer, TASKS["addition"], "train", 0, PROMPTS)
     for step in range(60):
         update(model, adam, rows, 3e-3 * min(1.0, step / 10), None)
     model.save_pretrained(to)
@@ -104,6 +110,7 @@ def test_a_good_teacher_of_the_same_origin(tmp_path: Path) -> None:
         "prompts",
         "rollout",
         "sampler",
+        "eval",
         "device",
         "objective",
     }
@@ -119,7 +126,7 @@ def test_a_good_teacher_of_the_same_origin(tmp_path: Path) -> None:
 def test_a_teacher_of_another_origin(tmp_path: Path) -> None:
     found = diagnosed("tiny/generalist", {"sums": foreign(tmp_path / "foreign")})
     assert found.pairs[0].gap > 0.2  # it is better
-    assert found.pairs[0].origin < 0.5
+    assert found.pairs[0].origin is None  # no weights to compare
     assert (only(found).rule.number, only(found).rule.verdict) == (7, "cold start")
     stages = found.recommendation.settings["stages"]
     assert [stage["name"] for stage in stages] == ["cold-start", "on-policy"]
@@ -143,22 +150,30 @@ def test_other_stop_tokens(tmp_path: Path) -> None:
     assert "it says id 2 ('<unk>') there" in only(unnamed).because
     assert "generation_config.json" in only(unnamed).rule.remedy
     assert unnamed.recommendation.settings is None
+
+
+@pytest.mark.slow
+def test_other_stop_tokens_that_are_named_are_one_event(tmp_path: Path) -> None:
     named = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "named", ends=2, named=True)})
-    assert only(named).rule.verdict == "opd"  # the two are one event
+    assert only(named).rule.verdict == "opd"
     assert named.pairs[0].stops.own > 0.95
     assert "other ids (2, 1, the student 1): one event" in "\n".join(diagnosis_lines(named))
 
 
-def test_another_template(tmp_path: Path) -> None:
-    """The teacher's is wrong; or the student's, and then the teacher is to read its own."""
-    other = TEMPLATE.replace("{{ message['content'] }}", "Q: {{ message['content'] }}")
-    assert other != TEMPLATE
-    found = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "other", template=other)})
+OTHER_TEMPLATE = TEMPLATE.replace("{{ message['content'] }}", "Q: {{ message['content'] }}")
+
+
+def test_another_template_of_the_teacher(tmp_path: Path) -> None:
+    found = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "other", template=OTHER_TEMPLATE)})
     assert (only(found).rule.number, only(found).rule.verdict) == (2, "mend the template")
     assert found.pairs[0].template > 0.05
     assert found.pairs[0].own_template < found.pairs[0].answers.accuracy
     assert "view" not in found.recommendation.settings["teachers"]["sums"]
-    student = variant(tmp_path / "student", template=other, of="generalist")
+
+
+@pytest.mark.slow
+def test_another_template_of_the_student_and_the_teacher_is_to_read_its_own(tmp_path: Path) -> None:
+    student = variant(tmp_path / "student", template=OTHER_TEMPLATE, of="generalist")
     found = diagnosed(student, {"sums": "tiny/arithmetic"})
     assert only(found).rule.number == 2
     assert found.pairs[0].own_template > found.pairs[0].answers.accuracy
@@ -255,7 +270,7 @@ def test_the_rest_of_the_table() -> None:
 
 
 def test_the_recommended_recipe_says_all_of_it_and_loads() -> None:
-    spec = load_recipe("quickstart").stages[0]
+    spec = load_recipe("quickstart", ["eval={prompts: 0}"]).stages[0]
     noise = (Depth(0, 99, 0.4, 0.05), Depth(40, 99, 0.02, 0.05))
     rows = {
         "arithmetic": measured(takeover=noise, excess=0.5),
