@@ -37,7 +37,7 @@ from opd.models.catalog import TINY_ROOT
 from opd.report.page import diagnosis_page
 from opd.runner.plan import make_plan
 from opd.trainer.tiny import TEMPLATE, make_tokenizer, optimiser, task_rows, update
-from tests.reports import HOSTILE
+from tests.reports import HOSTILE, made_up_diagnosis
 
 PROMPTS, SAMPLES = 12, 4
 
@@ -371,14 +371,7 @@ def test_the_command_writes_a_page_and_a_recipe_that_plans(tmp_path: Path) -> No
 
 
 def test_what_models_and_rows_say_stays_text_on_the_page() -> None:
-    pair = measured().to_json() | {
-        "rule": {"number": 9, "when": HOSTILE, "evidence": "P"},
-        "verdict": "opd",
-        "because": HOSTILE,
-        "remedy": "",
-        "refined": [],
-    }
-    text = diagnosis_page({"student": HOSTILE, "pairs": [pair], "recommendation": {"reasons": [HOSTILE]}})
+    text = diagnosis_page(made_up_diagnosis(HOSTILE))
     data = text.split('type="application/json">')[1].split("</script>")[0]
     assert "<" not in data
     assert json.loads(data)["student"] == HOSTILE

@@ -17,6 +17,7 @@ from typing import Any
 from opd.errors import UserError
 from opd.files import json_text, write_whole
 from opd.report.facts import run_facts
+from opd.text import plain
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("uplot.min.js", "core.js", "charts.js", "heat.js", "samples.js", "results.js", "browse.js", "main.js")
@@ -51,7 +52,7 @@ def _html(title: str, data: Mapping[str, Any], scripts: Sequence[str], *, live: 
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
-        f'<title>{html.escape(title)} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
+        f'<title>{html.escape(plain(title))} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
         "<body><noscript>This page draws itself with JavaScript, from data inside the file; it loads nothing.</noscript>\n"
         f'<main id="page"></main>\n<script id="data" type="application/json">{embedded(data)}</script>\n'
         f"<script>{script}</script></body></html>\n"

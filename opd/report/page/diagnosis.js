@@ -5,18 +5,18 @@ const plusMinus = (value, spread) => (known(value) ? `${signed(value)} ± ${numb
 
 function facts(rows) {
   const shown = rows.filter(([, value]) => value !== null && value !== undefined && value !== "–" && value !== "");
-  return el("table", {}, el("tbody", {}, shown.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, visible(String(value)))))));
+  return el("table", {}, el("tbody", {}, shown.map(([name, value]) => el("tr", {}, el("th", { scope: "row", style: { whiteSpace: "normal" } }, visible(name)), el("td", {}, visible(String(value)))))));
 }
 function question(title, rows) {
   return el("div", { className: "card" }, el("h3", {}, title), facts(rows));
 }
 function pairCard(pair) {
   const answers = pair.answers || {}, stops = pair.stops;
-  const words = Object.entries(pair.likelihood).map(([name, value]) => [name, number(value) + " nats per token"]);
+  const words = Object.entries(pair.likelihood).map(([name, value]) => [name + ", nats", number(value)]);
   const ids = pair.stop_ids && String(pair.stop_ids[0]) !== String(pair.stop_ids[1]) ? `${pair.stop_ids[1]}; the student ${pair.stop_ids[0]}: one event` : pair.stop_ids ? "same" : null;
   return el("div", {},
-    el("h3", {}, visible(`${pair.domain} · ${pair.teacher}`), " ", el("span", { className: "muted" }, visible(DATA.models[pair.teacher] || ""))),
-    el("p", {}, el("b", {}, visible(pair.verdict.toUpperCase())), visible(`: ${pair.because} (rule ${pair.rule.number}: ${pair.rule.when}; ${pair.rule.evidence}). ${pair.remedy}`)),
+    el("h3", { style: { marginTop: "22px" } }, visible(`${pair.domain} · ${pair.teacher}`), " ", el("span", { className: "muted" }, visible(DATA.models[pair.teacher] || ""))),
+    el("p", { style: { margin: "4px 0 12px", overflowWrap: "anywhere" } }, el("b", {}, visible(pair.verdict.toUpperCase())), visible(`: ${pair.because} (rule ${pair.rule.number}: ${pair.rule.when}; ${pair.rule.evidence}). ${pair.remedy}`)),
     pair.refined.map((one) => el("p", {}, visible(`${one.because}: ${one.remedy} (rule ${one.number}; ${one.evidence})`))),
     el("div", { className: "grid" },
       question("Is there a gap?", [["teacher right", percent(answers.accuracy)], ["gap", plusMinus(pair.gap, pair.gap_stderr)], ["within-prompt AUROC", number(pair.auroc)], ...words]),
@@ -39,20 +39,21 @@ function positions(holder, pair) {
 }
 function start() {
   const advice = DATA.recommendation;
-  document.documentElement.dataset.theme = "";
+  root.style.overflowWrap = "anywhere";
   const theme = el("button", { className: "theme", title: "light or dark", onclick: () => { document.documentElement.dataset.theme = THEMES[document.documentElement.dataset.theme || ""]; redraw(); } }, "◐");
   const students = Object.entries(DATA.students).map(([domain, one]) => [domain, `${percent(one.accuracy)} right, pass@${one.samples} ${percent(one.pass_at)}, ${number(one.length)} tokens, ${percent(one.truncated)} cut off; ${one.prompts} prompts`]);
   const ranks = Object.entries(DATA.ranking).map(([domain, list]) => [domain, list.map(([name, signal]) => `${name} ${signed(signal)}`).join(", ")]);
   const holder = el("div", { className: "grid" });
   root.append(el("div", { className: "top" }, el("span", { className: "mark" }, "opd"), theme),
-    section("verdict", "Diagnosis: " + legible(advice.verdict), legible(DATA.student), el("div", { className: "card" }, advice.reasons.map((reason) => el("p", {}, visible(reason))))),
+    el("div", { className: "hero" }, el("h1", {}, visible(advice.verdict), el("span", { className: "faint" }, " · ", visible(DATA.student))), advice.reasons.map((reason) => el("p", { className: "words" }, visible(reason)))),
     section("student", "The student's answers", "", el("div", { className: "card" }, facts(students))),
     Object.values(DATA.ranking).some((list) => list.length > 1) ? section("ranking", "Teachers, best first", "Take-over advantage times AUROC on the student's answers.", el("div", { className: "card" }, facts(ranks))) : "",
     section("teachers", "The four questions", "", DATA.pairs.map(pairCard)),
-    section("positions", "Along an answer", "", holder),
-    advice.recipe ? section("plan", "The planned run", "", el("div", { className: "card" }, el("pre", {}, visible(DATA.plan.join("\n"))), known(DATA.seconds) ? el("p", {}, `About ${duration(DATA.seconds)} of training on the machine that diagnosed it.`) : null)) : "",
+    section("positions", "Along an answer", "Of the best teacher of each domain.", holder),
+    advice.recipe ? section("plan", "The planned run", "", el("div", { className: "card" }, el("pre", { style: { whiteSpace: "pre-wrap" } }, visible(DATA.plan.join("\n"))), known(DATA.seconds) ? el("p", {}, `About ${duration(DATA.seconds)} of training on the machine that diagnosed it.`) : null)) : "",
     el("footer", {}, "One file, readable offline: it loads nothing and sends nothing."));
-  DATA.pairs.forEach((pair) => positions(holder, pair));
+  const best = (pair) => DATA.ranking[pair.domain] === undefined || DATA.ranking[pair.domain][0][0] === pair.teacher;
+  DATA.pairs.filter(best).forEach((pair) => positions(holder, pair));
 }
 start();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
