@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from opd.diagnose.measures import Answers, Depth, PairMeasures, StopProbe, Stretch
+from opd.diagnose.measures import Answering, Depth, PairMeasures, StopProbe, Stretch
 from opd.files import line_of
 from opd.store import RolloutStore
 from opd.types import Author, SampledToken
@@ -112,7 +112,7 @@ def made_up_diagnosis(text: str) -> dict[str, Any]:
     """What `opd diagnose` gives, with `text` wherever a name or a row could bring it in."""
     stretches = tuple(Stretch(at, at + 20, 99, 0.5, -0.1, 0.2, 0.1, 0.7) for at in range(0, 80, 20))
     depths = Depth(0, 99, 0.4, 0.05), Depth(40, 99, 0.1, 0.05)
-    answers = Answers(32, 8, 60.0, 90, 0.1, 0.6, 0.05, 0.9)
+    answers = Answering(32, 8, 60.0, 90, 0.1, 0.6, 0.05, 0.9)
     words = {"student's words under the teacher": -0.4}
     pair = PairMeasures(
         text,

@@ -19,7 +19,7 @@ from opd.config import load_recipe
 from opd.data.tasks import TASKS
 from opd.diagnose.diagnosis import Diagnosis, diagnose
 from opd.diagnose.measures import (
-    Answers,
+    Answering,
     Depth,
     PairMeasures,
     StopProbe,
@@ -203,8 +203,8 @@ def test_another_tokenizer(tmp_path: Path) -> None:
 # The table, row by row
 
 
-def answers(accuracy: float | None = 0.5, pass_at: float | None = 0.9, length: float = 200.0) -> Answers:
-    return Answers(32, 8, length, round(2 * length), 0.0, accuracy, 0.05, pass_at)
+def answers(accuracy: float | None = 0.5, pass_at: float | None = 0.9, length: float = 200.0) -> Answering:
+    return Answering(32, 8, length, round(2 * length), 0.0, accuracy, 0.05, pass_at)
 
 
 def measured(**values: Any) -> PairMeasures:

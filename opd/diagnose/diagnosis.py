@@ -10,11 +10,11 @@ from typing import Any
 
 from opd.config import Stage
 from opd.diagnose.bench import Bench, open_bench
-from opd.diagnose.clock import Clock
-from opd.diagnose.measures import Answers, PairMeasures
+from opd.diagnose.measures import Answering, PairMeasures
 from opd.diagnose.measuring import DomainAnswers, measure_pair
 from opd.diagnose.recommend import Advice, Recommendation, ranked, recommend
 from opd.diagnose.rules import Case, Decision, decide
+from opd.diagnose.stopwatch import Stopwatch
 from opd.runner.plan import make_plan
 from opd.teachers.table import K
 
@@ -32,7 +32,7 @@ class Diagnosis:
 
     student: str
     models: dict[str, str]  # teacher -> model
-    students: dict[str, Answers]  # by domain
+    students: dict[str, Answering]  # by domain
     pairs: list[PairMeasures]
     decisions: dict[tuple[str, str], Decision]  # (domain, teacher)
     advice: list[Advice]
@@ -97,7 +97,7 @@ def diagnose(
 def _diagnosed(
     bench: Bench, spec: Stage, samples: int, target: float | None, given: bool, say: Callable[[str], None]
 ) -> Diagnosis:
-    clock, pairs, students = Clock(), list[PairMeasures](), dict[str, Answers]()
+    clock, pairs, students = Stopwatch(), list[PairMeasures](), dict[str, Answering]()
     for domain, asked in bench.domains.items():
         own = DomainAnswers(bench, domain, asked, samples)
         say(f"{domain}: {len(asked)} prompts, {len(asked) * samples} answers of the student")
@@ -122,12 +122,12 @@ def _diagnosed(
     )
 
 
-def _answered(students: dict[str, Answers], pairs: Sequence[PairMeasures]) -> list[Answers]:
+def _answered(students: dict[str, Answering], pairs: Sequence[PairMeasures]) -> list[Answering]:
     return [*students.values(), *(pair.answers for pair in pairs if pair.answers is not None)]
 
 
 def _decisions(
-    students: dict[str, Answers], pairs: Sequence[PairMeasures], target: float | None
+    students: dict[str, Answering], pairs: Sequence[PairMeasures], target: float | None
 ) -> dict[tuple[str, str], Decision]:
     rivals = {domain: sum(pair.domain == domain for pair in pairs) - 1 for domain in students}
     return {
@@ -144,7 +144,7 @@ def _advice(domain: str, pairs: Sequence[PairMeasures], decisions: dict[tuple[st
     return Advice(domain, best, decisions[domain, best.teacher], tuple((pair.teacher, pair.signal) for pair in order))
 
 
-def _plan(found: Recommendation, clock: Clock, length: float) -> tuple[list[str], float | None]:
+def _plan(found: Recommendation, clock: Stopwatch, length: float) -> tuple[list[str], float | None]:
     """Memory of the recommended run on paper; its time from what sampling and scoring took here."""
     recipe = found.recipe()
     if recipe is None:

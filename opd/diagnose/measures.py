@@ -34,18 +34,18 @@ class Stretch(NamedTuple):
     auroc: float | None  # of the mean advantage here: right answers of a prompt against wrong ones
 
 
-class Place(NamedTuple):
+class HereAgainst(NamedTuple):
     """The teacher at some tokens against all others."""
 
     here: float | None
     elsewhere: float | None
 
 
-NOWHERE = Place(None, None)
+NOWHERE = HereAgainst(None, None)
 
 
 @dataclass(frozen=True)
-class Answers:
+class Answering:
     """How a model answers the prompts of a domain, drawn at temperature 1."""
 
     prompts: int
@@ -90,7 +90,7 @@ class PairMeasures:
     stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that student and teacher name
     origin: float | None = None  # cosine between weights
     memory: int | None = None
-    answers: Answers | None = None  # of the teacher
+    answers: Answering | None = None  # of the teacher
     gap: float | None = None
     gap_stderr: float | None = None
     auroc: float | None = None  # within prompts, of the mean log-ratio: right answers against wrong ones
@@ -103,8 +103,8 @@ class PairMeasures:
     entropy: float | None = None
     teacher_entropy: float | None = None
     stretches: tuple[Stretch, ...] = ()
-    forks: Place = NOWHERE  # advantage where the student hesitates
-    errors: Place = NOWHERE  # surprise behind the worst token of wrong answers, and before it
+    forks: HereAgainst = NOWHERE  # advantage where the student hesitates
+    errors: HereAgainst = NOWHERE  # surprise behind the worst token of wrong answers, and before it
     takeover: tuple[Depth, ...] = ()
     excess: float | None = None  # KL behind the student's words over that behind the teacher's, less 1
     stops: StopProbe = field(default_factory=StopProbe)
@@ -129,14 +129,14 @@ class PairMeasures:
 
 def answers_of(
     prompt_ids: Sequence[str], marks: np.ndarray, lengths: Sequence[int], truncated: Sequence[bool], samples: int
-) -> Answers:
+) -> Answering:
     by_prompt: dict[str, list[float]] = {}
     for name, mark in zip(prompt_ids, marks, strict=True):
         if not np.isnan(mark):
             by_prompt.setdefault(name, []).append(float(mark))
     shares = {name: float(np.mean(found)) for name, found in by_prompt.items()}
     values = np.array(list(shares.values()))
-    return Answers(
+    return Answering(
         prompts=len(set(prompt_ids)),
         samples=samples,
         length=float(np.mean(lengths)),
@@ -149,7 +149,7 @@ def answers_of(
     )
 
 
-def gap_between(student: Answers, teacher: Answers | None) -> tuple[float | None, float | None]:
+def gap_between(student: Answering, teacher: Answering | None) -> tuple[float | None, float | None]:
     """The teacher's accuracy less the student's, over the prompts that both answered, and its standard error."""
     shared = [] if teacher is None else [name for name in student.by_prompt if name in teacher.by_prompt]
     if teacher is None or not shared:
@@ -218,19 +218,19 @@ def inside(values: Sequence[np.ndarray], start: int, end: int) -> list[np.ndarra
     return [row[start:end] for row in values]
 
 
-def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) -> Place:
+def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) -> HereAgainst:
     """The advantage at the student's forks, and elsewhere."""
     every = np.concatenate(entropy) if entropy else np.zeros(0)
     if not (~np.isnan(every)).any():
         return NOWHERE
     limit = float(np.nanquantile(every, FORK))
-    return Place(
+    return HereAgainst(
         mean_of([row[known > limit] for row, known in zip(advantage, entropy, strict=True)]),
         mean_of([row[known <= limit] for row, known in zip(advantage, entropy, strict=True)]),
     )
 
 
-def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]) -> Place:
+def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]) -> HereAgainst:
     """Of wrong answers: the teacher's surprise behind the token that it likes least, and before it."""
     after, before = [], []
     for mark, ratio, row in zip(marks, advantage, surprise, strict=True):
@@ -238,4 +238,4 @@ def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: S
             worst = int(np.nanargmin(ratio))
             after.append(row[worst + 1 :])
             before.append(row[:worst])
-    return Place(mean_of(after), mean_of(before))
+    return HereAgainst(mean_of(after), mean_of(before))

@@ -11,9 +11,8 @@ import numpy as np
 
 from opd.data.render import render_completion, render_prompts, response_text
 from opd.diagnose.bench import VISIT, Asking, Bench, Draw
-from opd.diagnose.clock import Clock
 from opd.diagnose.measures import (
-    Answers,
+    Answering,
     Depth,
     PairMeasures,
     StopProbe,
@@ -28,6 +27,7 @@ from opd.diagnose.measures import (
     stretch_edges,
     within_prompt_auroc,
 )
+from opd.diagnose.stopwatch import Stopwatch
 from opd.diagnose.token_rows import TokenRows, token_rows
 from opd.errors import DataError
 from opd.models.language_model import LanguageModel
@@ -72,7 +72,7 @@ class DomainAnswers:
         }
 
     @cached_property
-    def answers(self) -> Answers:
+    def answers(self) -> Answering:
         sizes = [rollout.response_ids.size for rollout in self.rollouts]
         cut = [rollout.stop == "length" for rollout in self.rollouts]
         return answers_of(self.prompt_ids, self.marks, sizes, cut, self.samples)
@@ -183,7 +183,7 @@ class TeacherAnswers:
         return [] if self.crosses else [replace(one, prompt_ids=asked[one.prompt_id].ids) for one in self.rollouts]
 
     @cached_property
-    def answers(self) -> Answers | None:
+    def answers(self) -> Answering | None:
         if not self.rollouts or self.model is None:
             return None
         tokenizer = self.model.tokenizer if self.crosses else self.bench.student.tokenizer
@@ -194,7 +194,7 @@ class TeacherAnswers:
         return answers_of(names, self.bench.right(names, texts), sizes, cut, self.samples)
 
 
-def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, clock: Clock) -> PairMeasures:
+def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, clock: Stopwatch) -> PairMeasures:
     """Everything about one teacher in one domain."""
     theirs = TeacherAnswers(bench, name, own.asked, samples)
     table = _start_table(bench, name, own)

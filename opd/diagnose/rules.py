@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from opd.diagnose.measures import Answers, Depth, PairMeasures
+from opd.diagnose.measures import Answering, Depth, PairMeasures
 
 Verdict = Literal[
     "span view", "mend the template", "mend the stops", "do not", "off-policy first", "cold start", "sft", "opd"
@@ -34,7 +34,7 @@ TAKEOVER = 0.05
 class Case(NamedTuple):
     """One teacher in one domain, with what the rules look at beside it."""
 
-    student: Answers
+    student: Answering
     pair: PairMeasures
     target: float | None = None  # accuracy that is wanted
     rivals: int = 0  # other teachers for this domain

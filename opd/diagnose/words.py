@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opd.diagnose.diagnosis import Diagnosis
-from opd.diagnose.measures import Answers, PairMeasures
+from opd.diagnose.measures import Answering, PairMeasures
 from opd.diagnose.rules import Decision, useful_depth
 from opd.report.words import duration
 from opd.teachers.table import K
@@ -46,7 +46,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
     yield from _recommended(found)
 
 
-def _answers(found: Answers) -> str:
+def _answers(found: Answering) -> str:
     told = (
         f"{found.prompts} prompts {found.samples} times, {found.length:.1f} tokens each, {found.truncated:.0%} cut off"
     )

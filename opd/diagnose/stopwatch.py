@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Clock:
+class Stopwatch:
     """Seconds and tokens of what a step consists of, as they went by here."""
 
     def __init__(self) -> None:
