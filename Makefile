@@ -7,6 +7,7 @@
 # make test-safety  replay attacks: runs started at once, killed early, without rights, with other inputs (minutes)
 # make test-families every family of models at tiny size, as the table in docs/models.md says (minutes)
 # make test-scale   1, 2, 3 and 4 ranks take the steps of one process; saved, killed, resumed on others (minutes)
+# make test-ray     a run on a Ray cluster of this machine, of which every kind of worker is killed (minutes; installs ray, 78 MB)
 # make test-browser open reports and the live page in Debian's Chromium, headless (installs it with apt where it may; about a minute)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
@@ -20,13 +21,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-browser fuzz test-kernels test-vllm clean
+.PHONY: quickstart test check smol test-long test-crash test-safety test-families test-scale test-ray test-browser fuzz test-kernels test-vllm clean
 
 quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not vllm and not browser"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -39,7 +40,7 @@ smol: $(VENV)/.base
 
 test-long: $(VENV)/.dev smol
 	$(PIP) 'torchao>=0.14'
-	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not vllm and not browser"
+	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
 
 test-crash: $(VENV)/.dev
 	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) -m crash
@@ -56,9 +57,13 @@ test-families: $(VENV)/.dev
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m scale
 
+test-ray: $(VENV)/.dev
+	$(PIP) -e '.[ray]'
+	$(BIN)/python -m pytest -m ray tests/test_ray.py
+
 # One process: it measures how long interactions take.
 test-browser: $(VENV)/.dev
-	@command -v chromium chromium-browser google-chrome >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) >/dev/null; \
 	  else echo "make test-browser needs Chromium, and cannot install it here: as root, apt-get install chromium" >&2; exit 1; fi
 	$(BIN)/python -m pytest -rP -m browser

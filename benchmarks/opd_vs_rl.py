@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="of every method")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="GRPO among them")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=300, help="held-out prompts of an evaluation")
     parser.add_argument("--below", type=float, default=0.03, help="this far below the teacher's score is its level")
@@ -76,17 +77,17 @@ def main() -> None:
     tuning = run_all(
         {
             f"tuning {method}, lr {rate:g}": recipe(method, rate, TUNING_SEED, "tune", args)
-            for method in METHODS
+            for method in args.methods
             for rate in args.rates
         },
         directory,
         args.workers,
     )
-    best = {method: chosen(method, tuning, args) for method in METHODS}
+    best = {method: chosen(method, tuning, args) for method in args.methods}
     found = run_all(
         {
             f"{method}, lr {best[method]:g}, seed {seed}": recipe(method, best[method], seed, "report", args)
-            for method in METHODS
+            for method in args.methods
             for seed in range(args.seeds)
         },
         directory,
@@ -94,7 +95,7 @@ def main() -> None:
     )
     teacher = next(run["teacher"] for run in found.values() if run["teacher"] is not None)
     level = teacher - args.below
-    methods = {method: summarise(method, best[method], args, found, level) for method in METHODS}
+    methods = {method: summarise(method, best[method], args, found, level) for method in args.methods}
     grpo = methods["GRPO"]
     for method, entry in methods.items():
         entry["factor"] = round(grpo["tokens"] / entry["tokens"], 2) if entry["reached"] == args.seeds else None

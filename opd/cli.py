@@ -81,6 +81,19 @@ From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin
 Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End behind this stage.")]
 
 
+class Place(StrEnum):
+    ray = "ray"
+
+
+On = Annotated[Place | None, typer.Option(help="ray: trainers, samplers and servers as the recipe's `cluster` says.")]
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
+    ),
+]
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")],
@@ -91,12 +104,8 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Use exactly this directory, and resume a run that was started there: for job scripts."
-        ),
-    ] = False,
+    resume: Again = False,
+    on: On = None,
     only: Only = None,
     start: From = None,
     until: Until = None,
@@ -122,6 +131,11 @@ def run(
         print(printable(loaded.to_yaml()))
         for plan in plans:
             print("\n".join(map(plain, plan.lines())))
+        return
+    if on is not None:
+        from opd.cluster.ray_run import run_on_ray
+
+        run_on_ray(recipe, overrides or (), loaded, out, resume, whole=not (only or start or until or reuse))
         return
     from rich.console import Console
 
@@ -228,6 +242,29 @@ def evaluate(
     from opd.runner.evaluate import measures_table
 
     Console().print(measures_table(model, measured.domains, measured.what))
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A teacher, who scores the answer as it is written, and answers too."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 1.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST)] = 0,
+) -> None:
+    """Ask a model, and a teacher against it; one question per line, the end of the input ends it."""
+    from rich.console import Console
+
+    from opd.runner.checks import pick_device
+    from opd.runner.talk import Talk, converse, questions
+
+    place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    talk = Talk(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
+    converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))
 
 
 class Precision(StrEnum):

@@ -339,10 +339,10 @@ class Remote:
         with self._lock:
             first, place.away = not place.away, True
             place.again = time.monotonic() + LONGEST
-            others = self._only is None and not all(other.away or other.refused for other in self.places)
+            others = not all(other.away or other.refused for other in self.places)
         if first and others:
             self._say(f"{place.address} is away ({reason}); the others take its work")
-        return others
+        return others and self._only is None
 
     def _wait_begins(self, reason: str) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from opd.divergences import Mixture, Projection, RowStatistics, TopK, divergence
 from opd.divergences.mixture import source_log_probs
 from opd.divergences.plan import aligned, triton_plan
 from opd.divergences.projection import log_probs
+from opd.divergences.supports import largest, largest_by_blocks
 from tests.divergence_cases import CASES, SMOOTH, assert_same, heads, leaves, outcome, textbook, twin
 
 SEEDS = st.integers(0, 10**6)
@@ -356,3 +357,17 @@ def test_plans_keep_to_their_budget(count: int, size: int, width: int, memory: i
         used = 2 * head + states + 4 * count * width + 8 * plan.chunk * plan.slab + 4 * plan.slab * width
     assert used <= memory * 1.02 + 8 * 64 * plan.chunk
     assert 1 <= plan.chunk <= count
+
+
+@pytest.mark.parametrize(("size", "k"), [(1000, 3), (1024, 1), (700, 20), (65, 5)])
+def test_the_largest_are_found_by_blocks(size: int, k: int) -> None:
+    """As on a GPU: in the blocks with the largest maxima, or behind the last whole block, wherever they lie together."""
+    generator = torch.Generator().manual_seed(size)
+    values = torch.stack([torch.randperm(size, generator=generator).float() for _ in range(7)])
+    values[1] = torch.arange(size)  # all in the last block, and behind it
+    values[2] = -values[1]
+    values[3, 5:] = -torch.inf
+    wanted, found = values.topk(k), largest_by_blocks(values, k)
+    assert torch.equal(found[0], wanted.values)
+    assert torch.equal(values.gather(-1, found[1]), wanted.values)
+    assert torch.equal(largest(values, k)[1], wanted.indices)  # on a CPU as it was

@@ -55,6 +55,7 @@ def test_stages_run_behind_what_they_need_and_otherwise_as_listed() -> None:
         ([{"name": "a", "student": "stage:a"}], r"stages.a.student: 'stage:a': no earlier stage.*there are none"),
         ([{"name": "a"}, {"name": "b", "student": "stage:z"}], r"no earlier stage is called 'z'; there are a"),
         ([{"name": "a"}, {"name": "b", "prompts": {"source": "stage:z"}}], r"stages.b.prompts.0.source"),
+        ([{"name": "a", "eval": {"further": "stage:z"}}], r"stages.a.eval.further.0.source"),
         ([{"name": "a"}, {"name": "b", "select": {"stage": "z"}}], r"stages.b.select.stage: .*'z'"),
         ([{"name": "a"}, {"name": "b", "select": {"stage": "a"}, "prompts": "task:sort"}], "give every source"),
         ([{"name": "a", "eval": {"prompts": 0}}, {"name": "b", "select": {"stage": "a"}}], "is not evaluated"),

@@ -22,7 +22,13 @@ def test_a_lab_can_be_planned() -> None:
 def cut_down(name: str) -> list[str]:
     """One step of a few prompts each; groups stay groups."""
     raw = yaml.safe_load(shipped_recipes()[name].read_text(encoding="utf-8"))
-    changes = ["eval.prompts=2", "sampler.slots=8", "rollout.prompts=12", "log={start_table: false, samples: 0}"]
+    changes = [
+        "eval.prompts=2",
+        "eval.teachers=false",
+        "sampler.slots=8",
+        "rollout.prompts=12",
+        "log={start_table: false, samples: 0}",
+    ]
     changes += ["eval.k=2"] if raw["eval"].get("k") else []
     for stage in [{"rollout": raw["rollout"]}, *raw["stages"]]:
         place = f"stages.{stage['name']}." if "name" in stage else ""

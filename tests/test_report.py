@@ -147,6 +147,7 @@ def test_a_notebook_shows_a_run_escaped(tmp_path: Path) -> None:
     assert "75.0%" in text
 
 
+@pytest.mark.slow
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=6)

@@ -96,6 +96,7 @@ def recipe(models: list[str], **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_divides_prompts_as_it_would_have(tmp_path: Path) -> None:
     models = [save_tiny(tmp_path / str(seed), seed=seed) for seed in range(3)]
     changes = recipe(models, shares={"kind": "gap", "least": 0}, eval={"prompts": 0}, checkpoint={"every": 2})

@@ -17,6 +17,7 @@ from tests.helpers import save_tiny, tiny_tokenizer
 
 BOTH: dict[str, Any] = {"form": "direct", "gate": {"kind": "entropy", "share": 0.5}}
 SAMPLED: dict[str, Any] = {"form": "policy_gradient"}
+OBJECTIVES = {"hidden": BOTH, "logprobs_at": SAMPLED}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,12 @@ def recipe(models: dict[str, str], objective: Any, **log: Any) -> dict[str, Any]
     }
 
 
+@pytest.fixture(scope="module")
+def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, opd.Run]:
+    root = tmp_path_factory.mktemp("runs")
+    return {name: opd.run(recipe(models, term), out=root / name) for name, term in OBJECTIVES.items()}
+
+
 @cache
 def opened(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -53,9 +60,9 @@ def said(model: str, rollout: Any) -> np.ndarray:
     return logits.log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("objective", [BOTH, SAMPLED], ids=["hidden", "logprobs_at"])
-def test_tokens_are_what_the_models_say(models: dict[str, str], tmp_path: Path, objective: Any) -> None:
-    run = opd.run(recipe(models, objective), out=tmp_path / "run")
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_tokens_are_what_the_models_say(models: dict[str, str], runs: dict[str, opd.Run], kind: str) -> None:
+    run, objective = runs[kind], OBJECTIVES[kind]
     lines = [line for line in run.tokens if line["step"] == 1]
     assert {line["domain"] for line in lines} == {"a", "b"}
     assert len(lines) == 4
@@ -88,9 +95,8 @@ def test_tokens_are_what_the_models_say(models: dict[str, str], tmp_path: Path, 
     assert len([line for line in answers if line["step"] == 2]) == 4
 
 
-def test_writing_samples_changes_no_update(models: dict[str, str], tmp_path: Path) -> None:
-    quiet = opd.run(recipe(models, [BOTH, SAMPLED], samples=0), out=tmp_path / "quiet")
-    told = opd.run(recipe(models, [BOTH, SAMPLED]), out=tmp_path / "told")
+def test_writing_samples_changes_no_update(models: dict[str, str], runs: dict[str, opd.Run], tmp_path: Path) -> None:
+    quiet, told = opd.run(recipe(models, BOTH, samples=0), out=tmp_path / "quiet"), runs["hidden"]
     assert [line["loss"] for line in quiet.metrics] == [line["loss"] for line in told.metrics]
     assert [line["grad_norm"] for line in quiet.metrics] == [line["grad_norm"] for line in told.metrics]
     assert quiet.tokens == quiet.answers == []

@@ -229,7 +229,9 @@ def test_best_checkpoint_early_stopping_and_retention(
 
     values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
     monkeypatch.setattr(
-        measuring, "measure_answers", lambda run, sampler: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)}
+        measuring,
+        "measure_answers",
+        lambda run, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
     )
     spec = {"prompts": 4, "every": 1, "teachers": False, "early_stop": {"patience": 3}}
     run = opd.run(
@@ -249,7 +251,9 @@ def test_a_stage_stops_once_it_is_good_enough(
 
     values = iter([0.5, 0.8, 0.1, 0.6, 0.7, 0.2])  # before, both teachers, after every step
     monkeypatch.setattr(
-        measuring, "measure_answers", lambda run, sampler: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)}
+        measuring,
+        "measure_answers",
+        lambda run, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
     )
     spec = {"prompts": 4, "every": 1, "early_stop": {"kind": "target", "of_teacher": 0.85}}
     run = opd.run(recipe(models, eval=spec, train={"steps": 20}), out=tmp_path / "run")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from opd.settings import SETTINGS, Positive, Word
+from opd.settings import SETTINGS, Count, Positive, Word
 from opd.teachers.kinds import TeacherKind
 from opd.teachers.pool_settings import TeacherPool, movable
 
@@ -56,11 +56,27 @@ class Cluster(BaseModel):
     teachers: Literal["whole", "shard"] = Field(
         "whole", description="frozen teachers on several ranks: whole on each, or their layers spread over all"
     )
+    trainers: Positive = Field(
+        1, le=65_536, description="ranks, of `opd run --on ray`; torchrun is told by --nproc-per-node"
+    )
+    samplers: Count = Field(
+        0, le=65_536, description="workers that sample, of --on ray, at most one per trainer; 0: the trainers do"
+    )
+    servers: Count = Field(
+        0, le=65_536, description="workers that serve the frozen teachers, of --on ray; 0: they are with the trainers"
+    )
+    rewards: Count = Field(
+        0, le=65_536, description="CPUs kept for reward workers beside the first trainer, of --on ray"
+    )
     sizes: dict[Word, ModelSize] = Field(
         default_factory=dict,
         max_length=1000,
         description="model -> size, for `opd cluster plan` where the model is not on this machine",
     )
+
+    @property
+    def placement(self) -> tuple[int, int, int, int]:
+        return self.trainers, self.samplers, self.servers, self.rewards
 
     @model_validator(mode="after")
     def _groups(self) -> Cluster:

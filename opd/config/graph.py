@@ -35,6 +35,8 @@ def _every(stage: Stage) -> Iterator[Edge]:
         yield from (Edge(_name(run), f"teachers.{name}.run", f"scores as {name}", True) for run in kind.earlier())
     for number, source in enumerate(stage.prompts):
         yield Edge(_name(source.source), f"prompts.{number}.source", "rollouts", True)
+    for number, source in enumerate(stage.eval.further):
+        yield Edge(_name(source.source), f"eval.further.{number}.source", "questions", True)
     if stage.select is not None:
         yield Edge(stage.select.stage, "select.stage", "selects prompts")
 

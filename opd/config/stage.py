@@ -300,7 +300,8 @@ class Stage(BaseModel):
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""
         prompts = [source.inside(directory) for source in self.prompts]
         teachers = {name: kind.inside(directory) for name, kind in self.teachers.items()}
-        return self.model_copy(update={"prompts": prompts, "teachers": teachers})
+        measured = self.eval.model_copy(update={"further": [source.inside(directory) for source in self.eval.further]})
+        return self.model_copy(update={"prompts": prompts, "teachers": teachers, "eval": measured})
 
     @property
     def starts(self) -> list[str]:

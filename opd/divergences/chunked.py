@@ -15,7 +15,7 @@ from torch import Tensor
 from opd.divergences.mixture import Mixture, Source
 from opd.divergences.projection import MergeGroups, Projection, canonical_ids, matmul
 from opd.divergences.rows import Events, Job, RowStatistics, gradient_rows, softmax_, transform_, untransform_
-from opd.divergences.supports import TopRows
+from opd.divergences.supports import TopRows, largest
 
 Compute = Callable[[tuple[bool, ...]], tuple[Tensor, list[Tensor | None]]]
 Scale = Callable[[Tensor, Tensor], None]
@@ -219,7 +219,7 @@ def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -
     log_p, _ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
     members = torch.tensor(apart, dtype=torch.long, device=log_p.device)
     own = log_p[:, members]
-    top = log_p.index_fill_(-1, members, -torch.inf).topk(min(k, job.size - len(apart)), dim=-1)
-    ids = torch.cat([top.indices, members.expand(log_p.shape[0], -1)], -1)
-    logprobs, order = torch.cat([top.values, own], -1).sort(dim=-1, descending=True, stable=True)
+    values, likely = largest(log_p.index_fill_(-1, members, -torch.inf), min(k, job.size - len(apart)))
+    ids = torch.cat([likely, members.expand(log_p.shape[0], -1)], -1)
+    logprobs, order = torch.cat([values, own], -1).sort(dim=-1, descending=True, stable=True)
     return ids.gather(-1, order), logprobs, own.logsumexp(-1)

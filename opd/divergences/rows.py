@@ -15,7 +15,7 @@ from torch import Tensor
 from opd.divergences.formulas import Formula, entropy
 from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
-from opd.divergences.supports import TopRows, Truncation, closed, gather
+from opd.divergences.supports import TopRows, Truncation, closed, gather, largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def row_dot(left: Tensor, right: Tensor) -> Tensor:
 def top_overlap(student: Tensor, teacher: Tensor, k: int) -> Tensor:
     """(n,) |top-k of S and top-k of T| / k."""
     k = min(k, student.shape[-1])
-    both = torch.cat([student.topk(k).indices, teacher.topk(k).indices], -1).sort(-1).values
+    both = torch.cat([largest(student, k)[1], largest(teacher, k)[1]], -1).sort(-1).values
     return (both[:, 1:] == both[:, :-1]).sum(-1).to(student.dtype) / k
 
 

@@ -23,6 +23,7 @@ from opd.divergences.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.types import TopK
 
 Support = Literal["full", "topk", "ids"]
+TOP_BLOCK = 64  # ids whose maximum stands for them where the k likeliest are looked for
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,29 @@ class Truncation:
             return unique_ids(canonical_ids(ids, merge))
         k = min(self.k or log_s.shape[-1], log_s.shape[-1])
         sides = {"teacher": (log_t,), "student": (log_s,), "union": (log_t, log_s)}[self.side]
-        chosen = torch.cat([side.topk(k, dim=-1).indices for side in sides], dim=-1)
+        chosen = torch.cat([largest(side, k)[1] for side in sides], dim=-1)
         return unique_ids(chosen) if self.side == "union" else chosen
+
+
+def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`values.topk(k)` of every row. On a GPU a long row is not sorted through as a whole: see `largest_by_blocks`."""
+    if values.is_cuda and values.shape[-1] > 4 * k * TOP_BLOCK:
+        return largest_by_blocks(values, k)
+    found = values.topk(k, dim=-1)
+    return found.values, found.indices
+
+
+def largest_by_blocks(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same from the k blocks with the largest maxima, and what no block holds: no other block can have one of the k."""
+    rows, size = values.shape
+    blocks = size // TOP_BLOCK
+    inside = torch.arange(TOP_BLOCK, device=values.device)
+    maxima = values[:, : blocks * TOP_BLOCK].unflatten(-1, (blocks, TOP_BLOCK)).amax(-1)
+    chosen = maxima.topk(min(k, blocks), dim=-1, sorted=False).indices
+    behind = torch.arange(blocks * TOP_BLOCK, size, device=values.device).expand(rows, -1)
+    columns = torch.cat([(chosen[:, :, None] * TOP_BLOCK + inside).flatten(1), behind], -1)
+    found = values.gather(-1, columns).topk(k, dim=-1)
+    return found.values, columns.gather(-1, found.indices)
 
 
 def unique_ids(ids: Tensor) -> Tensor:

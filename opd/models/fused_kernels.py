@@ -15,7 +15,7 @@ ELEMENTS = 2048  # of a tile
 PROGRAMS = 528  # that share the rows of a backward pass: four for each processor of a large device
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rms_norm_kernel(
     x, weight, out, scales, count, eps, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     OFFSET: tl.constexpr, EARLY: tl.constexpr,
@@ -34,7 +34,7 @@ def rms_norm_kernel(
     tl.store(scales + rows, scale, mask=rows < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rms_norm_backward_kernel(
     grad, x, weight, scales, grad_x, grad_weight, count, WIDTH: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     OFFSET: tl.constexpr, LEARNS: tl.constexpr,
@@ -82,7 +82,7 @@ def gated_silu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, BLOCK:
     tl.store(grad_gate + at, (outer * other * slope).to(grad_gate.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotate_kernel(
     query, key, cos, sin, query_out, key_out, tokens, query_row, query_token, query_head, key_row, key_token, key_head,
     out_row, out_token, out_head, key_out_row, key_out_token, key_out_head, turn_row, turn_token,

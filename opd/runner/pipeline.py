@@ -235,7 +235,7 @@ class Pipeline:
         """Everything that the stage works with."""
         self._merge(spec)
         run = StageRun(
-            spec.inside(self._directory),
+            self.world.placed(spec.inside(self._directory)),
             store,
             self._resolve_model,
             revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -156,18 +156,23 @@ def settle_sizes(stage: Stage, run: Path, checked: Checked, resolve: Callable[[s
 
 
 def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> Sizes:
-    """What fits the device, by the estimate that the plan prints."""
+    """What fits the device, by the estimate that the plan prints; where sizes are constants, nothing is counted."""
     device, config = checked.device, checked.student
+    longest, precision = (
+        checked.inputs.scanned.longest + stage.rollout.max_new_tokens,
+        stage.train.precision_on(str(device)),
+    )
 
-    student = parameter_count(resolve(stage.student.model), stage.student.revision)
-    shape, trained = ModelShape.of(config, student), _trained(stage, resolve, student)
-    longest = checked.inputs.scanned.longest + stage.rollout.max_new_tokens
-    precision, held = stage.train.precision_on(str(device)), _held(stage, device, resolve, student)[""]
+    @cache
+    def counted() -> tuple[ModelShape, int, int]:
+        student = parameter_count(resolve(stage.student.model), stage.student.revision)
+        held = _held(stage, device, resolve, student)[""]
+        return ModelShape.of(config, student), _trained(stage, resolve, student), held
 
     def estimate(settled: Stage) -> int:
-        return sum(memory(settled, precision, shape, trained, held, longest).values())
+        return sum(memory(settled, precision, *counted(), longest).values())
 
-    return choose_sizes(stage, estimate, device, int(config.hidden_size) * 2)
+    return choose_sizes(stage, estimate, device, lambda: 2 * counted()[0].width)
 
 
 def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:

@@ -7,7 +7,7 @@ run = opd.resume("runs/quickstart")
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,15 +55,14 @@ def run(
     on_checkpoint: OnCheckpoint | None = None,
     quiet: bool = True,
     console: Console | None = None,
+    join: Callable[[], AbstractContextManager[World]] | None = None,
 ) -> Run:
     """Carry out a recipe (file, shipped name, mapping or `Recipe`) and return the run.
 
     A run directory that is taken is left alone: the run goes into `NAME-2`, `NAME-3`, … With `resume` it goes into `out` and
     nowhere else, and one that has begun there goes on: what a job script calls again and again.
-
     Of a pipeline, `only` is the one stage to carry out, `start` and `until` the first and the last; what those need has to be
     finished. `reuse` names runs whose finished stages are used again where settings and inputs are the same.
-
     `prompts` are rows in memory, in place of the recipe's: a list of mappings or texts, a `datasets.Dataset`, or `{domain: rows}`.
     The run keeps them. `rewards` is a function of one sample that gives a number, or None for no reward; or `{domain: function}`.
     It runs in forks of this process, and `opd.resume` has to be given it again.
@@ -72,6 +71,7 @@ def run(
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
     Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
+    `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
     """
     from rich.console import Console
 
@@ -80,7 +80,7 @@ def run(
     from opd.config.names import check_output
 
     hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
-    with joined() as world:
+    with (join or joined)() as world:
         if not world.leads:
             return _follow(world, rewards)
         given = None if prompts is None else GivenPrompts.of(prompts)

@@ -38,12 +38,14 @@ class Sizes(TypedDict):
     compile: bool
 
 
-def choose_sizes(stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: int) -> Sizes:
+def choose_sizes(
+    stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: Callable[[], int]
+) -> Sizes:
     """`estimate`: bytes that a stage with these sizes takes. `width`: of the teachers' hidden states, about."""
     if device.type != "cuda":
         return Sizes(micro_tokens=MICRO_TOKENS, batch_tokens=BATCH_TOKENS, slots=None, compile=False)
     share = torch.cuda.get_per_process_memory_fraction(device)  # 1, unless this process was told to take less
-    return fit_sizes(stage, estimate, int(share * torch.cuda.get_device_properties(device).total_memory), width)
+    return fit_sizes(stage, estimate, int(share * torch.cuda.get_device_properties(device).total_memory), width())
 
 
 def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int) -> Sizes:

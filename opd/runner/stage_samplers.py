@@ -36,7 +36,7 @@ class StageSamplers:
         kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
         self._own = self._opened(self.copy, kind=kind) if world.leads or not kind.led else None
         self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
-        self.student = world.sampler(self._own, kind.led)
+        self.student = world.student_sampler(self._own, kind.led, spec, self.copy, max_length, stop_ids)
         self._ahead = self._opened(student.inference_copy(self._dtype, own=True)) if ahead else None
         self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
         if self._ahead is not None:

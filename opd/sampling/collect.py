@@ -23,9 +23,12 @@ def make_requests(
 
 
 def collect(
-    sampler: TokenSampler, requests: Sequence[SampleRequest], check_stop: Callable[[], None] = lambda: None
+    sampler: TokenSampler,
+    requests: Sequence[SampleRequest],
+    check_stop: Callable[[], None] = lambda: None,
+    on_token: Callable[[SampledToken], None] = lambda token: None,
 ) -> list[Rollout]:
-    """Sample every request to its end; rollouts come back in the order of the requests."""
+    """Sample every request to its end; rollouts come back in the order of the requests. `on_token`: as it is drawn."""
     tokens: dict[str, list[SampledToken]] = {request.id: [] for request in requests}
     stops: dict[str, Any] = {}
     for event in sampler.sample(requests):
@@ -34,10 +37,11 @@ def collect(
             check_stop()
         else:
             tokens[event.request_id].append(event)
-    return [_rollout(request, tokens[request.id], stops[request.id]) for request in requests]
+            on_token(event)
+    return [rollout_of(request, tokens[request.id], stops[request.id]) for request in requests]
 
 
-def _rollout(request: SampleRequest, tokens: Sequence[SampledToken], stop: Any) -> Rollout:
+def rollout_of(request: SampleRequest, tokens: Sequence[SampledToken], stop: Any) -> Rollout:
     prefix = np.zeros(0, dtype=np.int32) if request.prefix_ids is None else request.prefix_ids
     unknown = np.full(prefix.size, np.nan, dtype=np.float32)
 

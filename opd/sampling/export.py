@@ -6,6 +6,7 @@ vocabulary are cut off, as our own sampler never draws them.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ class WeightsFile:
             part.tie_word_embeddings = False
         config.get_text_config().vocab_size = model.size
         config.architectures = [type(self._module).__name__]
-        self._folder = tempfile.TemporaryDirectory(prefix="opd-weights-")
-        self.path = Path(self._folder.name) / FILE
+        self._scratch = tempfile.TemporaryDirectory(prefix="opd-weights-")
+        self.folder = Path(self._scratch.name)
+        self._newest: Path | None = None
 
     @property
     def config(self) -> dict[str, Any]:
         return dict(self._module.config.to_dict())
 
-    def write(self) -> Path:
+    def write(self, version: int) -> Path:
+        """A file of its own. The one before goes: whoever reads it may do so to its end."""
         model, module = self._model, self._module
         tables = {id(model.module.get_input_embeddings().weight), id(model.head.weight)}
         if model.head.bias is not None:
@@ -43,8 +46,13 @@ class WeightsFile:
             for name, parameter in model.module.named_parameters(remove_duplicate=False)
         }
         state |= {name: tensor for name, tensor in model.module.state_dict().items() if name not in state}
-        module.save_pretrained(self.path.parent, state_dict=state, max_shard_size=WHOLE)
-        return self.path
+        folder = self.folder / f"version-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        module.save_pretrained(folder, state_dict=state, max_shard_size=WHOLE)
+        before, self._newest = self._newest, folder
+        if before not in (None, folder):
+            shutil.rmtree(before)
+        return folder / FILE
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._scratch.cleanup()

@@ -7,7 +7,7 @@ rollouts = sampler.sample(opd.prompts("task:addition", 8), samples=4)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.sampling.samplers import SAMPLERS, SamplerKind
 from opd.settings import by_hand
-from opd.types import Prompt, Rollout, SampleRequest, Sampling, TokenSampler
+from opd.types import Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 ROOM = 256  # tokens of the shortest sequence there is room for
 
@@ -62,8 +62,13 @@ class Sampler:
         stops = tuple(dict.fromkeys((*self.model.stop_ids, *self._stop_ids)))
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, stops, self._stop)
 
-    def sample(self, prompts: Iterable[Prompt | str], samples: int = 1) -> list[Rollout]:
-        """`samples` answers to every prompt, one group each, in the order of the prompts."""
+    def sample(
+        self,
+        prompts: Iterable[Prompt | str],
+        samples: int = 1,
+        on_token: Callable[[SampledToken], None] = lambda token: None,
+    ) -> list[Rollout]:
+        """`samples` answers to every prompt, one group each, in the order of the prompts. `on_token`: as it is drawn."""
         planned: dict[str, tuple[Prompt, int, int]] = {}
         requests, sampling = [], self.sampling
         for prompt in map(_prompt, prompts):
@@ -80,7 +85,7 @@ class Sampler:
         sampler = self._with_room(max(request.prompt_ids.size for request in requests))
         self.version += 1
         sampler.load(self.model.weights(self.version))
-        return [_told(rollout, *planned[rollout.id]) for rollout in collect(sampler, requests)]
+        return [_told(rollout, *planned[rollout.id]) for rollout in collect(sampler, requests, on_token=on_token)]
 
     def text(self, rollout: Rollout) -> str:
         """The response, decoded, without its stop token."""

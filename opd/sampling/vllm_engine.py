@@ -16,8 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError, RemoteError, ServerAway, TrainingError
@@ -26,13 +26,21 @@ from opd.remote import to_stderr
 from opd.sampling.export import WeightsFile
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.sampling.vllm import VllmSampler
-from opd.sampling.vllm_probe import WeightsProbe
+from opd.sampling.vllm_probe import Expected, WeightsProbe
 from opd.sampling.vllm_replica import Replica, replicas_of
 from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
 
 STOPS = 128  # ids whose log-probs vLLM gives at every token
 AGAIN = 2.0  # seconds between two tries to have an engine back
 TRIES = 3  # times in a row that an engine of ours may die before it has weights
+
+
+@dataclass(frozen=True, eq=False)
+class Newest:
+    """The newest weights, and what an engine that has them says."""
+
+    path: Path
+    expected: Expected
 
 
 @dataclass(eq=False)
@@ -71,8 +79,10 @@ class VllmEngine:
         stop = [index for index in merge_stop if index < model.size]
         if not 0 < len(stop) <= STOPS:
             raise RemoteError(f"sampler.engine vllm takes 1 to {STOPS} stop ids, and there are {len(stop)}.")
-        self.model, self.max_length, self.version = model, max_length, -1
+        self.model, self.max_length = model, max_length
+        self._newest: Newest | None = None
         self._spec, self._busy, self.slots = spec, False, spec.slots
+        self._lock, self._reviving = threading.Lock(), dict[Replica, Callable[[str, Any], None]]()
         self._file = WeightsFile(model)
         self._opening = {
             "config": self._file.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
@@ -80,11 +90,9 @@ class VllmEngine:
         }  # fmt: skip
         self._probe = WeightsProbe(model, max_length, stop)
         devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
-        self.replicas = replicas_of(
-            list(spec.address), spec.token_env, spec.interpreter, devices, self._file.path.parent
-        )
+        self.replicas = replicas_of(list(spec.address), spec.token_env, spec.interpreter, devices, self._file.folder)
         try:
-            self._each(self._open)
+            self._each(self._open, self.replicas)
         except BaseException:
             self.close()
             raise
@@ -97,25 +105,22 @@ class VllmEngine:
     # Weights
 
     def load(self, weights: WeightsRef) -> None:
-        with ExitStack() as stack:
-            for replica in self.replicas:  # nobody is being given the weights before
-                stack.enter_context(replica.lock)
-            copy_weights(self.model, weights)
-            self._file.write()
-            self._probe.expect(weights.version)
-            self.version = weights.version
-            for replica in self.replicas:
-                replica.fresh = False
-        self._each(self._bring)
+        copy_weights(self.model, weights)
+        path = self._file.write(weights.version)
+        self._newest = Newest(path, self._probe.expect(weights.version))
+        here = [replica for replica in self.replicas if replica.fresh]
+        for replica in here:
+            replica.fresh = False
+        self._each(self._bring, here or self.replicas)  # who was lost is brought back while others sample
 
-    def _each(self, call: Callable[[Replica], None]) -> None:
-        """For all engines at once. One that is away is left out as long as another is there."""
+    def _each(self, call: Callable[[Replica], None], replicas: list[Replica]) -> None:
+        """For all of them at once. One that is away is left out as long as another is there."""
         until = time.monotonic() + (self._spec.patience if self._spec.address else 0)
         while True:
-            with ThreadPoolExecutor(len(self.replicas), thread_name_prefix="vllm") as pool:
-                tries = [pool.submit(call, replica) for replica in self.replicas]
+            with ThreadPoolExecutor(len(replicas), thread_name_prefix="vllm") as pool:
+                tries = [pool.submit(call, replica) for replica in replicas]
             errors = [error for one in tries if (error := one.exception()) is not None]
-            all_away = len(errors) == len(self.replicas)
+            all_away = len(errors) == len(replicas)
             for error in errors:
                 if not isinstance(error, ServerAway) or (all_away and time.monotonic() >= until):
                     raise error
@@ -135,30 +140,47 @@ class VllmEngine:
             try:
                 with replica.lock:
                     while not replica.fresh:
-                        self._open(replica)
-                        version = self.version
-                        replica.put(version, self._file.path)
-                        found = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
-                        self._probe.check(replica, found, self._spec.tolerance)
-                        replica.fresh = version == self.version
+                        self._give(replica)
                 return
             except ServerAway:
                 if not left:
                     raise
                 time.sleep(AGAIN)
 
+    def _give(self, replica: Replica) -> None:
+        self._open(replica)
+        given = self._newest
+        assert given is not None
+        try:
+            replica.put(given.expected.version, given.path)
+        except FileNotFoundError:  # newer ones are there
+            return
+        found = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
+        given.expected.check(replica, found, self._spec.tolerance)
+        replica.fresh = given is self._newest
+
     def revive(self, replica: Replica, tell: Callable[[str, Any], None]) -> None:
-        """In a thread of its own, while others work: it is `back`, or `gone` for good."""
+        """In a thread of its own, while others work; then `tell` hears that it is `back`, or `gone` for good."""
+        with self._lock:
+            begun = replica in self._reviving
+            self._reviving[replica] = tell
+        if not begun:
+            threading.Thread(target=self._revive, args=(replica,), daemon=True).start()
+
+    def _revive(self, replica: Replica) -> None:
         until = time.monotonic() + self._spec.patience
-        while True:
+        found: tuple[str, Any] | None = None
+        while found is None:
             try:
                 self._bring(replica)
-                return tell("back", None)
+                found = "back", None
             except ServerAway as error:
-                if time.monotonic() >= until:
-                    return tell("gone", error)
+                found = ("gone", error) if time.monotonic() >= until else None
             except OpdError as error:
-                return tell("gone", error)
+                found = "gone", error
+        with self._lock:
+            tell = self._reviving.pop(replica)
+        tell(*found)
 
     # Sampling
 
@@ -243,10 +265,7 @@ class _Call:
         self.revive(replica)
 
     def revive(self, replica: Replica) -> None:
-        def tell(what: str, more: Any) -> None:
-            self.events.put((what, replica, more))
-
-        threading.Thread(target=self.engine.revive, args=(replica, tell), daemon=True).start()
+        self.engine.revive(replica, lambda what, more: self.events.put((what, replica, more)))
 
     # Requests
 

@@ -212,7 +212,7 @@ class Ranks(World):
         return found
 
     def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
-        return SharedSampler(sampler, self, led)
+        return SharedSampler(sampler, self, 1 if led else None)
 
     # What is known of a batch
 
@@ -290,7 +290,7 @@ def _fill(into: dict[Any, Any], part: Mapping[Any, Any]) -> None:
 
 
 @contextmanager
-def joined_ranks() -> Iterator[World]:
+def joined_ranks(make: Callable[[Any, int, int, int], Ranks] = Ranks) -> Iterator[World]:
     """The ranks of a launcher, for as long as a run lasts. One of them tells of an error, and all end."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
@@ -304,7 +304,7 @@ def joined_ranks() -> Iterator[World]:
     store = dist.PrefixStore(f"opd/{next(_RUNS)}", shared)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    ranks = Ranks(store, rank, size, local)
+    ranks = make(store, rank, size, local)
     try:
         yield ranks
     except Stopped:

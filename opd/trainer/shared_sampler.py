@@ -1,4 +1,4 @@
-"""A sampler on several ranks: each answers its share of the requests, or the leader all of them, and every rank sees every token.
+"""A sampler on several ranks: each answers its share of the requests, or the first ranks all of them, and every rank sees every token.
 
 Draws are keyed by the request, so who answers it changes nothing. Tokens are exchanged in rounds, so that the leader can make
 them durable while others are still being drawn.
@@ -21,17 +21,21 @@ ROUND = 512  # events of a rank between two exchanges
 
 
 class SharedSampler:
-    """`led`: only the leader has one, which works in processes of its own."""
+    """`sharers`: how many ranks have one, the first ones; default: all."""
 
-    def __init__(self, sampler: TokenSampler | None, world: World, led: bool = False) -> None:
-        self.own, self._world, self._led = sampler, world, led
+    def __init__(self, sampler: TokenSampler | None, world: World, sharers: int | None = None) -> None:
+        self.own, self._world = sampler, world
+        self._sharers = world.size if sharers is None else sharers
 
     def load(self, weights: WeightsRef) -> None:
         if self.own is not None:
             self.own.load(weights)
+            return
+        for name in weights.tensors:  # gathered from all ranks, for those that have a sampler
+            weights.tensors[name]
 
     def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
-        mine = dealt(list(requests), self._world.rank, 1 if self._led else self._world.size)
+        mine = dealt(list(requests), self._world.rank, self._sharers)
         events = iter(self.own.sample(mine) if mine and self.own is not None else ())
         while True:
             part = [tuple(event) for event in islice(events, ROUND)]

@@ -53,6 +53,10 @@ class World:
     def require(self, spec: Stage) -> None:
         """Refuse what these processes cannot do together."""
 
+    def placed(self, spec: Stage) -> Stage:
+        """The stage as these processes carry it out."""
+        return spec
+
     def device(self, asked: torch.device, name: str) -> torch.device:
         """Of this process, where the recipe asks for a device by this name."""
         return asked
@@ -97,6 +101,18 @@ class World:
         """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""
         assert sampler is not None
         return sampler
+
+    def student_sampler(
+        self,
+        sampler: TokenSampler | None,
+        led: bool,
+        spec: Stage,
+        model: LanguageModel,
+        max_length: int,
+        stop_ids: tuple[int, ...],
+    ) -> TokenSampler:
+        """What the student samples with; `sampler` is the one that this process has opened for it."""
+        return self.sampler(sampler, led)
 
     # What is known of a batch
 

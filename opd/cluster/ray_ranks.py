@@ -1,0 +1,85 @@
+"""The trainer's ranks on Ray: those that torchrun starts, with samplers and teachers in other workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.cluster.remote_sampler import RemoteSampler
+from opd.cluster.served_stage import TeacherPlaces, served_stage
+from opd.config import Stage
+from opd.models.language_model import LanguageModel
+from opd.trainer.ranks import Ranks, joined_ranks
+from opd.trainer.shared_sampler import SharedSampler
+from opd.types import TokenSampler
+
+
+class RayRanks(Ranks):
+    def __init__(
+        self, store: Any, rank: int, size: int, local: int, samplers: Sequence[Any], teachers: TeacherPlaces
+    ) -> None:
+        super().__init__(store, rank, size, local)
+        self._samplers, self._places = samplers, teachers
+
+    def placed(self, spec: Stage) -> Stage:
+        return served_stage(spec, self._places)
+
+    def student_sampler(
+        self,
+        sampler: TokenSampler | None,
+        led: bool,
+        spec: Stage,
+        model: LanguageModel,
+        max_length: int,
+        stop_ids: tuple[int, ...],
+    ) -> TokenSampler:
+        """The first ranks have a worker each, and the others wait for what it draws."""
+        if not self._samplers:
+            return super().student_sampler(sampler, led, spec, model, max_length, stop_ids)
+        facts: Mapping[str, Any] = {
+            "model": model.name,
+            "revision": spec.student.revision,
+            "dtype": spec.sampler.dtype or str(model.dtype).removeprefix("torch."),
+            "cuda": model.device.type == "cuda",
+            "sampler": spec.sampler.model_dump(mode="json"),
+            "threads": spec.threads,
+            "max_length": max_length,
+            "stop_ids": list(stop_ids),
+        }
+        own = RemoteSampler(self._samplers[self.rank], facts) if self.rank < len(self._samplers) else None
+        return SharedSampler(own, self, len(self._samplers))
+
+
+class TrainerWorker:
+    """One rank, in a process that Ray has started."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def carry_out(
+        self,
+        environment: Mapping[str, str],
+        arguments: tuple[str, Sequence[str], str],
+        samplers: Sequence[Any],
+        teachers: TeacherPlaces,
+    ) -> tuple[int, str]:
+        """The exit code of `opd run X --resume --out DIR`, and what it had to say."""
+        os.environ.update(environment)
+        from opd.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, Stopped
+        from opd.runner.run import run
+
+        recipe, overrides, out = arguments
+
+        def make(store: Any, rank: int, size: int, local: int) -> RayRanks:
+            return RayRanks(store, rank, size, local, samplers, teachers)
+
+        try:
+            run(recipe, overrides=overrides, out=out, resume=True, join=lambda: joined_ranks(make))
+        except (RanksLost, AnotherRank):
+            os._exit(1)  # as the rank that was lost: the whole group is started again
+        except Stopped:
+            return RESUME_ME, "stopped; a checkpoint is saved"
+        except OpdError as error:
+            return error.exit_code, str(error)
+        return 0, ""

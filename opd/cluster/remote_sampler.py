@@ -1,0 +1,151 @@
+"""A sampler in a process of its own, on Ray: the trainer sends it weights and requests, and gets tokens back.
+
+Draws are keyed by the request, so they are those of a sampler beside the trainer. A worker that died is started again by Ray; it
+gets the newest weights once more, and goes on behind the tokens that had come.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opd.errors import ServerAway
+from opd.trainer.messages import read_message, write_message
+from opd.types import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
+
+if TYPE_CHECKING:
+    import torch
+
+ROUND = 256  # events in one message
+AWAY = 600.0  # seconds that a worker may be away
+
+
+class SamplerWorker:
+    """Runs in a process that Ray has started."""
+
+    def __init__(self) -> None:
+        self._sampler: TokenSampler | None = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def load(self, facts: Mapping[str, Any], weights: tuple[int, Mapping[str, tuple[str, np.ndarray]]]) -> None:
+        """`facts`: the model whose weights these are, and how it samples."""
+        if self._sampler is None:
+            self._sampler = _opened(facts)
+        version, arrays = weights
+        self._sampler.load(WeightsRef(version, {name: _tensor(*array) for name, array in arrays.items()}))
+
+    def sample(self, message: bytes) -> Iterator[bytes]:
+        """The end of an answer comes with its last token: who goes on behind what has come must not draw behind an end."""
+        assert self._sampler is not None
+        part: list[tuple[Any, ...]] = []
+        for event in self._sampler.sample(read_message(message)):
+            if len(part) >= ROUND and not isinstance(event, Finished):
+                yield write_message(part)
+                part = []
+            part.append(tuple(event))
+        yield write_message(part)
+
+
+def _opened(facts: Mapping[str, Any]) -> TokenSampler:
+    import torch
+
+    from opd.models import load_model
+    from opd.sampling.samplers import SAMPLERS
+    from opd.settings import by_hand
+
+    if facts["threads"] is not None:
+        torch.set_num_threads(facts["threads"])
+    spec = by_hand("sampler", _annotated(SAMPLERS), facts["sampler"])
+    device = "cuda" if torch.cuda.is_available() and facts["cuda"] else "cpu"
+    model = load_model(facts["model"], revision=facts["revision"], dtype=facts["dtype"], device=device)
+    return spec.open(model.inference_copy(None), facts["max_length"], merge_stop=tuple(facts["stop_ids"]))
+
+
+def _annotated(family: Any) -> Any:
+    from typing import Annotated
+
+    from opd.sampling.samplers import SamplerKind
+
+    return Annotated[SamplerKind, family]
+
+
+class RemoteSampler:
+    """What a rank of the trainer has of a worker."""
+
+    def __init__(self, worker: Any, facts: Mapping[str, Any]) -> None:
+        self._worker, self._facts = worker, dict(facts)
+        self._weights: Any = None  # in Ray's store, for as long as they are the newest
+
+    def load(self, weights: WeightsRef) -> None:
+        import ray
+
+        self._weights = ray.put((weights.version, {name: _array(tensor) for name, tensor in weights.tensors.items()}))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Also to a worker that has just been started again."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        until = time.monotonic() + AWAY
+        while True:
+            try:
+                ray.get(self._worker.load.remote(self._facts, self._weights))
+                return
+            except RayActorError as error:
+                if time.monotonic() > until:
+                    raise ServerAway(f"the sampler's worker has been away for {AWAY:.0f} seconds.") from error
+                time.sleep(0.5)
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        from ray.exceptions import RayActorError
+
+        waiting = {request.id: request for request in requests}
+        while waiting:
+            drawn: dict[str, list[int]] = {name: [] for name in waiting}
+            try:
+                for event in self._events(list(waiting.values())):
+                    if isinstance(event, Finished):
+                        waiting.pop(event.request_id)
+                    else:
+                        drawn[event.request_id].append(event.token)
+                    yield event
+            except RayActorError:
+                waiting = {name: _behind(request, drawn[name]) for name, request in waiting.items()}
+                self._publish()
+
+    def _events(self, requests: list[SampleRequest]) -> Iterator[SampledToken | Finished]:
+        import ray
+
+        stream = self._worker.sample.options(num_returns="streaming").remote(write_message(requests))
+        for reference in stream:
+            for event in read_message(ray.get(reference)):
+                yield Finished(*event) if len(event) == len(Finished._fields) else SampledToken(*event)
+
+
+def _behind(request: SampleRequest, ids: list[int]) -> SampleRequest:
+    if not ids:
+        return request
+    before = np.zeros(0, dtype=np.int32) if request.prefix_ids is None else request.prefix_ids
+    return replace(request, prefix_ids=np.concatenate([before, np.asarray(ids, dtype=np.int32)]))
+
+
+def _array(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
+    """numpy has no bfloat16: bytes, and what they are."""
+    import torch
+
+    plain = tensor.detach().cpu().contiguous()
+    return str(plain.dtype).removeprefix("torch."), plain.view(torch.uint8).numpy()
+
+
+def _tensor(dtype: str, array: np.ndarray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(array.copy()).view(getattr(torch, dtype))
