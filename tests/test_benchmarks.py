@@ -27,3 +27,64 @@ SMALLEST = {
     "gradient_variance": "--teachers 1 5 --rollouts 10 --batches 2",
     "recovery": "--directory {run} --steps 1 --rollouts 8 --prompts 4 --rates 1e-3 1e-3 --seeds 1 --workers 0",
     "labs": "--directory {run} --workers 1 --labs labs/qwen3 --set train.steps=1 stages.off-policy.train.steps=1 rollout.prompts=8 eval.prompts=2 eval.k=0",
+    "diagnose_ranking": "--steps 1 --prompts 4 --domains 1 --asked 4",
+    "self_distillation": "--tiny --steps 2 --seeds 1 --prompts 8 --workers 1",
+    "smol": "--run {run}",
+    "length_bias": "--rollouts 40 --seeds 1",
+    "plot_divergences": "",
+    "divergence": "--device cpu --tokens 16 --vocabulary 64",
+    "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
+    "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
+    "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",
+    "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
+    "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
+    "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
+    "store_index": "--rows 2000",
+    "store_writer": "--tokens 4000 --slots 8 --mean 20 --repeats 1",
+    "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4",
+    "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
+}
+DRAWN = ("length_bias", "plot_divergences", "self_distillation", "integrate", "async")  # in a way of their own
+RECIPE = {
+    "student": "tiny/generalist", "prompts": "task:addition", "eval": {"prompts": 4}, "train": {"steps": 1},
+    "rollout": {"prompts": 2, "samples": 2, "max_new_tokens": 4},
+    "objective": {"form": "policy_gradient", "advantage": {"teacher_weight": 0, "outcome_weight": 1}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The benchmarks in a tree of their own: results and figures are written beside the scripts."""
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    return tmp_path
+
+
+def run(copy: Path, name: str, arguments: str) -> None:
+    command = [sys.executable, str(copy / "benchmarks" / f"{name}.py"), *arguments.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_each_benchmark_has_a_smallest_size() -> None:
+    assert set(SMALLEST) == {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"runs", "step_trl"}  # TRL is no dependency
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs(name: str, copy: Path) -> None:
+    if "save_figure" in (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8") or name in DRAWN:
+        pytest.importorskip("matplotlib")
+    directory = copy / "run"
+    if "--run {run}" in SMALLEST[name]:
+        opd.run(RECIPE, out=directory)
+    run(copy, name, SMALLEST[name].format(run=directory))
+
+
+def test_the_step_is_compared_with_trl(copy: Path) -> None:
+    pytest.importorskip("trl")
+    run(copy, "step", SMALLEST["step"].replace("--alone ", ""))
+    results = json.loads((copy / "benchmarks" / "results" / "step-cpu.json").read_text(encoding="utf-8"))
+    check = results["comparisons"][0]["check"]
+    for name in ("loss", "grad_norm"):  # on the same tokens
+        assert check["opd"][name] == pytest.approx(check["trl"][name], rel=1e-3)
