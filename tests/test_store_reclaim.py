@@ -75,6 +75,19 @@ def test_a_browser_shows_what_is_left(tmp_path: Path) -> None:
         browser.one(0)
 
 
+def test_the_frame_that_a_checkpoint_names_stays(tmp_path: Path) -> None:
+    store = written(tmp_path / "log", 12)
+    checkpoint, count = store.position, len(store)
+    while store.position.segment == checkpoint.segment:
+        write_rollout(store, f"later{len(store)}", 400)
+        store.commit(sync=True)
+    begun = [number for number in range(count, len(store)) if store.index["segment"][number] == checkpoint.segment]
+    assert store.reclaim(count + len(begun), checkpoint.segment) > 0
+    store.require(checkpoint, "a checkpoint")
+    store.close()
+    RolloutStore(tmp_path / "log", read_only=True).require(checkpoint, "a checkpoint")
+
+
 def test_without_its_index_it_opens_by_its_base(tmp_path: Path) -> None:
     store = written(tmp_path / "log")
     store.reclaim(20)
