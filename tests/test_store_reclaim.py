@@ -10,7 +10,8 @@ import pytest
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, StoreError, TrainingError
+from opd.errors import RecipeError, StoreError, TrainingError, UserError
+from opd.report.browse import RolloutBrowser
 from opd.runner import pipeline
 from opd.store import RolloutStore, iterate
 from opd.store.repair import check_log, repair
@@ -72,6 +73,19 @@ def test_the_frame_that_a_checkpoint_names_stays(tmp_path: Path) -> None:
     store.require(checkpoint, "a checkpoint")
     store.close()
     RolloutStore(tmp_path / "log", read_only=True).require(checkpoint, "a checkpoint")
+
+
+def test_a_browser_shows_what_is_left(tmp_path: Path) -> None:
+    store = written(tmp_path / "rollouts")
+    store.reclaim(12)
+    store.close()
+    (tmp_path / "resolved.yaml").write_text("stages: [{student: {model: none}}]")
+    browser, left = RolloutBrowser(tmp_path), readable(store)
+    found = browser.page({"sort": "oldest", "limit": "100"})
+    assert [row["id"] for row in found["rows"]] == list(left)
+    assert found["all"] == len(left) < 24
+    with pytest.raises(UserError, match="no such rollout"):
+        browser.one(0)
 
 
 def test_without_its_index_it_opens_by_its_base(tmp_path: Path) -> None:

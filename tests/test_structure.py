@@ -49,6 +49,7 @@ LAYERS = [
     {"runner"},
     {"serve"},
     {"cluster"},
+    {"diagnose"},
     {"commands"},
     {"cli"},
     {"__main__"},
