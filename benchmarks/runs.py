@@ -79,6 +79,25 @@ def tokens_to(curve: list[list[float]], level: float) -> float | None:
     return None
 
 
+def rollouts_of(tokens: list[tuple[list[int], list[int]]], domain: str) -> list[Any]:
+    """Given (prompt, response) ids as rollouts that nobody sampled here, so that two trainers see the same ones."""
+    import numpy as np
+
+    from opd.types import Author, Rollout
+
+    rollouts = []
+    for number, (prompt, response) in enumerate(tokens):
+        known = np.zeros(len(response), dtype=np.float32)
+        rollout = Rollout(
+            id=str(number), prompt_id=str(number), visit=0, sample=0, domain=domain, source="student",
+            prompt_ids=np.array(prompt, dtype=np.int32), response_ids=np.array(response, dtype=np.int32),
+            author=np.full(len(response), Author.STUDENT, dtype=np.uint8), logprob=known, logprob_sampled=known,
+            logprob_stop=known, version=np.zeros(len(response), dtype=np.int32), stop="length", group=str(number),
+        )  # fmt: skip
+        rollouts.append(rollout)
+    return rollouts
+
+
 def save_figure(figure: Any, axis: Any, name: str) -> None:
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)

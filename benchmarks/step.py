@@ -39,6 +39,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from runs import rollouts_of
+
 RESULTS = Path(__file__).parent / "results" / "step-cpu.json"
 PHASES = ("sample", "score", "update")
 LEARNING_RATE, CLIP = 1e-6, 1.0
@@ -288,23 +290,12 @@ def work_opd(pipe: Connection, job: Job) -> None:
 
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
     """Our loss and gradient norm on given (prompt, response) ids, without an update."""
-    import numpy as np
     import torch
 
     from opd.divergences import divergence
     from opd.models.packing import Pack
-    from opd.types import Author, Rollout
 
-    rollouts = []
-    for number, (prompt, response) in enumerate(tokens):
-        known = np.zeros(len(response), dtype=np.float32)
-        rollout = Rollout(
-            id=str(number), prompt_id=str(number), visit=0, sample=0, domain=run.domains[0], source="student",
-            prompt_ids=np.array(prompt, dtype=np.int32), response_ids=np.array(response, dtype=np.int32),
-            author=np.full(len(response), Author.STUDENT, dtype=np.uint8), logprob=known, logprob_sampled=known,
-            logprob_stop=known, version=np.zeros(len(response), dtype=np.int32), stop="length", group=str(number),
-        )  # fmt: skip
-        rollouts.append(rollout)
+    rollouts = rollouts_of(tokens, run.domains[0])
     batch, parameters = Pack.of(rollouts), list(run.student.trainable().values())
     with torch.no_grad():
         teacher = run.teachers["teacher"].model.predict(batch)

@@ -35,6 +35,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from runs import rollouts_of
+
 RESULTS = Path(__file__).parent / "results"
 PHASES = ("sample", "score", "update")
 PROFILED = 24  # new tokens of a recorded sampling phase
@@ -257,22 +259,11 @@ def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
     """opd's loss and gradient norm on given (prompt, response) ids, without an update."""
-    import numpy as np
 
     from opd.divergences import divergence
     from opd.trainer.halving import micro_batches
-    from opd.types import Author, Rollout
 
-    rollouts = []
-    for number, (prompt, response) in enumerate(tokens):
-        known = np.zeros(len(response), dtype=np.float32)
-        rollout = Rollout(
-            id=str(number), prompt_id=str(number), visit=0, sample=0, domain=run.domains[0], source="student",
-            prompt_ids=np.array(prompt, dtype=np.int32), response_ids=np.array(response, dtype=np.int32),
-            author=np.full(len(response), Author.STUDENT, dtype=np.uint8), logprob=known, logprob_sampled=known,
-            logprob_stop=known, version=np.zeros(len(response), dtype=np.int32), stop="length", group=str(number),
-        )  # fmt: skip
-        rollouts.append(rollout)
+    rollouts = rollouts_of(tokens, run.domains[0])
     count, total = sum(len(response) for _, response in tokens), 0.0
     for batch in micro_batches(rollouts, run.spec.train.micro_tokens, run.student.device, {}):
         with torch_no_grad():

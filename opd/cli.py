@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from opd.commands import models, recipes, store
+from opd.diagnose.command import diagnose_command
 from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped
 from opd.report.commands import add_commands
 from opd.text import PlainFormatter, plain, printable
@@ -26,6 +27,7 @@ app.add_typer(recipes, name="recipes")
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
 add_commands(app)
+app.command("diagnose")(diagnose_command)
 cluster = typer.Typer(no_args_is_help=True, help="Many GPUs.")
 app.add_typer(cluster, name="cluster")
 

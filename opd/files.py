@@ -265,3 +265,13 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file of a run directory says; it holds one JSON object."""
+    with reading(path):
+        data = path.read_bytes()
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        raise RunDirectoryError(f"{path} was altered or cut off: it is not a JSON object.") from None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from opd.diagnose.measures import Answering, Depth, PairMeasures, StopProbe, Stretch
 from opd.files import line_of
 from opd.store import RolloutStore
 from opd.types import Author, SampledToken
@@ -105,6 +106,44 @@ def tokens(step: int, domain: str, text: str, teacher: str) -> dict[str, Any]:
         "reverse_kl": [0.2] * count, "student_top": student, "teacher_top": other, "texts": {str(at): piece for at, piece in enumerate([*pieces, "OTHER"])},
         "terms": {"0:direct": {"weight": [0.01 if at % 2 else 0.0 for at in range(count)], "gates": {"entropy": [float(at % 2) for at in range(count)]}}}, "left_out": 0,
     }  # fmt: skip
+
+
+def made_up_diagnosis(text: str) -> dict[str, Any]:
+    """What `opd diagnose` gives, with `text` wherever a name or a row could bring it in."""
+    stretches = tuple(Stretch(at, at + 20, 99, 0.5, -0.1, 0.2, 0.1, 0.7) for at in range(0, 80, 20))
+    depths = Depth(0, 99, 0.4, 0.05), Depth(40, 99, 0.1, 0.05)
+    answers = Answering(32, 8, 60.0, 90, 0.1, 0.6, 0.05, 0.9)
+    words = {"student's words under the teacher": -0.4}
+    pair = PairMeasures(
+        text,
+        text,
+        answers=answers,
+        gap=0.3,
+        gap_stderr=0.05,
+        auroc=0.8,
+        likelihood=words,
+        kl=0.2,
+        overlap=0.7,
+        overlap_mass=0.99,
+        stretches=stretches,
+        takeover=depths,
+        stops=StopProbe(0.2, 0.3, 0.4, 9, (7, text, 0.5)),
+    )
+    rule = {"number": 9, "when": text, "evidence": "P"}
+    decided = {"rule": rule, "verdict": "opd", "because": text, "remedy": text, "refined": []}
+    return {
+        "student": text,
+        "models": {text: text},
+        "verdict": "opd",
+        "k": 16,
+        "students": {text: answers.to_json()},
+        "pairs": [pair.to_json() | decided],
+        "ranking": {text: [[text, 0.2]]},
+        "recommendation": {"verdict": "opd", "reasons": [text], "recipe": {}},
+        "plan": [text],
+        "seconds": 90.0,
+        "notes": [],
+    }
 
 
 def fill_store(directory: Path, count: int, domain: str = "a") -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from opd.files import line_of
-from opd.report.page import write_report
+from opd.report.page import diagnosis_page, write_report
 from opd.report.view import ViewServer
 from tests.browser import Browser, chromium
-from tests.reports import HOSTILE, make_run
+from tests.reports import HOSTILE, made_up_diagnosis, make_run
 
 pytestmark = [
     pytest.mark.browser,
@@ -116,6 +116,22 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
             assert "\\u202e" in text
             assert not browser.run("/[\\u001b\\u202e\\u2066]/.test(document.body.innerText)")
             assert browser.errors == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_diagnosis_is_read_and_stays_text(browser: Browser, tmp_path: Path, width: int) -> None:
+    path = tmp_path / "diagnosis.html"
+    path.write_text(diagnosis_page(made_up_diagnosis(HOSTILE)), encoding="utf-8")
+    browser.open(path.as_uri(), width=width)
+    text = browser.run("document.body.innerText")
+    assert "Do they think alike?" in text
+    assert "taking over behind 40 tokens" in text
+    assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 2
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run("window.hacked") is None
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert not browser.run("/[\\u001b\\u202e\\u2066]/.test(document.body.innerText)")
+    assert browser.errors == []
 
 
 class served:

@@ -17,8 +17,10 @@ from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
 from opd.errors import RecipeError, UserError
 from opd.evaluation import Measures
+from opd.runner.given import with_rewards
 from opd.runner.narrowing import narrowed
 from opd.runner.results import StageResult
+from opd.runner.reuse import EarlierStages, _take, reuse_stages, stage_keys
 from opd.runner.story import story_lines, story_of
 from tests.helpers import save_tiny
 
@@ -172,6 +174,16 @@ def test_the_story_tells_what_was_gained_lost_and_kept() -> None:
     assert story_of(load_recipe(recipe({"name": "one"})), [one]) == []
 
 
+def test_a_key_tells_which_file_is_which_and_callables_have_none(tmp_path: Path) -> None:
+    read = load_recipe(recipe({"name": "one"}))
+    facts = [{"for": "prompts", "sha256": digest} for digest in ("aa", "bb")]
+    keys = [stage_keys(read, {"one": dict(zip(names, facts, strict=True))}) for names in (("x", "y"), ("y", "x"))]
+    assert keys[0] != keys[1]
+    rewarded = with_rewards(read, lambda sample: 1.0)
+    with pytest.raises(UserError, match="Python callables, whose code no key covers"):
+        reuse_stages(rewarded, {"one": {}}, tmp_path, [tmp_path], [], print)
+
+
 def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     """Two stages, then the third; then another run that takes over what has not changed."""
     student = save_tiny(tmp_path / "student")
@@ -212,6 +224,10 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     assert (tmp_path / "second" / weights).samefile(tmp_path / "first" / weights)
     assert {line["stage"] for line in second.metrics} == {"one", "side", "last"}
     assert opd.resume(tmp_path / "second").summary["status"] == "done"
+    (tmp_path / "broken/metrics.jsonl").mkdir(parents=True)  # so that taking a stage ends half-way
+    with pytest.raises(IsADirectoryError):
+        _take(EarlierStages(tmp_path / "first"), "one", "one", tmp_path / "broken")
+    assert not (tmp_path / "broken/checkpoints/one").exists()
 
     third = opd.run(changes, out=tmp_path / "third", reuse=[tmp_path / "second"], only="last")
     assert third.summary["status"] == "done"  # with what the second had

@@ -11,15 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import yaml
 
 import opd
-from opd.cluster.ray_run import require_ray
-from opd.cluster.served_stage import served_models, served_stage
+from opd.cluster.ray_run import require_ray, why_ended
+from opd.cluster.remote_sampler import SamplerWorker, _array
+from opd.cluster.served_stage import served_models, served_name, served_stage
 from opd.config import load_recipe
 from opd.errors import RecipeError, UserError
+from opd.models import load_model
 from opd.store import RolloutStore
+from opd.trainer.messages import read_message, write_message
+from opd.types import SampleRequest, Sampling
 from tests.ranks import differences, numbers
 
 RECIPE = {
@@ -64,6 +69,53 @@ def test_the_recipe_stays_and_its_teachers_are_asked_elsewhere() -> None:
     assert not placed.eval.weight_average
     assert served_stage(stage, {}) is stage
     assert placed.teachers["arithmetic"].role == stage.teachers["arithmetic"].role
+
+
+def test_only_what_a_server_has_as_it_is_goes_there() -> None:
+    teachers = {"arithmetic": "tiny/arithmetic", "spelling": {"model": "tiny/arithmetic", "dtype": "bfloat16"}}
+    (stage,) = load_recipe({**RECIPE, "teachers": teachers}).stages
+    placed = served_stage(stage, {"tiny/arithmetic": "http://127.0.0.1:9"})
+    assert [kind.name for kind in placed.teachers.values()] == ["served", "frozen"]
+    assert served_name("a/b") != served_name("a-b")
+    stages = [{"name": "first"}, {"name": "second", "teachers": {"arithmetic": "stage:first"}}]
+    _, second = load_recipe({**RECIPE, "stages": stages}).stages
+    assert "stage:first" not in served_models(second)  # it is not there when servers start
+
+
+def test_the_rank_that_tells_is_waited_for() -> None:
+    assert why_ended([(0, ""), (1, "")], over=False) is None
+    told = why_ended([(2, ""), (0, ""), (2, "prompts: none")], over=False)
+    assert told is not None
+    assert (str(told), told.exit_code) == ("prompts: none", 2)
+    assert why_ended([(1, "")], over=True) is not None
+    assert why_ended([(0, ""), (0, "")], over=True) is None
+
+
+def test_a_sampler_of_a_later_stage_is_another_one() -> None:
+    student, worker = load_model("tiny/spelling"), SamplerWorker()
+    facts = {
+        "model": "tiny/spelling", "revision": None, "dtype": "float32", "cuda": False, "sampler": {"engine": "builtin"},
+        "threads": None, "stop_ids": list(student.stop_ids),
+    }  # fmt: skip
+    weights = (3, {name: _array(tensor) for name, tensor in student.weights(3).tensors.items()})
+    for room in (16, 32):
+        worker.load({**facts, "max_length": room}, weights)
+        sampling = Sampling(room - 4, stop_ids=())
+        message = write_message([SampleRequest("r", np.arange(20, 24, dtype=np.int32), 7, sampling)])
+        events = [event for part in worker.sample(message) for event in read_message(part)]
+        assert len(events) == room - 4 + 1
+
+
+@pytest.mark.ray
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    rollout = {**RECIPE["rollout"], "max_prompt_tokens": 1}  # type: ignore[dict-item]
+    recipe.write_text(yaml.safe_dump({**RECIPE, "rollout": rollout}), encoding="utf-8")
+    command = [sys.executable, "-m", "opd", "run", str(recipe), "--on", "ray", "--out", str(tmp_path / "run")]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "max_prompt_tokens" in found.stderr
+    assert "start again" not in found.stderr
 
 
 @pytest.mark.ray

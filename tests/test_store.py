@@ -268,6 +268,32 @@ def test_many_tokens_at_once_are_those_one_by_one(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("commit_ms", [0, 1])
+def test_two_threads_write_in_the_order_of_the_log(tmp_path: Path, commit_ms: int) -> None:
+    store = RolloutStore(tmp_path / "log", commit_ms=commit_ms)
+
+    def write(name: str) -> None:
+        for number in range(100):
+            write_rollout(store, f"{name}{number}", 3)
+            store.commit()
+            assert len(store.readable()) <= 200
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    store.close()
+    (tmp_path / "log" / "index.bin").unlink()  # so that every record is read again
+    again = RolloutStore(tmp_path / "log", read_only=True)
+    assert [rollout.response_ids.tolist() for rollout in iterate(again)] == [[0, 1, 2]] * 200
+
+
 def read_payloads(path: Path) -> list[bytes]:
     data = path.read_bytes()
     seed, offset, found = zlib.crc32(read_segment_header(data, path).log_id), HEADER.size, []

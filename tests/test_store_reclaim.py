@@ -10,7 +10,8 @@ import pytest
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, StoreError, TrainingError
+from opd.errors import RecipeError, StoreError, TrainingError, UserError
+from opd.report.browse import RolloutBrowser
 from opd.runner import pipeline
 from opd.store import RolloutStore, iterate
 from opd.store.repair import check_log, repair
@@ -59,6 +60,32 @@ def test_what_is_needed_stays(tmp_path: Path) -> None:
     again.finish("open", "stop")
     again.close()
     assert not check_log(tmp_path / "log").damages
+
+
+def test_a_browser_shows_what_is_left(tmp_path: Path) -> None:
+    store = written(tmp_path / "rollouts")
+    store.reclaim(12)
+    store.close()
+    (tmp_path / "resolved.yaml").write_text("stages: [{student: {model: none}}]")
+    browser, left = RolloutBrowser(tmp_path), readable(store)
+    found = browser.page({"sort": "oldest", "limit": "100"})
+    assert [row["id"] for row in found["rows"]] == list(left)
+    assert found["all"] == len(left) < 24
+    with pytest.raises(UserError, match="no such rollout"):
+        browser.one(0)
+
+
+def test_the_frame_that_a_checkpoint_names_stays(tmp_path: Path) -> None:
+    store = written(tmp_path / "log", 12)
+    checkpoint, count = store.position, len(store)
+    while store.position.segment == checkpoint.segment:
+        write_rollout(store, f"later{len(store)}", 400)
+        store.commit(sync=True)
+    begun = [number for number in range(count, len(store)) if store.index["segment"][number] == checkpoint.segment]
+    assert store.reclaim(count + len(begun), checkpoint.segment) > 0
+    store.require(checkpoint, "a checkpoint")
+    store.close()
+    RolloutStore(tmp_path / "log", read_only=True).require(checkpoint, "a checkpoint")
 
 
 def test_without_its_index_it_opens_by_its_base(tmp_path: Path) -> None:

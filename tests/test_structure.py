@@ -50,6 +50,7 @@ LAYERS = [
     {"runner"},
     {"serve"},
     {"cluster"},
+    {"diagnose"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, RemoteError, TrainingError
+from opd.errors import RecipeError, RemoteError, ServerAway, TrainingError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
@@ -26,7 +26,7 @@ from opd.sampling import vllm_engine
 from opd.sampling.collect import collect
 from opd.sampling.vllm import VllmSampler
 from opd.sampling.vllm_engine import VllmEngine
-from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica
+from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica, engine_environment
 from opd.types import Rollout, SampleRequest, Sampling
 from tests.crash import durable, ended, kept, start
 from tests.foreign_server import free_port
@@ -90,6 +90,14 @@ def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
     model = load_model("tiny/spelling")
     with pytest.raises(RemoteError, match="Name the Python that has vLLM"):
         VllmEngine(model, spec, LENGTH, merge_stop=model.stop_ids)
+
+
+def test_an_engine_is_no_rank_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert {"TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE"}.isdisjoint(engine_environment())
+    assert engine_environment()["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 # Real engines
@@ -215,6 +223,35 @@ def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> No
         for version, model in enumerate((before, student)):
             mine = np.array(versions) == version
             np.testing.assert_allclose(told[mine], rescored(model, whole)[0][mine], atol=1e-4)
+
+
+@real
+def test_a_stream_that_breaks_loses_no_token(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    student, lines = load_model("tiny/spelling"), Replica.lines
+    engine = opened(student, servers[:1])
+    engine.load(student.weights(0))
+    breaks = [3]
+
+    def broken(self: Replica, session: str) -> Iterator[dict[str, Any]]:
+        for number, line in enumerate(lines(self, session)):
+            if breaks and number == breaks[0]:
+                breaks.pop()
+                raise ServerAway("the network")
+            yield line
+
+    monkeypatch.setattr(Replica, "lines", broken)
+    for rollout in collect(engine, requests(4, max_new_tokens=60, stop_ids=())):
+        assert rollout.response_ids.size == 60
+        np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
+    assert not breaks
+
+    def away(self: Replica, session: str) -> Iterator[dict[str, Any]]:
+        raise ServerAway("it ended.")
+
+    monkeypatch.setattr(Replica, "lines", away)
+    with pytest.raises(ServerAway, match="in a row before it had drawn a token"):
+        collect(engine, requests(2))
+    engine.close()
 
 
 @real

@@ -76,8 +76,10 @@ class TrainerWorker:
 
         try:
             run(recipe, overrides=overrides, out=out, resume=True, join=lambda: joined_ranks(make))
-        except (RanksLost, AnotherRank):
+        except RanksLost:
             os._exit(1)  # as the rank that was lost: the whole group is started again
+        except AnotherRank as error:
+            return error.exit_code, ""  # that one tells of it
         except Stopped:
             return RESUME_ME, "stopped; a checkpoint is saved"
         except OpdError as error:

@@ -25,6 +25,7 @@ from opd.cluster.served_stage import TOKEN, TeacherPlaces, served_models, served
 from opd.config import Recipe
 from opd.config.cluster import Cluster
 from opd.config.refusals import refuse_stage
+from opd.config.stage import WEIGHTS
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, UserError
 from opd.remote import to_stderr
 
@@ -40,11 +41,11 @@ Say = Callable[[str], None]
 class ServerWorker:
     """`opd serve` below a process that Ray has started: it goes with it, and is there again at the same port."""
 
-    def __init__(self, models: Sequence[str], port: int, token: str, device: str) -> None:
+    def __init__(self, models: Sequence[str], port: int, token: str, device: str, dtype: str) -> None:
         names = [f"{served_name(model)}={model}" for model in models]
         command = [sys.executable, "-m", "opd", "serve", *names, "--port", str(port), "--token-env", TOKEN]
         self._process = subprocess.Popen(
-            [*command, "--device", device],
+            [*command, "--device", device, "--dtype", dtype],
             env={**os.environ, TOKEN: token},
             preexec_fn=_die_with_parent,  # noqa: PLW1509 — it takes no lock
         )
@@ -80,6 +81,7 @@ def run_on_ray(
         raise UserError(f"{out} exists. Go on with it (--resume), or choose another directory (--out).")
     cluster = require_ray(loaded)
     models = list(dict.fromkeys(model for stage in loaded.stages for model in served_models(stage)))
+    dtype = _dtype(loaded)
     servers = min(cluster.servers, len(models))
     places = {model: f"http://127.0.0.1:{port}" for port, part in _ports(models, servers) for model in part}
     for stage in loaded.stages:
@@ -96,7 +98,7 @@ def run_on_ray(
         started = _Group(ray, group, each, cluster, say)
         token = secrets.token_urlsafe(32)
         samplers = started.samplers()
-        serving = started.servers(places, token, loaded.stages[0].device)
+        serving = started.servers(places, token, loaded.stages[0].device, dtype)
         say(
             f"ray: {cluster.trainers} trainers, {len(samplers)} samplers, {len(serving)} servers of "
             f"{len(places)} teachers; {cluster.rewards} CPUs for rewards; run directory {out}"
@@ -142,6 +144,18 @@ def gpus(recipe: Recipe) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _dtype(recipe: Recipe) -> str:
+    """Of teachers that are served: that of the student's weights, as it is where they are loaded beside it."""
+    device = "cuda" if gpus(recipe) else "cpu"
+    found = {WEIGHTS[stage.train.precision_on(device)] for stage in recipe.stages if served_models(stage)}
+    if len(found) > 1:
+        raise RecipeError(
+            "train.precision: a server keeps a teacher in one precision for the whole run, and the stages differ. Give it once, or "
+            "set cluster.servers: 0."
+        )
+    return next(iter(found), "float32")
 
 
 def _ports(models: Sequence[str], servers: int) -> list[tuple[int, list[str]]]:
@@ -204,13 +218,13 @@ class _Group:
         first = self._cluster.trainers
         return [self._start(SamplerWorker, first + number, restarts=-1) for number in range(self._cluster.samplers)]
 
-    def servers(self, places: TeacherPlaces, token: str, device: str) -> list[Any]:
+    def servers(self, places: TeacherPlaces, token: str, device: str, dtype: str) -> list[Any]:
         by_port: dict[int, list[str]] = {}
         for model, address in places.items():
             by_port.setdefault(int(address.rpartition(":")[2]), []).append(model)
         first = self._cluster.trainers + self._cluster.samplers
         found = [
-            self._start(ServerWorker, first + number, models, port, token, device, restarts=-1)
+            self._start(ServerWorker, first + number, models, port, token, device, dtype, restarts=-1)
             for number, (port, models) in enumerate(by_port.items())
         ]
         for worker in found:
@@ -250,7 +264,7 @@ class _Group:
 
         heard: list[int] = []
         before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in STOPS}
-        told, left = False, list(pending)
+        told, left, found = False, list(pending), list[tuple[int, str]]()
         try:
             while left:
                 done, left = self._ray.wait(left, num_returns=len(left), timeout=POLL)
@@ -259,9 +273,9 @@ class _Group:
                     self._say("ray: stopping; a checkpoint is saved first")
                     for process in processes:
                         os.kill(process, signal.SIGTERM)
-                for code, said in self._ray.get(done):
-                    if code and not heard:
-                        raise WorkerEnded(said, code)
+                found += self._ray.get(done)
+                if not heard and (error := why_ended(found, over=not left)) is not None:
+                    raise error
         except RayActorError:  # one that has ended while it was told to is not lost
             if not heard:
                 raise
@@ -288,3 +302,14 @@ class WorkerEnded(OpdError):
     def __init__(self, said: str, code: int) -> None:
         super().__init__(said)
         self.exit_code = code
+
+
+def why_ended(found: Sequence[tuple[int, str]], over: bool) -> WorkerEnded | None:
+    """The error that one of the ranks tells of; the others end without a word, often before it. `over`: all have ended."""
+    errors = [(code, said) for code, said in found if code]
+    for code, said in errors:
+        if said:
+            return WorkerEnded(said, code)
+    if errors and over:
+        return WorkerEnded("the trainer's ranks have ended; see log.txt of the run.", errors[0][0])
+    return None

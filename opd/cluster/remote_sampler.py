@@ -30,14 +30,16 @@ class SamplerWorker:
 
     def __init__(self) -> None:
         self._sampler: TokenSampler | None = None
+        self._facts: Mapping[str, Any] = {}
 
     def pid(self) -> int:
         return os.getpid()
 
     def load(self, facts: Mapping[str, Any], weights: tuple[int, Mapping[str, tuple[str, np.ndarray]]]) -> None:
-        """`facts`: the model whose weights these are, and how it samples."""
-        if self._sampler is None:
-            self._sampler = _opened(facts)
+        """`facts`: the model whose weights these are, and how it samples; a later stage has others."""
+        if self._sampler is None or facts != self._facts:
+            self._sampler = None  # its memory is free before the next one takes some
+            self._sampler, self._facts = _opened(facts), facts
         version, arrays = weights
         self._sampler.load(WeightsRef(version, {name: _tensor(*array) for name, array in arrays.items()}))
 

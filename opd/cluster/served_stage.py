@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
-from opd.config import Stage
-from opd.teachers.kinds import TeacherKind
+from opd.config import STAGE_PREFIX, Stage
+from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.teachers.pool_settings import movable
 from opd.teachers.served import ServedTeacher
 
@@ -14,12 +15,18 @@ TeacherPlaces = Mapping[str, str]  # model -> address
 
 
 def served_models(stage: Stage) -> list[str]:
-    """Models that a server can score with as they are named in the recipe."""
-    return [ref.model for ref in movable(stage.teachers) if ref.revision is None and ref.dtype is None]
+    """Models that a server can score with as they are named in the recipe, and that are there when it starts."""
+    return [ref.model for ref in movable(stage.teachers) if _plain(ref)]
+
+
+def _plain(ref: ModelRef) -> bool:
+    return ref == ModelRef(ref.model) and not ref.model.startswith(STAGE_PREFIX)
 
 
 def served_name(model: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in model).strip("-")[-80:]
+    """Its own among all models, whatever letters they have."""
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model).strip("-")
+    return f"{letters[-80:]}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
 def served_stage(stage: Stage, places: TeacherPlaces) -> Stage:
@@ -32,9 +39,10 @@ def served_stage(stage: Stage, places: TeacherPlaces) -> Stage:
 
 
 def _served(kind: TeacherKind, places: TeacherPlaces) -> TeacherKind:
-    models = [ref.model for ref in kind.reads()]
-    if not kind.can_wait or len(models) != 1 or models[0] not in places:
+    refs = kind.reads()
+    if not kind.can_wait or len(refs) != 1 or not _plain(refs[0]) or refs[0].model not in places:
         return kind
+    model = refs[0].model
     same = ("role", "domains", "view", "temperature", "batch_tokens")
     kept = {key: value for key, value in kind if key in same and value is not None}
-    return ServedTeacher(address=places[models[0]], model=served_name(models[0]), token_env=TOKEN, **kept)
+    return ServedTeacher(address=places[model], model=served_name(model), token_env=TOKEN, **kept)

@@ -60,7 +60,7 @@ class RolloutBrowser:
         if store is None:
             return {"total": 0, "all": 0, "values": {name: [] for name in (*CODED, "stop")}, "rows": []}
         index = store.index
-        finished = np.flatnonzero(index["stop"])
+        finished = store.readable()
         rows = finished[_mask(index, finished, asked)]
         order = asked.get("sort", "newest")
         if order not in SORTS:
@@ -99,7 +99,7 @@ class RolloutBrowser:
         """A rollout with its tokens, and what its teacher said of them where the store has it."""
         with self._lock:
             store = self._store
-        if store is None or not 0 <= row < len(store) or not store.index["stop"][row]:
+        if store is None or row not in store.readable():
             raise UserError(f"row {row}: there is no such rollout.")
         (rollout,) = store.load_rows([row])
         said = store.signals([rollout.id], "teacher", "logprobs_at").get(rollout.id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import yaml
 
 from opd.errors import RunDirectoryError
-from opd.files import lines_checked, read_lines, reading
+from opd.files import json_object, lines_checked, read_lines, reading
 from opd.report.graph import stage_graph
 from opd.report.words import in_words
 
@@ -64,14 +63,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    with reading(path):
-        data = path.read_bytes()
-    try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError, RecursionError):
-        raise RunDirectoryError(f"{path} was altered or cut off: it is not a JSON object.") from None
+    return json_object(path) if path.is_file() else {}
 
 
 def _stages(

@@ -17,9 +17,11 @@ from typing import Any
 from opd.errors import UserError
 from opd.files import json_text, write_whole
 from opd.report.facts import run_facts
+from opd.text import plain
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("uplot.min.js", "core.js", "charts.js", "heat.js", "samples.js", "results.js", "browse.js", "main.js")
+OF_DIAGNOSIS = ("uplot.min.js", "core.js", "charts.js", "diagnosis.js")
 STYLES = ("uplot.min.css", "page.css")
 SELF, NONE = "'self'", "'none'"
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -28,21 +30,29 @@ ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False, stamp: str = "") -> str:
     """The page as text. `live`: it asks the server that sent it for what is newer than its stamp."""
     data = {"live": live, "stamp": stamp, "runs": list(runs)}
+    return _html(", ".join(str(run["name"]) for run in runs), data, SCRIPTS, live=live)
+
+
+def diagnosis_page(diagnosis: Mapping[str, Any]) -> str:
+    """What `opd diagnose` found, likewise."""
+    return _html(f"diagnosis of {diagnosis['student']}", diagnosis, OF_DIAGNOSIS)
+
+
+def _html(title: str, data: Mapping[str, Any], scripts: Sequence[str], *, live: bool = False) -> str:
     script, style = (
-        "\n".join((FILES / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
+        "\n".join((FILES / name).read_text(encoding="utf-8") for name in names) for names in (scripts, STYLES)
     )
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         f"connect-src {SELF if live else NONE}; base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(", ".join(str(run["name"]) for run in runs))
     return (
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer"><meta name="color-scheme" content="light dark">\n'
-        f'<title>{title} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
+        f'<title>{html.escape(plain(title))} · opd</title><link rel="icon" href="data:,">\n<style>{style}</style></head>\n'
         "<body><noscript>This page draws itself with JavaScript, from data inside the file; it loads nothing.</noscript>\n"
         f'<main id="page"></main>\n<script id="data" type="application/json">{embedded(data)}</script>\n'
         f"<script>{script}</script></body></html>\n"

@@ -21,6 +21,7 @@ from opd.report.facts import run_facts
 from opd.report.page import page
 
 LOOPBACK = "127.0.0.1"
+DIGITS = 18  # of a row's number
 EVERY = 2.0  # seconds between two looks at the store
 READ = (
     "metrics.jsonl",
@@ -133,7 +134,7 @@ class ViewRequest(BaseHTTPRequestHandler):
 
     def _rollout(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
         row = asked.get("row", "")
-        if not row.isdecimal():
+        if not row.isdecimal() or len(row) > DIGITS:
             raise UserError(f"row {row!r}: expected a whole number.")
         found = self.server.rollouts.one(int(row))
         written = [line for line in self.server.facts()[1]["tokens"] if line["id"] == found["id"]]

@@ -6,13 +6,12 @@ run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunDirectoryError
-from opd.files import lines_checked, read_lines, reading
+from opd.files import json_object, lines_checked, read_lines, reading
 
 if TYPE_CHECKING:  # `import opd` stays instant
     from opd.store import RolloutStore
@@ -79,12 +78,7 @@ class Run:
         path = self.directory / "summary.json"
         if not path.exists():
             raise RunDirectoryError(f"{self.directory}: no summary.json yet; the run has not ended.")
-        with reading(path):
-            data = path.read_bytes()
-        try:
-            return dict(json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            raise RunDirectoryError(f"{path} was altered or cut off: it is not a JSON object.") from None
+        return json_object(path)
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -17,7 +17,8 @@ from typing import Any
 from opd.config import Recipe, Stage, load_recipe
 from opd.config.graph import edges
 from opd.errors import RunDirectoryError, UserError
-from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, write_sealed
+from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
+from opd.rewards.callables import callables
 from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
 from opd.runner.resume import LINES, RESULT
@@ -30,7 +31,7 @@ def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs]) -> dict[str, str]:
     """Name -> key of every stage."""
     keys: dict[str, str] = {}
     for stage in recipe.stages:  # each behind those that it needs
-        facts = sorted(json.dumps(facts, sort_keys=True) for facts in inputs[stage.name].values())
+        facts = sorted(inputs[stage.name].items())  # with their names: two files may have changed places
         needs = sorted((edge.key, keys[edge.stage]) for edge in edges(stage))
         settings = _settings(stage)
         whole = json.dumps([settings, facts, needs], sort_keys=True)
@@ -70,6 +71,8 @@ def reuse_stages(
     """Put finished stages of other runs into this one's directory; `without`: those that are to run in any case."""
     if earlier and recipe.plugins:
         raise UserError("--reuse: the recipe has plugins, whose code no key covers. Drop --reuse.")
+    if earlier and any(True for stage in recipe.stages for _ in callables(stage.rewards)):
+        raise UserError("reuse: rewards are Python callables, whose code no key covers. Drop reuse, or rewards.")
     runs = [EarlierStages(path) for path in earlier]
     keys = stage_keys(recipe, inputs)
     found = {name: next((run for run in runs if key in run.by_key), None) for name, key in keys.items()}
@@ -91,21 +94,23 @@ def reuse_stages(
 
 
 def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
-    """The stage's last checkpoint and its best, its result, and its lines."""
+    """The stage's last checkpoint and its best, its result, and its lines. Under its name it is whole."""
     folder, target = run.folder(there), checkpoint_directory(directory, name, 0).parent
-    ended = read_sealed(folder / RESULT)
-    target.mkdir(parents=True)
+    ended, partial = read_sealed(folder / RESULT), target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True)
     for checkpoint in dict.fromkeys([ended["checkpoint"], ended["result"]["best"]]):
         if checkpoint is not None and (folder / checkpoint).is_dir():
             verify_checkpoint(folder / checkpoint)
-            shutil.copytree(folder / checkpoint, target / checkpoint, copy_function=_linked)
+            shutil.copytree(folder / checkpoint, partial / checkpoint, copy_function=_linked)
     for file in LINES:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
             with (directory / file).open("a", encoding="utf-8") as out:
                 out.writelines(line_of(line) for line in lines if line["stage"] == there)
-    write_sealed(target / REUSED, {"run": str(run.directory.absolute()), "stage": there})
-    write_sealed(target / RESULT, ended)
+    write_sealed(partial / REUSED, {"run": str(run.directory.absolute()), "stage": there})
+    write_sealed(partial / RESULT, ended)
+    partial.rename(target)
+    sync(target.parent)
 
 
 def _linked(source: str, target: str) -> None:

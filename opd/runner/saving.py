@@ -143,9 +143,11 @@ class StageCheckpoints:
     def _give_back(self, folder: Path) -> None:
         """Segments of the store that no checkpoint needs to go on from, and that the recipe does not ask to keep."""
         spec, kept = self._run.spec, self._run.spec.store.retain
-        counts = [read_state(path)["rollouts"] for path in steps_in(folder)] if kept is not None else []
+        states = [read_state(path) for path in steps_in(folder)] if kept is not None else []
+        counts = [state["rollouts"] for state in states]
         if kept is not None and counts and None not in counts:  # else the log was repaired, and nobody knows
-            self._run.store.reclaim(min(counts) - kept * spec.rollout.prompts * spec.rollout.samples)
+            until = min(state["store"]["segment"] for state in states)  # where their resuming looks for a frame
+            self._run.store.reclaim(min(counts) - kept * spec.rollout.prompts * spec.rollout.samples, until)
 
     def _directory(self, step: int) -> Path:
         return checkpoint_directory(self._root, self._run.spec.name, step)

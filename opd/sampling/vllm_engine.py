@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
 
 STOPS = 128  # ids whose log-probs vLLM gives at every token
 AGAIN = 2.0  # seconds between two tries to have an engine back
-TRIES = 3  # times in a row that an engine of ours may die before it has weights
+TRIES = 3  # times in a row that an engine of ours may die before it has weights, or any before it has drawn a token
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class Lane:
 
     replica: Replica
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    session: str = field(default_factory=partial(secrets.token_hex, 8))  # its own: over there a lost one ends later
 
     @property
     def load(self) -> int:
@@ -107,10 +109,12 @@ class VllmEngine:
     def load(self, weights: WeightsRef) -> None:
         copy_weights(self.model, weights)
         path = self._file.write(weights.version)
-        self._newest = Newest(path, self._probe.expect(weights.version))
-        here = [replica for replica in self.replicas if replica.fresh]
-        for replica in here:
-            replica.fresh = False
+        newest = Newest(path, self._probe.expect(weights.version))
+        with self._lock:
+            self._newest = newest
+            here = [replica for replica in self.replicas if replica.fresh]
+            for replica in here:
+                replica.fresh = False
         self._each(self._bring, here or self.replicas)  # who was lost is brought back while others sample
 
     def _each(self, call: Callable[[Replica], None], replicas: list[Replica]) -> None:
@@ -157,7 +161,8 @@ class VllmEngine:
             return
         found = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
         given.expected.check(replica, found, self._spec.tolerance)
-        replica.fresh = given is self._newest
+        with self._lock:
+            replica.fresh = given is self._newest
 
     def revive(self, replica: Replica, tell: Callable[[str, Any], None]) -> None:
         """In a thread of its own, while others work; then `tell` hears that it is `back`, or `gone` for good."""
@@ -200,9 +205,10 @@ class _Call:
     """One run of `VllmEngine.sample`."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self.engine, self.session = engine, secrets.token_hex(8)
+        self.engine = engine
         self.events: queue.Queue[tuple[str, Replica, Any]] = queue.Queue()  # what happened, where, and more about it
         self.lanes: dict[Replica, Lane] = {}
+        self.deaths: dict[Replica, int] = {}  # without a token since the one before
         self.waiting: deque[Ticket] = deque()
         self.numbers, self.slots = 0, engine.slots
         self.over = False
@@ -231,10 +237,11 @@ class _Call:
                 self.join(replica)
             elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
                 raise more
-            elif replica in self.lanes and what == "broken":
-                self.lose(replica, more)
-            elif replica in self.lanes and what == "line":
-                yield from self.read(self.lanes[replica], more)
+            elif what in ("broken", "line") and self.lanes.get(replica) is more[0]:  # else of one that is lost already
+                if what == "broken":
+                    self.lose(*more)
+                else:
+                    yield from self.read(*more)
 
     def ended(self, ticket: Ticket) -> Any:
         return why_over(ticket.ids, ticket.request.sampling, self.engine.model.tokenizer)
@@ -242,23 +249,28 @@ class _Call:
     # Engines
 
     def join(self, replica: Replica) -> None:
-        self.lanes[replica] = Lane(replica)
-        threading.Thread(target=self._listen, args=(replica,), daemon=True).start()
+        lane = self.lanes[replica] = Lane(replica)
+        threading.Thread(target=self._listen, args=(lane,), daemon=True).start()
 
-    def _listen(self, replica: Replica) -> None:
+    def _listen(self, lane: Lane) -> None:
+        replica = lane.replica
         try:
-            for line in replica.lines(self.session):
+            for line in replica.lines(lane.session):
                 if self.over:
                     return
-                self.events.put(("line", replica, line))
+                self.events.put(("line", replica, (lane, line)))
         except ServerAway as error:
-            self.events.put(("broken", replica, error))
+            self.events.put(("broken", replica, (lane, error)))
         except RemoteError as error:
             self.events.put(("gone", replica, error))
 
-    def lose(self, replica: Replica, error: ServerAway) -> None:
+    def lose(self, lane: Lane, error: ServerAway) -> None:
         """Its requests go to others, behind the tokens that came from it."""
-        lane = self.lanes.pop(replica)
+        replica = lane.replica
+        del self.lanes[replica]
+        self.deaths[replica] = self.deaths.get(replica, 0) + 1
+        if self.deaths[replica] > TRIES:
+            raise ServerAway(f"{error} It ended {TRIES + 1} times in a row before it had drawn a token.")
         self.waiting.extendleft(reversed(lane.tickets.values()))
         replica.fresh = False
         to_stderr(f"{error} Its {len(lane.tickets)} answers under way go on elsewhere, or when it is back")
@@ -271,7 +283,7 @@ class _Call:
 
     def hand_out(self) -> None:
         """Each to the engine with the fewest tokens to do; samples of one prompt together, since it is read once for them."""
-        given: dict[Replica, dict[str, Ticket]] = {}
+        given: dict[str, tuple[Lane, dict[str, Ticket]]] = {}  # by session
         lane, prompt = None, None
         while self.waiting and self.lanes:
             if lane is None or prompt != self.waiting[0].prompt or len(lane.tickets) >= self.slots:
@@ -282,13 +294,13 @@ class _Call:
             ticket = self.waiting.popleft()
             prompt = ticket.prompt
             lane.tickets[str(self.numbers)] = ticket
-            given.setdefault(lane.replica, {})[str(self.numbers)] = ticket
-        for replica, tickets in given.items():
+            given.setdefault(lane.session, (lane, {}))[1][str(self.numbers)] = ticket
+        for lane, tickets in given.values():
             wanted = [self.wish(name, ticket) for name, ticket in tickets.items()]
             try:
-                replica.ask("POST", "/submit", {"session": self.session, "requests": wanted})
+                lane.replica.ask("POST", "/submit", {"session": lane.session, "requests": wanted})
             except ServerAway as error:
-                self.lose(replica, error)
+                self.lose(lane, error)
 
     def wish(self, name: str, ticket: Ticket) -> dict[str, Any]:
         how = ticket.request.sampling
@@ -310,6 +322,7 @@ class _Call:
                     f"request {request.id!r}: the policy's logits (version {line['version']}) are not finite."
                 )
             ticket.ids.append(token)
+            self.deaths.pop(lane.replica, None)
             yield SampledToken(request.id, token, logprob, _drawn(request, logprob), stop, line["version"])
             over = self.ended(ticket)
             if over is not None:
@@ -318,19 +331,19 @@ class _Call:
                     stopped.append(name)
                 yield Finished(request.id, over)
         if stopped:
-            self.abort(lane.replica, stopped)
+            self.abort(lane, stopped)
 
-    def abort(self, replica: Replica, names: list[str] | None = None) -> None:
-        body = {"session": self.session} if names is None else {"session": self.session, "names": names}
+    def abort(self, lane: Lane, names: list[str] | None = None) -> None:
+        body = {"session": lane.session} if names is None else {"session": lane.session, "names": names}
         try:
-            replica.ask("POST", "/abort", body)
+            lane.replica.ask("POST", "/abort", body)
         except ServerAway:
             return  # it has forgotten them already
 
     def close(self) -> None:
         self.over = True
-        for replica in self.lanes:
-            self.abort(replica)
+        for lane in self.lanes.values():
+            self.abort(lane)
 
 
 def _drawn(request: SampleRequest, logprob: float) -> float:

@@ -25,6 +25,7 @@ ANSWER = 1800.0  # seconds for an answer: an engine that starts compiles, large 
 SILENCE = 60.0  # seconds without a line of a stream that sends one at least every five
 TAIL = 2000  # characters of a log that an error quotes
 TOKEN = "OPD_SAMPLER_TOKEN"
+RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Replica:
@@ -114,7 +115,7 @@ class OwnReplica(Replica):
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        environment = {**os.environ, TOKEN: self._token}
+        environment = engine_environment() | {TOKEN: self._token}
         environment |= {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": self._devices}
         command = [self._python, str(SERVER), "--port", "0", "--token-env", TOKEN, "--child"]
         try:
@@ -150,6 +151,12 @@ class OwnReplica(Replica):
         ended = self._process is None or self._process.poll() is not None
         tail = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
         return f" Its process has ended; the end of its log:\n{plain(tail, TAIL)}" if ended and tail else ""
+
+
+def engine_environment() -> dict[str, str]:
+    """Ours without what a launcher of ranks has put there: an engine is none of them, and would wait for their store for ever."""
+    launched = ("TORCHELASTIC_", "TORCH_ELASTIC_")
+    return {name: value for name, value in os.environ.items() if name not in RANKS and not name.startswith(launched)}
 
 
 def replicas_of(

@@ -70,17 +70,20 @@ class GroupCommit:
                 self._thread = None
 
     def _write_here(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        batch, self._items = self._items, []
-        if batch:
+        with self.writing:  # before items are taken: those of two threads are written in the order they came in
+            if self._failure is not None:
+                raise self._failure
+            with self._changed:
+                batch, self._items = self._items, []
+            if not batch:
+                return
             try:
-                with self.writing:
-                    self._write(batch)
+                self._write(batch)
             except BaseException as error:  # nothing may be written behind a frame that failed
                 self._failure = error
                 raise
-            self._durable += len(batch)
+            with self._changed:
+                self._durable += len(batch)
 
     def _start(self) -> None:
         if self._thread is None:

@@ -194,7 +194,9 @@ class Index:
         code = self.vocabularies["what"].find(what)
         if code is None:
             return
-        mine = np.flatnonzero((self.attached["what"] == code) & np.isin(self.attached["rollout"], rows))
+        count = self.attached.count  # others may be attached meanwhile
+        of_rows = np.isin(self.attached["rollout"][:count], rows)
+        mine = np.flatnonzero((self.attached["what"][:count] == code) & of_rows)
         columns = [self.attached[name][mine].tolist() for name in ("rollout", "segment", "offset", "size")]
         for row, segment, offset, size in zip(*columns, strict=True):
             yield row, Place(segment, offset), size

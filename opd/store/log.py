@@ -174,10 +174,11 @@ class SegmentLog:
         try:
             with self.path(number).open("rb") as file:
                 length = os.fstat(file.fileno()).st_size
-                self._maps[number] = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) if length else b""
+                found: Buffer = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) if length else b""
         except FileNotFoundError:
             raise StoreError(f"{self.path(number)}, byte 0: the segment is missing.") from None
-        return self._maps[number]
+        self._maps[number] = found
+        return found  # another thread may have put a shorter one there meanwhile
 
     # Writing
 

@@ -68,7 +68,9 @@ class StoreReader:
 
     def readable(self) -> np.ndarray:
         """Rows of the index whose rollouts are finished, and whose tokens were not given back."""
-        return np.flatnonzero((self.index["stop"] != 0) & (self.index["segment"] >= self._log.first))
+        count = len(self.index)  # others may begin meanwhile
+        kept = self.index["segment"][:count] >= self._log.first
+        return np.flatnonzero((self.index["stop"][:count] != 0) & kept)
 
     def unfinished(self) -> list[str]:
         """Ids of rollouts that were begun and not finished, oldest first."""

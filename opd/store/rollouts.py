@@ -229,14 +229,17 @@ class RolloutStore(StoreReader):
                 self._log.flush()
                 yield
 
-    def reclaim(self, boundary: int) -> int:
+    def reclaim(self, boundary: int, until: int | None = None) -> int:
         """Give back whole segments that hold nothing about rollouts from number `boundary` on; how many these were.
 
-        What is unfinished stays, and so do calls, whose costs count. The index keeps a row of every rollout.
+        What is unfinished stays, and so do calls, whose costs count, and segment `until` with all behind it: a checkpoint
+        names a frame there. The index keeps a row of every rollout.
         """
         self._writable()
         with self._still():
-            before, first = self._log.first, first_needed(self.index, boundary, self._log.end.segment)
+            last = self._log.end.segment
+            last = last if until is None else min(until, last)
+            before, first = self._log.first, first_needed(self.index, boundary, last)
             if first <= before:
                 return 0
             chain = self._log.header(first, self._log.map(first)).chain

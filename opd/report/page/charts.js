@@ -21,7 +21,7 @@ function chart(holder, title, series, options = {}) {
       cursor: { sync: { key: sync.key }, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: options.percent ? (_, low, high) => [Math.min(low, high - .05) - .02, Math.min(1.02, high + .03)] : undefined } },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 48, values: (_, ticks) => ticks.map(format) }],
-      series: [{ label: "step" }, ...series.map((one, index) => ({
+      series: [{ label: options.x || "step" }, ...series.map((one, index) => ({
         label: legible(one.label), stroke: css(`--c${(one.color ?? index) % 8}`), width: 1.75, dash: DASHES[Math.floor((one.color ?? index) / 4) % DASHES.length],
         spanGaps: true, points: { show: one.x.length < 25, size: 5 }, value: (_, value) => (options.percent ? percent(value) : number(value)),
       }))],

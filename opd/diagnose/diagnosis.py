@@ -1,0 +1,157 @@
+"""`opd diagnose`, carried out: measure every teacher in every domain, decide, recommend, and say what the planned run would take."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opd.config import Stage
+from opd.diagnose.bench import Bench, open_bench
+from opd.diagnose.measures import Answering, PairMeasures
+from opd.diagnose.measuring import DomainAnswers, measure_pair
+from opd.diagnose.recommend import Advice, Recommendation, ranked, recommend
+from opd.diagnose.rules import Case, Decision, decide
+from opd.diagnose.stopwatch import Stopwatch
+from opd.runner.plan import make_plan
+from opd.teachers.table import K
+
+PROMPTS, SAMPLES, BY_TEACHER = 32, 8, 4  # of each domain; answers of the student to each, and of every teacher
+PASSES = 4  # of a batch through the student and its teacher, in time: scoring, and forward and twice that backward
+
+
+def ignored(line: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was measured, and what follows."""
+
+    student: str
+    models: dict[str, str]  # teacher -> model
+    students: dict[str, Answering]  # by domain
+    pairs: list[PairMeasures]
+    decisions: dict[tuple[str, str], Decision]  # (domain, teacher)
+    advice: list[Advice]
+    recommendation: Recommendation
+    plan: list[str] = field(default_factory=list)  # of the recommended recipe, in words
+    seconds: float | None = None  # of its training, on this machine
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "student": self.student,
+            "models": self.models,
+            "verdict": self.recommendation.verdict,
+            "k": K,
+            "students": {domain: found.to_json() for domain, found in self.students.items()},
+            "pairs": [pair.to_json() | self._decided(pair) for pair in self.pairs],
+            "ranking": {one.domain: [list(entry) for entry in one.ranking] for one in self.advice},
+            "recommendation": self.recommendation.to_json(),
+            "plan": self.plan,
+            "seconds": self.seconds,
+            "notes": self.notes,
+        }
+
+    def _decided(self, pair: PairMeasures) -> dict[str, Any]:
+        rule, because, refined = self.decisions[pair.domain, pair.teacher]
+        return {
+            "rule": {"number": rule.number, "when": rule.when, "evidence": rule.evidence},
+            "verdict": rule.verdict,
+            "because": because,
+            "remedy": rule.remedy,
+            "refined": [
+                {
+                    "number": one.number,
+                    "when": one.when,
+                    "because": found,
+                    "remedy": one.remedy,
+                    "evidence": one.evidence,
+                }
+                for one, found in refined
+            ],
+        }
+
+
+def diagnose(
+    spec: Stage,
+    *,
+    prompts: int = PROMPTS,
+    samples: int = SAMPLES,
+    target: float | None = None,
+    given: bool = True,
+    say: Callable[[str], None] = ignored,
+) -> Diagnosis:
+    """`given`: the stage is a user's own, and what it says about training stays; else it was made up around some models."""
+    with tempfile.TemporaryDirectory(prefix="opd-diagnose-") as scratch:
+        bench = open_bench(spec, prompts, Path(scratch), say)
+        try:
+            return _diagnosed(bench, spec, samples, target, given, say)
+        finally:
+            bench.close()
+
+
+def _diagnosed(
+    bench: Bench, spec: Stage, samples: int, target: float | None, given: bool, say: Callable[[str], None]
+) -> Diagnosis:
+    clock, pairs, students = Stopwatch(), list[PairMeasures](), dict[str, Answering]()
+    for domain, asked in bench.domains.items():
+        own = DomainAnswers(bench, domain, asked, samples)
+        say(f"{domain}: {len(asked)} prompts, {len(asked) * samples} answers of the student")
+        clock.begin()
+        written = sum(rollout.response_ids.size for rollout in own.rollouts)
+        clock.end("sample", written)
+        students[domain] = own.answers
+        for name in bench.teachers:
+            say(f"{domain}: {name}")
+            pairs.append(measure_pair(bench, name, own, BY_TEACHER, clock))
+    decisions = _decisions(students, pairs, target)
+    advice = [_advice(domain, [pair for pair in pairs if pair.domain == domain], decisions) for domain in students]
+    sources: dict[int, set[str]] = {}
+    for asking in bench.asked.values():
+        sources.setdefault(asking.source, set()).add(asking.prompt.domain)
+    longest = max(found.longest for found in _answered(students, pairs))
+    found = recommend(spec, advice, sources, longest, given)
+    plan, seconds = _plan(found, clock, max(answers.length for answers in students.values()))
+    models = {name: kind.title for name, kind in bench.kinds.items()}
+    return Diagnosis(
+        bench.spec.student.model, models, students, pairs, decisions, advice, found, plan, seconds, bench.notes
+    )
+
+
+def _answered(students: dict[str, Answering], pairs: Sequence[PairMeasures]) -> list[Answering]:
+    return [*students.values(), *(pair.answers for pair in pairs if pair.answers is not None)]
+
+
+def _decisions(
+    students: dict[str, Answering], pairs: Sequence[PairMeasures], target: float | None
+) -> dict[tuple[str, str], Decision]:
+    rivals = {domain: sum(pair.domain == domain for pair in pairs) - 1 for domain in students}
+    return {
+        (pair.domain, pair.teacher): decide(Case(students[pair.domain], pair, target, rivals[pair.domain]))
+        for pair in pairs
+    }
+
+
+def _advice(domain: str, pairs: Sequence[PairMeasures], decisions: dict[tuple[str, str], Decision]) -> Advice:
+    """Of the best teacher that is not turned away; where all are, of the best."""
+    order = ranked(pairs)
+    useful = [pair for pair in order if decisions[domain, pair.teacher].rule.verdict != "do not"]
+    best = (useful or order)[0]
+    return Advice(domain, best, decisions[domain, best.teacher], tuple((pair.teacher, pair.signal) for pair in order))
+
+
+def _plan(found: Recommendation, clock: Stopwatch, length: float) -> tuple[list[str], float | None]:
+    """Memory of the recommended run on paper; its time from what sampling and scoring took here."""
+    recipe = found.recipe()
+    if recipe is None:
+        return [], None
+    plans, seconds = make_plan(recipe), 0.0
+    for plan, stage in zip(plans, recipe.stages, strict=True):
+        tokens = plan.rollouts_per_step * (length + plan.prompt_tokens)
+        step = plan.rollouts_per_step * length * clock.each("sample") + PASSES * tokens * clock.each("score")
+        seconds += stage.train.steps * step
+    return [line for plan in plans for line in plan.lines()], seconds

@@ -1,0 +1,241 @@
+"""What a diagnosis measures, and how numbers of tokens become numbers of a pair of models. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BINS = 8  # stretches of an answer that are told apart
+FORK = 0.8  # quantile of the student's entropy above which a token is a fork
+
+
+class Depth(NamedTuple):
+    """What is gained where the teacher takes over behind so many tokens of the student's answers."""
+
+    depth: int
+    answers: int
+    advantage: float  # right answers of the teacher's continuations less those of the student's own
+    stderr: float
+
+
+class Stretch(NamedTuple):
+    """Tokens start … end - 1 of the student's answers."""
+
+    start: int
+    end: int
+    tokens: int
+    surprise: float  # of the teacher: -log-prob
+    advantage: float  # its log-prob less the student's
+    kl: float | None  # nats, student to teacher, behind the student's own words
+    kl_teacher: float | None  # behind the teacher's words
+    auroc: float | None  # of the mean advantage here: right answers of a prompt against wrong ones
+
+
+class HereAgainst(NamedTuple):
+    """The teacher at some tokens against all others."""
+
+    here: float | None
+    elsewhere: float | None
+
+
+NOWHERE = HereAgainst(None, None)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How a model answers the prompts of a domain, drawn at temperature 1."""
+
+    prompts: int
+    samples: int  # of each prompt
+    length: float
+    longest: int
+    truncated: float  # share cut off at the limit
+    accuracy: float | None = None
+    stderr: float | None = None
+    pass_at: float | None = None  # of all its samples at least one is right
+    by_prompt: Mapping[str, float] = field(default_factory=dict, repr=False)  # share of right ones
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["by_prompt"]
+        return found
+
+
+@dataclass(frozen=True)
+class StopProbe:
+    """Whether teacher and student agree on where an answer ends. Ids of all are one event."""
+
+    own: float | None = None  # its probability of ending where its own answers end; 0 for those that never do
+    reference: float | None = None  # where the dataset's answers end
+    student: float | None = None  # share of the student's (right) ends at which it would end, too: above one half
+    ends: int = 0  # of the student that were looked at
+    instead: tuple[int, str, float] | None = None  # id, text and probability of what it says at the end instead
+
+
+@dataclass(frozen=True)
+class PairMeasures:
+    """One teacher beside the student in one domain; None: it cannot be known here."""
+
+    teacher: str
+    domain: str
+    tokens: int = 0  # of the student's that were scored
+    ids_differ: int = 0
+    crosses: bool = False  # the recipe has it read its own tokens already
+    aligned: float | None = None  # share of the text that spans pair, where tokenizers differ
+    template: float | None = None  # nats per token that its own chat template would change
+    own_template: float | None = None  # its accuracy behind that, where it would change something
+    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that student and teacher name
+    origin: float | None = None  # cosine between weights
+    memory: int | None = None
+    answers: Answering | None = None  # of the teacher
+    gap: float | None = None
+    gap_stderr: float | None = None
+    auroc: float | None = None  # within prompts, of the mean log-ratio: right answers against wrong ones
+    auroc_pairs: int = 0
+    likelihood: Mapping[str, float] = field(default_factory=dict)  # nats per token: whose words under whom
+    kl: float | None = None
+    sampled: bool = False  # the KL is an estimate from log-probs
+    overlap: float | None = None
+    overlap_mass: float | None = None
+    entropy: float | None = None
+    teacher_entropy: float | None = None
+    stretches: tuple[Stretch, ...] = ()
+    forks: HereAgainst = NOWHERE  # advantage where the student hesitates
+    errors: HereAgainst = NOWHERE  # surprise behind the worst token of wrong answers, and before it
+    takeover: tuple[Depth, ...] = ()
+    excess: float | None = None  # KL behind the student's words over that behind the teacher's, less 1
+    stops: StopProbe = field(default_factory=StopProbe)
+
+    @property
+    def signal(self) -> float | None:
+        """What teachers are ranked by: the mean take-over advantage, times the AUROC where there is something to gain."""
+        if not self.takeover or self.auroc is None:
+            return None
+        advantage = float(np.mean([depth.advantage for depth in self.takeover]))
+        return advantage * self.auroc if advantage > 0 else advantage
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["answers"] = None if self.answers is None else self.answers.to_json()
+        for name in ("stretches", "takeover"):
+            found[name] = [part._asdict() for part in getattr(self, name)]
+        for name in ("forks", "errors"):
+            found[name] = getattr(self, name)._asdict()
+        return found | {"signal": self.signal}
+
+
+def answers_of(
+    prompt_ids: Sequence[str], marks: np.ndarray, lengths: Sequence[int], truncated: Sequence[bool], samples: int
+) -> Answering:
+    by_prompt: dict[str, list[float]] = {}
+    for name, mark in zip(prompt_ids, marks, strict=True):
+        if not np.isnan(mark):
+            by_prompt.setdefault(name, []).append(float(mark))
+    shares = {name: float(np.mean(found)) for name, found in by_prompt.items()}
+    values = np.array(list(shares.values()))
+    return Answering(
+        prompts=len(set(prompt_ids)),
+        samples=samples,
+        length=float(np.mean(lengths)),
+        longest=max(lengths),
+        truncated=float(np.mean(truncated)),
+        accuracy=float(values.mean()) if values.size else None,
+        stderr=_stderr(values) if values.size else None,
+        pass_at=float((values > 0).mean()) if values.size else None,
+        by_prompt=shares,
+    )
+
+
+def gap_between(student: Answering, teacher: Answering | None) -> tuple[float | None, float | None]:
+    """The teacher's accuracy less the student's, over the prompts that both answered, and its standard error."""
+    shared = [] if teacher is None else [name for name in student.by_prompt if name in teacher.by_prompt]
+    if teacher is None or not shared:
+        return None, None
+    differences = np.array([teacher.by_prompt[name] - student.by_prompt[name] for name in shared])
+    return float(differences.mean()), _stderr(differences)
+
+
+def _stderr(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else 0.0
+
+
+def within_prompt_auroc(prompt_ids: Sequence[str], marks: np.ndarray, scores: np.ndarray) -> tuple[float | None, int]:
+    """The chance that of a right and a wrong answer to one prompt the right one scores higher, and how many pairs say so.
+
+    >>> within_prompt_auroc(["a", "a", "b"], np.array([1.0, 0.0, 1.0]), np.array([0.2, 0.1, 9.0]))
+    (1.0, 1)
+    """
+    names = np.array(prompt_ids)
+    won, pairs = 0.0, 0
+    for name in dict.fromkeys(prompt_ids):
+        own = (names == name) & ~np.isnan(scores)
+        right, wrong = scores[own & (marks == 1)], scores[own & (marks == 0)]
+        above = (right[:, None] > wrong[None, :]).sum() + 0.5 * (right[:, None] == wrong[None, :]).sum()
+        won, pairs = won + float(above), pairs + right.size * wrong.size
+    return (won / pairs if pairs else None), pairs
+
+
+def mean_of(values: Sequence[np.ndarray]) -> float | None:
+    """Over all tokens that are known."""
+    whole = np.concatenate(values) if values else np.zeros(0)
+    known = whole[~np.isnan(whole)]
+    return float(known.mean()) if known.size else None
+
+
+def stretch_edges(lengths: Sequence[int]) -> list[int]:
+    """Where stretches of answers begin and end: at most BINS, of equal length but for rounding."""
+    longest = max(lengths, default=0)
+    count = min(BINS, longest)
+    return sorted({round(longest * part / count) for part in range(count + 1)}) if count else []
+
+
+def excess_kl(student: Sequence[np.ndarray], teacher: Sequence[np.ndarray]) -> float | None:
+    """How much larger the KL is behind the student's own words than behind the teacher's, position by position.
+
+    The first position has nothing but the prompt behind it, whoever answers, and is left out.
+    """
+    ours, theirs = _by_position(student), _by_position(teacher)
+    shared = [at for at in ours if at and at in theirs]
+    weights = [ours[at].size for at in shared]
+    own = sum(weight * float(ours[at].mean()) for weight, at in zip(weights, shared, strict=True))
+    other = sum(weight * float(theirs[at].mean()) for weight, at in zip(weights, shared, strict=True))
+    return own / other - 1 if other > 0 else None
+
+
+def _by_position(values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    found: dict[int, list[float]] = {}
+    for row in values:
+        for at, value in enumerate(row):
+            if not np.isnan(value):
+                found.setdefault(at, []).append(float(value))
+    return {at: np.array(some) for at, some in found.items()}
+
+
+def inside(values: Sequence[np.ndarray], start: int, end: int) -> list[np.ndarray]:
+    return [row[start:end] for row in values]
+
+
+def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) -> HereAgainst:
+    """The advantage at the student's forks, and elsewhere."""
+    every = np.concatenate(entropy) if entropy else np.zeros(0)
+    if not (~np.isnan(every)).any():
+        return NOWHERE
+    limit = float(np.nanquantile(every, FORK))
+    return HereAgainst(
+        mean_of([row[known > limit] for row, known in zip(advantage, entropy, strict=True)]),
+        mean_of([row[known <= limit] for row, known in zip(advantage, entropy, strict=True)]),
+    )
+
+
+def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]) -> HereAgainst:
+    """Of wrong answers: the teacher's surprise behind the token that it likes least, and before it."""
+    after, before = [], []
+    for mark, ratio, row in zip(marks, advantage, surprise, strict=True):
+        if mark == 0 and (~np.isnan(ratio)).any():
+            worst = int(np.nanargmin(ratio))
+            after.append(row[worst + 1 :])
+            before.append(row[:worst])
+    return HereAgainst(mean_of(after), mean_of(before))

@@ -1,0 +1,321 @@
+"""The decision table: one row is a condition, a verdict, a remedy and what it rests on. The first row that matches wins. No torch here.
+
+Evidence: P, published; near P, a published number that we have rounded or moved; H, a heuristic. What was calibrated on the
+pairs of the quickstart says so: all four of its teachers bring their student to 0.96 or more of their own level, at an initial KL of
+0.23 to 0.57 nats, an overlap of 0.71 to 0.74 and answers of four to seven tokens, so none of these alone may turn a teacher away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from opd.diagnose.measures import Answering, Depth, PairMeasures
+
+Verdict = Literal[
+    "span view", "mend the template", "mend the stops", "do not", "off-policy first", "cold start", "sft", "opd"
+]
+
+ALIGNED = 0.9  # share of the text that spans pair
+TEMPLATE = 0.01  # nats per token
+STOPS = 0.8  # probability of stopping at one's own stops
+AGREED = 0.3  # share of the student's ends at which the teacher would end, too
+AUROC = 0.55
+NOTHING = 0.01  # nats per token: where accuracies are not known, a KL that is none
+ERRORS, WEAKER = 2.0, 1.0  # standard errors of a gap that is one; of a teacher that is the weaker, which would do harm
+LEAST_GAP = 0.02
+WEAK = 0.05  # pass@k
+OVERLAP, FAR, MASS, ORIGIN = 0.7, 0.15, 0.99, 0.5
+EXCESS, SHORT = 0.1, 16  # of the KL; tokens of an answer
+TAKEOVER = 0.05
+
+
+class Case(NamedTuple):
+    """One teacher in one domain, with what the rules look at beside it."""
+
+    student: Answering
+    pair: PairMeasures
+    target: float | None = None  # accuracy that is wanted
+    rivals: int = 0  # other teachers for this domain
+
+
+@dataclass(frozen=True)
+class Rule:
+    number: int
+    when: str
+    verdict: Verdict
+    remedy: str
+    evidence: str
+    found: Callable[[Case], str | None]  # the numbers that make it match; None: it does not
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """What is added to the verdict that there is something to distil."""
+
+    number: int
+    when: str
+    remedy: str
+    evidence: str
+    found: Callable[[Case], str | None]
+
+
+class Decision(NamedTuple):
+    rule: Rule
+    because: str
+    refined: tuple[tuple[Refinement, str], ...]
+
+
+def decide(case: Case) -> Decision:
+    for rule in RULES:
+        because = rule.found(case)
+        if because is not None:
+            distils = rule.verdict in ("opd", "cold start", "off-policy first")
+            some = [(one, found) for one in REFINEMENTS if distils and (found := one.found(case)) is not None]
+            return Decision(rule, because, tuple(some))
+    raise AssertionError("the last row matches everything")
+
+
+# Conditions
+
+
+def _unaligned(case: Case) -> str | None:
+    pair = case.pair
+    if pair.ids_differ and pair.aligned is not None and pair.aligned < ALIGNED:
+        return f"{pair.ids_differ:,} ids differ, and spans pair {pair.aligned:.0%} of the text"
+    return None
+
+
+def _other_tokenizer(case: Case) -> str | None:
+    pair = case.pair
+    if not pair.ids_differ or pair.crosses:
+        return None
+    share = "" if pair.aligned is None else f"; spans pair {pair.aligned:.0%} of the text"
+    return f"{pair.ids_differ:,} ids differ{share}"
+
+
+def _other_template(case: Case) -> str | None:
+    pair, answers = case.pair, case.pair.answers
+    if pair.template is None or pair.template <= TEMPLATE:
+        return None
+    told = f"{pair.template:.2g} nats per token"
+    if answers is None or answers.accuracy is None or pair.own_template is None:
+        return told
+    return f"{told}; {answers.accuracy:.0%} right behind the student's template, {pair.own_template:.0%} behind its own"
+
+
+def _lost_stops(case: Case) -> str | None:
+    """Both where they are known: a limit that is too low cuts its own answers, and not the dataset's."""
+    stops = case.pair.stops
+    known = [value for value in (stops.own, stops.reference) if value is not None]
+    if not known or max(known) >= STOPS:
+        return None
+    said = "" if stops.instead is None else f"; it says id {stops.instead[0]} ({stops.instead[1]!r}) there"
+    return f"it stops with probability {max(known):.2f} where answers end{said}"
+
+
+def _unlike_stops(case: Case) -> str | None:
+    stops = case.pair.stops
+    if stops.student is None or stops.student >= AGREED:
+        return None
+    return f"it would end at {stops.student:.0%} of {stops.ends} ends of the student's"
+
+
+def has_gap(pair: PairMeasures) -> bool | None:
+    """Whether the teacher is better by more than chance; None: not known."""
+    if pair.gap is None or pair.gap_stderr is None:
+        return None
+    return pair.gap > max(LEAST_GAP, ERRORS * pair.gap_stderr)
+
+
+def _no_gap(case: Case) -> str | None:
+    pair, gap = case.pair, has_gap(case.pair)
+    if gap is None:
+        return f"KL of {pair.kl:.3f} nats per token" if pair.kl is not None and pair.kl < NOTHING else None
+    assert pair.gap is not None
+    assert pair.gap_stderr is not None
+    told = f"gap {pair.gap:+.2f} ± {pair.gap_stderr:.2f}"
+    if pair.gap < -max(LEAST_GAP, WEAKER * pair.gap_stderr):
+        return f"{told}: it is the weaker one"
+    if not gap and (pair.auroc is None or pair.auroc < AUROC):
+        return told + ("" if pair.auroc is None else f", AUROC {pair.auroc:.2f}")
+    return None
+
+
+def _too_weak(case: Case) -> str | None:
+    share = case.student.pass_at
+    return f"pass@{case.student.samples} is {share:.1%}" if share is not None and share < WEAK else None
+
+
+def _apart(case: Case) -> str | None:
+    """The published KL counts where the teacher is far in another way, too."""
+    pair = case.pair
+    if pair.overlap is not None and pair.overlap < OVERLAP:
+        return f"{pair.overlap:.0%} of the 16 likeliest tokens agree"
+    if pair.kl is None or pair.kl <= FAR:
+        return None
+    told = f"KL {pair.kl:.2f} nats per token"
+    if pair.overlap_mass is not None and pair.overlap_mass < MASS:
+        return (
+            f"{told}, and {1 - pair.overlap_mass:.1%} of its probability lies outside the student's 16 likeliest tokens"
+        )
+    if pair.origin is not None and pair.origin < ORIGIN:
+        return f"{told}, and weights of another origin (cosine {pair.origin:.2f})"
+    return None
+
+
+def _short_horizon(case: Case) -> str | None:
+    """Nothing is gained behind the student's own words: neither is the teacher further away there, nor does it help to take over."""
+    pair, length = case.pair, case.student.length
+    inside = [depth for depth in pair.takeover if depth.depth]
+    helps = any(depth.advantage > max(TAKEOVER, ERRORS * depth.stderr) for depth in inside)
+    if helps or not (inside or pair.excess is not None):
+        return None
+    if pair.excess is not None and pair.excess < EXCESS:
+        return f"the KL behind the student's words is {pair.excess:+.0%} of that behind the teacher's, and taking over gains nothing"
+    if pair.excess is None and length < SHORT:
+        return f"answers of {length:.0f} tokens, and taking over gains nothing"
+    return None
+
+
+def _otherwise(case: Case) -> str:
+    pair = case.pair
+    parts = [
+        None if pair.gap is None else f"gap {pair.gap:+.2f}",
+        None if pair.auroc is None else f"AUROC {pair.auroc:.2f}",
+        None if pair.kl is None else f"KL {pair.kl:.2f}",
+        None if pair.overlap is None else f"overlap {pair.overlap:.0%}",
+    ]
+    return ", ".join(part for part in parts if part) or "nothing speaks against it"
+
+
+def useful_depth(takeover: tuple[Depth, ...]) -> int | None:
+    """Tokens behind which taking over gains less than the threshold, at every depth that was tried; None: it gains everywhere."""
+    deep = None
+    for depth in sorted(takeover, reverse=True):
+        if depth.advantage >= TAKEOVER:
+            break
+        deep = depth.depth
+    return deep
+
+
+def _noise(case: Case) -> str | None:
+    """Shorter answers than SHORT are not worth cutting: what is left of them behind that depth is their end."""
+    depth = useful_depth(case.pair.takeover)
+    if depth is None or depth < SHORT:
+        return None
+    return f"behind {depth} tokens taking over gains less than {TAKEOVER:.2f}"
+
+
+def _beyond(case: Case) -> str | None:
+    answers, target = case.pair.answers, case.target
+    if target is None or answers is None or answers.accuracy is None or target <= answers.accuracy:
+        return None
+    return f"the target is {target:.0%}, the teacher has {answers.accuracy:.0%}"
+
+
+def _ranked(case: Case) -> str | None:
+    signal = case.pair.signal
+    return None if not case.rivals or signal is None else f"signal {signal:+.2f}, {case.rivals} others"
+
+
+COLD = "A stage on the teacher's own answers first (teacher_share: 1, form: cross_entropy), diagnose its result again; if it stays so, take another teacher."
+RULES = (
+    Rule(
+        1,
+        "tokenizers differ, and less than 90 % of the text aligns",
+        "do not",
+        "Take a teacher whose tokens are nearer to the student's.",
+        "H",
+        _unaligned,
+    ),
+    Rule(
+        1,
+        "tokenizers differ",
+        "span view",
+        "Let it read the text in its own tokens (view: bytes) and compare spans (form: gold).",
+        "P",
+        _other_tokenizer,
+    ),
+    Rule(
+        2,
+        "chat templates differ",
+        "mend the template",
+        "Put the worse of the two templates right, or let a teacher that is better behind its own read that (view: {chat_template: teacher}); diagnose again.",
+        "P",
+        _other_template,
+    ),
+    Rule(
+        3,
+        f"the teacher's stop mass is below {STOPS} at its own stops",
+        "mend the stops",
+        "Name the id that it really ends with as eos_token_id in its generation_config.json (or raise max_new_tokens, if its answers are cut), and diagnose again.",
+        "P",
+        _lost_stops,
+    ),
+    Rule(
+        4,
+        f"the teacher would stop at less than {AGREED:.0%} of the student's right ends",
+        "cold start",
+        "Stop ids are merged into one event already; begin with a stage on the teacher's own answers.",
+        "near P: 0.7 to 22 %",
+        _unlike_stops,
+    ),
+    Rule(
+        5,
+        f"no gap, and AUROC below {AUROC}; or a weaker teacher",
+        "do not",
+        "There is nothing to distil. Take a stronger teacher; with a verifier, RL (methods/grpo) or the outcome beside the teacher (methods/mimo-objective).",
+        "H",
+        _no_gap,
+    ),
+    Rule(
+        6,
+        f"the student's pass@8 is below {WEAK:.0%}",
+        "off-policy first",
+        "Its own answers hold nothing to build on: train on the teacher's answers until some are right, then on-policy.",
+        "H",
+        _too_weak,
+    ),
+    Rule(
+        7,
+        f"overlap@16 below {OVERLAP}, or KL above {FAR} from a teacher that is far by its tokens or origin",
+        "cold start",
+        COLD,
+        "near P; calibrated",
+        _apart,
+    ),
+    Rule(
+        8,
+        f"excess KL below {EXCESS:.0%} (not known: answers below {SHORT} tokens), and taking over gains nothing",
+        "sft",
+        "On-policy pays nothing here: SFT on the teacher's samples is cheaper.",
+        "H; calibrated",
+        _short_horizon,
+    ),
+    Rule(9, "otherwise", "opd", "On-policy distillation.", "P", _otherwise),
+)
+REFINEMENTS = (
+    Refinement(
+        10,
+        f"take-over below {TAKEOVER} beyond depth L",
+        "Cap rollouts at L tokens: behind them the teacher's signal is noise.",
+        "near P: +0.37 to +0.02",
+        _noise,
+    ),
+    Refinement(
+        11,
+        "a verifier, and a target above the teacher",
+        "OPD first, then RL in a stage of its own, not their sum.",
+        "P: 80.6 against 62.8",
+        _beyond,
+    ),
+    Refinement(
+        12,
+        "several teachers",
+        "The best model is not always the best teacher: take the one with the strongest signal on the student's answers.",
+        "P",
+        _ranked,
+    ),
+)
