@@ -21,6 +21,7 @@ from opd.monitors.history import History, mean, median, slope, standard_error
 from opd.monitors.monitor import Alarm, Monitor, RecipeStage
 from opd.settings import Positive
 
+WARMER = 1.25  # than a teacher is by itself
 SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
 
 
@@ -40,7 +41,7 @@ class DivergenceJump(Monitor):
     )
     fall: float = Field(5.0, gt=1, description="of kl: times by which it falls from one step to the next two")
     rise: float = Field(3.0, gt=1, description="of kl: times its lowest level, over three steps")
-    least: float = Field(0.02, ge=0, description="of kl: nats below which nothing is a fall")
+    least: float = Field(0.1, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, beside `rise`")
 
     def alarm(self, history: History) -> Alarm | None:
@@ -90,6 +91,7 @@ class LostDiversity(Monitor):
     fall: float = Field(
         0.3, gt=0, lt=1, description="of diversity: share of entropy, or of distinct pairs, that is lost"
     )
+    least: float = Field(0.1, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
 
     def alarm(self, history: History) -> Alarm | None:
@@ -121,7 +123,7 @@ class LostDiversity(Monitor):
             for name, pair in found.items()
             if pair
             for first, now in [pair]
-            if mean(first) > 0
+            if mean(first) > (self.least if name == "entropy" else 0)  # who is sure already has little to lose
         }
         fallen = {name: share for name, share in kept.items() if share < 1 - self.fall}
         enough = bool(fallen) if rewards is not None else len(fallen) == 2
@@ -341,6 +343,7 @@ class Miscalibrated(Monitor):
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def warmer(kind: dict[str, object]) -> dict[str, object] | None:
-            return {**kind, "temperature": 1.25} if kind.get("temperature") == 1 else None
+            given = kind.get("temperature")
+            return {**kind, "temperature": WARMER} if isinstance(given, (int, float)) and given < WARMER else None
 
         return offered(with_teachers(stage, warmer))
