@@ -87,7 +87,10 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     "token": [({"kl_top": steps((0.6, 10)), "kl_largest": steps((8.0, 10))}, {})],
     "mismatch": [({"mismatch_outside": steps((0.03, 10))}, {}), ({"mismatch": steps((0.3, 10))}, {})],
     "staleness": [({"staleness/max": [1, 3, 5]}, {})],
-    "calibration": [({"ece": steps((0.10, 20), (0.17, 20))}, {})],
+    "calibration": [
+        ({"ece": steps((0.10, 20), (0.17, 20))}, {}),
+        ({"ece/teacher": steps((0.10, 5), (0.17, 5))}, {}),
+    ],
     "together": [
         ({"reverse_kl": [0.5, 0.5, 0.4, 0.4, 0.3, 0.3], "eval/a": evaluated("a", 0.45, 0.4, 0.3)}, ACROSS),
     ],

@@ -256,7 +256,7 @@ def test_evaluation_knows_them_too(tmp_path: Path) -> None:
         "tiny/generalist", ["task:addition"], rewards="calm", plugins=[str(tmp_path / "moody.py")], **settings
     )
     assert found.domains["arithmetic"].value == 1.0
-    with pytest.raises(RecipeError, match="nowhere.py cannot be read"):
+    with pytest.raises(RecipeError, match=r"nowhere\.py cannot be read"):
         evaluate_model("tiny/generalist", ["task:addition"], plugins=["nowhere.py"], **settings)
 
 

@@ -18,10 +18,11 @@ from opd.monitors.changes import (
     without,
 )
 from opd.monitors.history import History, mean, median, slope, standard_error
-from opd.monitors.monitor import Alarm, Monitor, RecipeStage
+from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Positive
 
 WARMER = 1.25  # than a teacher is by itself
+PROBES = 5  # at the beginning and at the end that are compared
 SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
 
 
@@ -319,27 +320,34 @@ class Stale(Monitor):
 
 
 class Miscalibrated(Monitor):
-    """The student's confidence drifts away from how often it is right: the expected calibration error over the answers of a step
-    is 0.05 above where it began (H). Confidence is the geometric mean of an answer's token probabilities (H).
+    """Confidence drifts away from how often answers are right: the expected calibration error of the student over the answers of a
+    step, or of its teachers on them, is 0.05 above where it began (H). Confidence is the geometric mean of token probabilities (H).
     """
 
     name = "calibration"
-    reads = ("ece",)
+    reads = ("ece", "ece/teacher")
     remedy = "a temperature above 1 for the teacher's distribution"
     rise: float = Field(
         0.05, gt=0, le=1, description="of calibration: above the error at first; of stopping: see there"
     )
     window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
+    every: Positive = Field(10, description="of prefix, conflict and calibration: steps from one probe to the next")
+    answers: Positive = Field(128, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
+
+    def measure(self, probe: StepProbe) -> dict[str, float]:
+        return {} if probe.step % self.every else probe.teachers_calibration(self.answers)
 
     def alarm(self, history: History) -> Alarm | None:
-        found = history.apart("ece", self.window)
-        if found is None or mean(found[1]) <= mean(found[0]) + self.rise:
-            return None
-        return Alarm(
-            mean(found[1]),
-            mean(found[0]) + self.rise,
-            f"the student's confidence is {mean(found[1]):.0%} off from how often it is right ({mean(found[0]):.0%} at first)",
-        )
+        for who, name, count in (("the student", "ece", self.window), ("the teacher", "ece/teacher", PROBES)):
+            found = history.apart(name, count)
+            if found is not None and mean(found[1]) > mean(found[0]) + self.rise:
+                return Alarm(
+                    mean(found[1]),
+                    mean(found[0]) + self.rise,
+                    f"{who}'s confidence in the student's answers is {mean(found[1]):.0%} off from how often they are right "
+                    f"({mean(found[0]):.0%} at first)",
+                )
+        return None
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def warmer(kind: dict[str, object]) -> dict[str, object] | None:

@@ -31,10 +31,8 @@ class FlawedPrefix(Monitor):
         "SCOPE (right answers teach themselves, wrong ones are corrected by a teacher that is sure), an EMA of the student as an anchor, "
         "shorter rollouts, or a share of answers that the teacher or the dataset has written"
     )
-    every: Positive = Field(10, description="of prefix and conflict: steps from one probe to the next")
-    answers: Positive = Field(
-        32, le=4096, description="of a probe: those of a step that are taken over, or of each domain"
-    )
+    every: Positive = Field(10, description="of prefix, conflict and calibration: steps from one probe to the next")
+    answers: Positive = Field(32, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
     depth: Fraction = Field(0.75, description="of prefix: part of an answer behind which the teacher takes over")
     takeover: float = Field(0.05, ge=0, lt=1, description="of prefix: how much more often it is right then")
     gap: float = Field(0.1, gt=0, lt=1, description="of prefix: how much more often it is right from the beginning on")
@@ -97,7 +95,7 @@ def _scope(stage: RecipeStage) -> RecipeStage | None:
 
 class TeachersInConflict(Monitor):
     """What one domain's teacher asks for undoes what the others ask for: the cosine between its gradient and that of the other domains
-    is below 0, and the domain scores two standard errors less than before training (H).
+    is below -0.05, and the domain scores two standard errors less than before training (H).
     """
 
     name = "conflict"
@@ -106,11 +104,9 @@ class TeachersInConflict(Monitor):
         "more prompts for who is farthest from its teacher, the exact KL in place of sampled tokens, or the student itself as the teacher "
         "of a domain that nobody is better at"
     )
-    every: Positive = Field(10, description="of prefix and conflict: steps from one probe to the next")
-    answers: Positive = Field(
-        16, le=4096, description="of a probe: those of a step that are taken over, or of each domain"
-    )
-    cosine: float = Field(0.0, gt=-1, lt=1, description="of conflict: between a domain's gradient and the others'")
+    every: Positive = Field(10, description="of prefix, conflict and calibration: steps from one probe to the next")
+    answers: Positive = Field(16, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
+    cosine: float = Field(-0.05, gt=-1, lt=1, description="of conflict: between a domain's gradient and the others'")
     errors: float = Field(
         2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
     )

@@ -39,6 +39,9 @@ class StepProbe(Protocol):
     def cosines(self, answers: int) -> dict[str, float]:
         """Domain -> the cosine between its gradient, over so many answers, and that of all others; nothing below two teachers."""
 
+    def teachers_calibration(self, answers: int) -> dict[str, float]:
+        """The expected calibration error of teachers on so many answers of the student, from what they have said of them already."""
+
     def taken_over(self, answers: int, depth: float) -> dict[str, float]:
         """How much more often the teacher is right than the student: from the beginning on, and behind a part of its answers."""
 

@@ -23,8 +23,8 @@ from opd.sampling.draws import request_key
 from opd.teachers.views import texts_for
 from opd.trainer.gather import Gathered
 from opd.trainer.halving import micro_batches
-from opd.trainer.metrics import Clock
-from opd.types import Author, Rollout, Sample, SampleRequest
+from opd.trainer.metrics import Clock, calibration_error
+from opd.types import Author, Rollout, Sample, SampleRequest, SignalNeed
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -103,6 +103,31 @@ class Probe:
             run.check_stop()
         return total
 
+    # What teachers have said of the answers
+
+    def teachers_calibration(self, answers: int) -> dict[str, float]:
+        known = self._rewarded(answers)
+        if not known or self.run.pager is not None:  # their heads are not here any more
+            return {}
+        with self.clock(PHASE):
+            said = self._logprobs(known)
+        whole = [replace(rollout, logprob=said[rollout.id]) for rollout in known if rollout.id in said]
+        return {f"{name}/teacher": value for name, value in calibration_error(whole, self.batch.rewards).items()}
+
+    def _logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+        """Of the response tokens, where the teacher has something to say of all of them."""
+        signals = self.batch.signals.get(("teacher", "logprobs_at"))
+        hidden = self.batch.signals.get(("teacher", "hidden"))
+        if signals is None and hidden is None:
+            return {}
+        found = dict(signals or {})
+        if signals is None:
+            for name, mine in by_owner(rollouts, self.batch.teacher_of).items():
+                answers = self.run.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
+                found |= {rollout.id: signal for rollout, signal in zip(mine, answers, strict=True)}
+        values = {rollout.id: np.asarray(found[rollout.id].values, dtype=np.float32) for rollout in rollouts}
+        return {name: value for name, value in values.items() if not np.isnan(value).any()}
+
     # Taking over
 
     def taken_over(self, answers: int, depth: float) -> dict[str, float]:
@@ -115,15 +140,20 @@ class Probe:
         return {"takeover/first": first, "takeover/late": late} if not np.isnan(first + late) else {}
 
     def _taken(self, answers: int) -> list[tuple[Rollout, np.ndarray]]:
-        """Rewarded answers of the student, evenly out of the step, each with what its teacher reads in front of it."""
+        """Each with what its teacher reads in front of it."""
+        found = [(rollout, self._read(rollout)) for rollout in self._rewarded(answers)]
+        return [(rollout, ids) for rollout, ids in found if ids is not None]
+
+    def _rewarded(self, answers: int) -> list[Rollout]:
+        """Answers of the student that have a teacher and a reward, evenly out of the step."""
         known = [
             rollout
             for rollout in self.batch.rollouts
-            if self.batch.rewards.get(rollout.id) is not None and (rollout.author == Author.STUDENT).all()
+            if self.batch.teacher_of.get(rollout.id)
+            and self.batch.rewards.get(rollout.id) is not None
+            and (rollout.author == Author.STUDENT).all()
         ]
-        few = known[:: max(1, len(known) // answers)][:answers]
-        found = [(rollout, self._read(rollout)) for rollout in few]
-        return [(rollout, ids) for rollout, ids in found if ids is not None]
+        return known[:: max(1, len(known) // answers)][:answers]
 
     def _read(self, rollout: Rollout) -> np.ndarray | None:
         """None: it reads nothing, with another tokenizer, or more than there is room for."""
@@ -166,6 +196,13 @@ def take_probes(run: StageRun, probe: Probe) -> dict[str, float]:
     if run.world.size > 1:
         return {}
     return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
+
+
+def by_owner(rollouts: Sequence[Rollout], teacher_of: Mapping[str, str]) -> dict[str, list[Rollout]]:
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(teacher_of[rollout.id], []).append(rollout)
+    return found
 
 
 def last_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
