@@ -105,7 +105,8 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
 HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
     "kl": [
         ({"reverse_kl": [1.7, 1.8, 1.7, 0.32, 1.6, 1.7]}, {}),  # one odd batch
-        ({"reverse_kl": [0.049, 0.055, 0.049, 0.003, 0.002]}, {}),  # too little to fall from
+        ({"reverse_kl": [0.01, 0.011, 0.01, 0.001, 0.001]}, {}),  # too little to fall from
+        ({"reverse_kl": [0.045, 0.0045, 0.028, 0.02, 0.028, 0.049, 0.055, 0.0034, 0.0025]}, {}),  # it scatters
         ({"reverse_kl": steps((0.01, 50), (0.05, 9))}, {}),
     ],
     "diversity": [

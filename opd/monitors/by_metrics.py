@@ -22,6 +22,7 @@ from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Positive
 
 WARMER = 1.25  # than a teacher is by itself
+LEVELS = 20  # steps whose lowest KL a fall is held against
 PROBES = 5  # at the beginning and at the end that are compared
 SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
 
@@ -42,12 +43,14 @@ class DivergenceJump(Monitor):
     )
     fall: float = Field(5.0, gt=1, description="of kl: times by which it falls from one step to the next two")
     rise: float = Field(3.0, gt=1, description="of kl: times its lowest level, over three steps")
-    least: float = Field(0.1, ge=0, description="of kl and diversity: nats below which nothing is a fall")
+    least: float = Field(0.02, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, beside `rise`")
 
     def alarm(self, history: History) -> Alarm | None:
         earlier, now = history.last("reverse_kl", 3, skip=2), history.last("reverse_kl", 2)
-        if earlier and median(earlier) > self.least and max(now) < median(earlier) / self.fall:
+        before = history.recent("reverse_kl")[-LEVELS - 2 : -2]
+        fallen = bool(earlier) and median(earlier) > self.least and max(now) < median(earlier) / self.fall
+        if fallen and max(now) < min(before) / 2:  # where it scatters widely, a few low values are none
             return Alarm(
                 max(now),
                 median(earlier) / self.fall,

@@ -36,7 +36,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Probe:
+class TrainedStep:
     """A step that has just been trained on."""
 
     run: StageRun
@@ -191,7 +191,7 @@ class Probe:
         return float(np.nanmean(gains)) if not np.isnan(gains).all() else float("nan")
 
 
-def take_probes(run: StageRun, probe: Probe) -> dict[str, float]:
+def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
     """What the monitors of a stage want to know beyond its metrics. Of several ranks none has the whole model, and none is asked."""
     if run.world.size > 1:
         return {}
