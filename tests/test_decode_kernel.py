@@ -59,3 +59,14 @@ def test_a_layout_with_the_kernel_equals_one_without() -> None:
     )
     assert plain.shape == fused.shape
     torch.testing.assert_close(fused, plain, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("room", "width", "expected"),
+    [(232_448, 256, 3), (166_912, 256, 2), (101_376, 256, 1), (101_376, 64, 3), (0, 256, 1)],
+)
+def test_tiles_on_their_way_fit_into_shared_memory(room: int, width: int, expected: int) -> None:
+    """H100, A100 and an RTX 4090."""
+    from opd.sampling.decode_kernel import stages_in
+
+    assert stages_in(room, width, 2) == expected

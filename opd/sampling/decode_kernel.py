@@ -5,6 +5,8 @@ A program reads the columns in use of one slot and key/value head, for all query
 gathered, repeated or masked. Few slots are cut into parts along their columns, so that the whole device has work.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ LOG2_E = 1.4426950408889634
 PROGRAMS = 512  # enough to fill a large device
 COLUMNS = 64  # read at a time
 FEWEST = 256  # columns that a part is worth
+RESERVED = 24 * 1024  # bytes of shared memory for queries, weights and what Triton needs itself
 
 
 @triton.jit
@@ -97,12 +100,23 @@ def attend_slots(query, key, value, column, span, scale, window=None):
         key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
         span, 0 if window is None else window, GROUP=heads // groups, ROWS=rows, WIDTH=width, LANES=lanes,
         PARTS=parts, WINDOWED=window is not None, BLOCK=COLUMNS, SCALE=scale * LOG2_E, num_warps=4,
+        num_stages=stages_in(_shared_memory(query.device), lanes, query.element_size()),
     )  # fmt: skip
     if parts > 1:
         join_kernel[(slots * heads,)](
             halves, top, mass, out, PARTS=parts, COUNT=_power_of_2(parts), WIDTH=width, LANES=lanes, num_warps=1
         )  # fmt: skip
     return out
+
+
+@cache
+def _shared_memory(device):
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+def stages_in(room, width, size):
+    """How many tiles of keys and values, so wide and of so many bytes each, are on their way at once in `room` bytes."""
+    return max(1, min(3, (room - RESERVED) // (2 * COLUMNS * width * size)))
 
 
 def _power_of_2(number):

@@ -8,7 +8,6 @@ Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H =
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from opd.models.fused import kernels_on
 
 DecodeKernel = Callable[
     [Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor
@@ -25,7 +26,7 @@ WIDEST = 256  # head dimension that it takes
 
 def fused_decoding(device: torch.device) -> DecodeKernel | None:
     """The fused attention of decode steps, where there is one."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not kernels_on(device):
         return None
     from opd.sampling import decode_kernel
 
