@@ -144,7 +144,9 @@ def _is_gated(child: nn.Module) -> bool:
         return False
     probe, generator = copy.copy(child), torch.Generator().manual_seed(0)
     shapes = {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}
-    small = {name: nn.utils.skip_init(nn.Linear, *shape) for name, shape in shapes.items()}  # nobody's seed is drawn from
+    small = {
+        name: nn.utils.skip_init(nn.Linear, *shape) for name, shape in shapes.items()
+    }  # nobody's seed is drawn from
     for parameter in nn.ModuleDict(small).parameters():
         nn.init.uniform_(parameter, -1, 1, generator)
     vars(probe)["_modules"] = parts | small
