@@ -97,8 +97,10 @@ def divergence(
             compute, scale = partial(chunked_divergence, job, detached, rows, plan.chunk, sink), scale_
         else:
             from opd.divergences.triton_modes import triton_divergence, triton_scale_
+            from opd.divergences.triton_sparse import sparse_divergence
 
-            compute, scale = partial(triton_divergence, job, detached, rows, plan, sink), triton_scale_
+            by_tiles = triton_divergence if truncation.support == "full" else sparse_divergence
+            compute, scale = partial(by_tiles, job, detached, rows, plan, sink), triton_scale_
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
