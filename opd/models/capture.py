@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +22,16 @@ def record(call: Callable[[], None], pool: Any) -> Any:
 
     `pool`: memory that it shares with graphs which never run at the same time. Other threads may use the device meanwhile.
     """
-    graph = torch.cuda.CUDAGraph()
-    with RECORDING, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    with RECORDING, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         call()
     return graph
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for each device: a pass and its gradient are recorded on the same."""
+    return torch.cuda.Stream(device)
 
 
 def waits_for_the_device(call: Callable[[], None]) -> str:
