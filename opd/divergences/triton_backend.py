@@ -65,7 +65,8 @@ class TileEngine:
         self.merged = self._merge() if self.groups else None
         self.state = self._start(self.empty(8, self.count))
         self.token_logits = None if job.tokens is None else self.empty(2, self.count)
-        self.phi, self.slope = self.empty(2, self.count).zero_()
+        # apart: a kernel is compiled anew for an address that is no multiple of 16
+        self.phi, self.slope = self.empty(self.count).zero_(), self.empty(self.count).zero_()
 
     def release(self) -> None:
         """Give the tiles back before the gradients are cast."""

@@ -251,7 +251,7 @@ class PassGraphs:
     def _run(self, embedded: Tensor, layout: FixedLayout) -> Tensor:
         positions = layout.positions[None]
         out = self._backbone(inputs_embeds=embedded[None], position_ids=positions, use_cache=False, layout=layout)
-        hidden: Tensor = out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state.squeeze(0)
         return hidden
 
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Attention of one new token per slot, straight from the slot cache: one Triton kernel, and one that joins its parts.
+"""One new token per slot: its key and value into the slot cache, and attention straight from there; one Triton kernel each.
 
 A program reads the columns in use of one slot and key/value head, for all query heads that share it; nothing is
 gathered, repeated or masked. Few slots are cut into parts along their columns, so that the whole device has work.
@@ -84,6 +84,32 @@ def join_kernel(
     values = tl.load(parts + (row * PARTS + number[:, None]) * WIDTH + lanes[None, :], mask=real, other=0.0)
     found = tl.sum(values * weight[:, None], 0) / tl.maximum(total, 1e-30)
     tl.store(out + row * WIDTH + lanes, found.to(out.dtype.element_ty), mask=lanes < WIDTH)
+
+
+@triton.jit
+def store_kernel(
+    key, value, keys, values, column, key_slot, key_head, value_slot, value_head,
+    keys_slot, keys_head, keys_column, values_slot, values_head, values_column,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """All heads of one slot."""
+    slot, heads, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[:, None], tl.arange(0, LANES)[None, :]
+    real = (heads < GROUPS) & (lanes < WIDTH)
+    at = tl.load(column + slot)
+    new = tl.load(key + slot * key_slot + heads * key_head + lanes, mask=real)
+    tl.store(keys + slot * keys_slot + heads * keys_head + at * keys_column + lanes, new, mask=real)
+    new = tl.load(value + slot * value_slot + heads * value_head + lanes, mask=real)
+    tl.store(values + slot * values_slot + heads * values_head + at * values_column + lanes, new, mask=real)
+
+
+def store_slots(keys, values, key, value, column):
+    """key and value (B, G, D) of one token per slot into caches (S, G, W, D), at the column (B,) of each."""
+    slots, groups, width = key.shape
+    store_kernel[(slots,)](
+        key, value, keys, values, column, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        GROUPS=groups, PADDED=_power_of_2(groups), WIDTH=width, LANES=_power_of_2(width), num_warps=4,
+    )  # fmt: skip
 
 
 def attend_slots(query, key, value, column, span, scale, window=None):
