@@ -37,6 +37,7 @@ from opd.runner.resume import (
     require_rollouts,
     restore,
     write_before,
+    write_passed_over,
     write_result,
 )
 from opd.runner.reuse import REUSED
@@ -172,12 +173,13 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
+            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():
+                # its rollouts are here: it was neither passed over nor taken from another run
                 self._consumed = read_state(standing.output)["rollouts"]
             return
         chosen = narrowed(spec, self._results)
         if chosen is None:
-            self._pass_over(spec)
+            self._pass_over(spec, result)
             return
         spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
@@ -218,11 +220,14 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
-    def _pass_over(self, spec: Stage) -> None:
+    def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
         assert spec.select is not None
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        if self.world.leads:
+            write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
+        self.world.barrier()
         self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
 
     def _merge(self, spec: Stage) -> None:
