@@ -67,6 +67,18 @@ def summary_of(out: Path) -> dict[str, Any] | None:
     return found if found.get("status") == "done" else None
 
 
+def scores_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """Stage -> domain -> before, after, teacher: what outcomes are computed from."""
+    kept = ("n", "greedy", "sampled", "pass_at_k")
+    return {
+        stage["name"]: {
+            domain: {when: {key: one[key] for key in kept if key in one} for when, one in found["details"].items()}
+            for domain, found in stage["evals"].items()
+        }
+        for stage in summary["stages"]
+    }
+
+
 # What was predicted
 
 
@@ -192,7 +204,14 @@ def main() -> None:
         for seed in arguments.seeds:
             if (summary := summary_of(folder(directory, lab, seed))) is not None:
                 seconds = round(sum(stage["seconds"] for stage in summary["stages"]), 1)
-                run = {"seed": seed, "seconds": seconds, "tokens": sum(stage["tokens"] for stage in summary["stages"]), "story": summary["story"]}  # fmt: skip
+                tokens = {stage["name"]: stage["tokens"] for stage in summary["stages"]}
+                run = {
+                    "seed": seed,
+                    "seconds": seconds,
+                    "tokens": tokens,
+                    "story": summary["story"],
+                    "scores": scores_of(summary),
+                }
                 results.setdefault(lab, {"runs": []})["runs"].append(run)
         if lab in results:
             results[lab]["outcomes"] = outcomes(lab, directory, arguments.seeds)
