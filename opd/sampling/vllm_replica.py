@@ -59,7 +59,9 @@ class Replica:
         try:
             with contextlib.closing(self._connection(ANSWER)) as connection:
                 headers = {} if size is None else {"Content-Length": str(size)}
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it hung up
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # it may have said why before it hung up
                     connection.request(method, path, content, {**self._headers, **headers})
                 response = connection.getresponse()
                 found = response.read()

@@ -23,7 +23,9 @@ THREADS = 8
 def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
     """Bytes in pieces of this size, each locked as a whole: a copy may not cross from one to the next. `unpin` them."""
     pieces = list(_mapped(size).split(piece))
-    number = torch.cuda.current_device() if device.index is None else device.index  # else threads begin on the first one
+    number = (
+        torch.cuda.current_device() if device.index is None else device.index
+    )  # else threads begin on the first one
     with ThreadPoolExecutor(THREADS, "opd-pin", torch.cuda.set_device, (number,)) as pool:
         codes = list(pool.map(_lock, pieces))
     wrong = [code for code in codes if code]
