@@ -1,7 +1,8 @@
 """Host memory that a GPU reads by itself: pages that stay where they are.
 
 torch's own allocator locks them on one thread and rounds every block up to a power of two: a dozen models of 8 GB would take
-minutes before the first step. Here they are asked for in large pages where the system has some, and locked by several threads.
+minutes before the first step. Here they are asked for in large pages where the system has some, and written to and locked by
+several threads.
 """
 
 from __future__ import annotations
@@ -54,4 +55,5 @@ def _mapped(size: int) -> Tensor:
 
 
 def _lock(piece: Tensor) -> int:
+    piece.zero_()  # pages that exist already are locked ten times as fast as those that have to be found meanwhile
     return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
