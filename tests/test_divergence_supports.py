@@ -70,6 +70,7 @@ def test_chunked_equals_reference(
 
 @pytest.mark.parametrize("closure", CLOSURES)
 @pytest.mark.parametrize(("kind", "params"), CASES)
+@settings(max_examples=10)
 @given(seed=SEEDS, support=st.sampled_from(SUPPORTS[1:]))
 def test_truncated_value_is_the_textbook_sum(kind: Any, params: dict, closure: Any, seed: int, support: dict) -> None:
     if kind == "acceptance" and closure == "generalised":

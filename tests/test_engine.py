@@ -184,7 +184,7 @@ def test_an_id_of_probability_zero_is_never_drawn() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind: str) -> None:
     model, stock = tiny_model(kind), tiny_module(kind)
-    requests = make_requests((3, 17, 8, 30, 1, 12), Sampling(24, temperature=0.0))
+    requests = make_requests((3, 17, 30, 1), Sampling(16, temperature=0.0))
     responses = collect(make_engine(model), requests)
     assert len({token for response in responses.values() for token in response.ids}) > 3
     for request in requests:
