@@ -15,6 +15,7 @@ from opd.config import load_recipe
 from opd.errors import DiskError, RecipeError, TrainingError
 from opd.models import load_model
 from opd.teachers.paging import PagedModel, Pager
+from opd.teachers.pinned import pinned, unpin
 from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
 from tests.helpers import save_tiny, tiny_model
 
@@ -190,3 +191,22 @@ def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     views = layout.views(flat)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
     assert views["c"].stride() == tensors["c"].stride()
+
+
+@pytest.mark.gpu
+def test_pinned_pieces_are_read_by_the_device_itself() -> None:
+    device = torch.device("cuda")
+    pieces = pinned((3 << 20) + 512, 1 << 20, device)
+    assert [piece.numel() for piece in pieces] == [1 << 20] * 3 + [512]
+    assert all(piece.is_pinned() for piece in pieces)
+    for number, piece in enumerate(pieces):
+        piece.copy_(torch.full((piece.numel(),), number, dtype=torch.uint8, device=device))
+        assert piece.to(device).unique().tolist() == [number]
+    unpin(pieces)
+    assert not any(piece.is_pinned() for piece in pieces)
+    before = torch.randn(700_001, device=device)
+    shelf = MemoryShelf(FlatLayout({"x": before}), {"x": before}, device)
+    there = torch.empty(FlatLayout({"x": before}).size, dtype=torch.uint8, device=device)
+    shelf.fill(there, 0)
+    assert torch.equal(there[: 4 * 700_001].view(torch.float32), before)
+    shelf.close()
