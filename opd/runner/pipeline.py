@@ -45,6 +45,7 @@ from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.runner.start import read_start, start_table, table_of, write_start
 from opd.runner.story import told, write_summary
+from opd.runner.watching import evaluation_metrics
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
@@ -79,9 +80,9 @@ class Pipeline:
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
-        self._reports = Reports(recipe, self._directory, self._progress)
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
+        self._reports = Reports(recipe, self._directory, self._progress, self.live.stop)
         self._check_stop = self.world.listen(self._interrupts)
         self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
@@ -198,7 +199,7 @@ class Pipeline:
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
-            self._reports.open()
+            self._reports.open(spec, result)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
@@ -348,7 +349,7 @@ class Pipeline:
             return False
         self._on_phase("evaluate")
         measures = measure_student(run)
-        metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
+        metrics |= evaluation_metrics(measures)
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
         if self.world.leads:
             self._reports.answers(run, step)

@@ -277,7 +277,7 @@ def _bytes_tensor(text: str) -> torch.Tensor:
 
 # Lines written per step
 
-LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "metrics.jsonl")
+LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "metrics.jsonl")
 IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have no others
 
 

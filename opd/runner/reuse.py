@@ -26,7 +26,7 @@ from opd.runner.merges import merged_directory
 from opd.runner.resume import LINES, RESULT
 
 REUSED = "reused.json"  # beside the result: where a stage was taken from
-WITHOUT_EFFECT = {"log", "hub", "checkpoint", "store"}  # settings that change nothing about the model
+WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
 
 
 def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs], version: str) -> dict[str, str]:
