@@ -174,14 +174,11 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():
-                # its rollouts are here: it was neither passed over nor taken from another run
+            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # else elsewhere
                 self._consumed = read_state(standing.output)["rollouts"]
             return
-        chosen = narrowed(spec, self._results)
-        if chosen is None:
-            self._pass_over(spec, result)
-            return
+        if (chosen := narrowed(spec, self._results)) is None:
+            return self._pass_over(spec, result)
         spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
@@ -228,7 +225,6 @@ class Pipeline:
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
         if self.world.leads:
             write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
-        self.world.barrier()
         self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
 
     def _merge(self, spec: Stage) -> None:
