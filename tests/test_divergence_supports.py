@@ -70,6 +70,7 @@ def test_chunked_equals_reference(
 
 @pytest.mark.parametrize("closure", CLOSURES)
 @pytest.mark.parametrize(("kind", "params"), CASES)
+@settings(max_examples=10)
 @given(seed=SEEDS, support=st.sampled_from(SUPPORTS[1:]))
 def test_truncated_value_is_the_textbook_sum(kind: Any, params: dict, closure: Any, seed: int, support: dict) -> None:
     if kind == "acceptance" and closure == "generalised":
@@ -122,6 +123,7 @@ def pointwise(kind: str, params: dict[str, float], s: np.ndarray, t: np.ndarray,
 @pytest.mark.parametrize("closure", ["tail", "renormalised", "generalised"])
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize(("kind", "params"), [case for case in CASES if case[0] in SMOOTH])
+@settings(max_examples=8)
 @given(seed=SEEDS, support=st.sampled_from(SUPPORTS), merge=st.sampled_from(MERGES))
 def test_every_closure_is_zero_with_zero_gradient_at_equality(
     kind: Any, params: dict, closure: Any, backend: Any, seed: int, support: dict, merge: tuple
