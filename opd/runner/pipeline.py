@@ -194,7 +194,8 @@ class Pipeline:
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
-        saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
+        names, where = [stage.name for stage in self._recipe.stages], self._directory
+        saved = StageCheckpoints(run, result, where, self._saver, self._callbacks, self._started, names)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
             self._reports.open(spec, result)
