@@ -176,8 +176,7 @@ class Pipeline:
             if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
                 self._consumed = read_state(standing.output)["rollouts"]
             return
-        chosen = narrowed(spec, self._results)
-        if chosen is None:
+        if (chosen := narrowed(spec, self._results)) is None:
             self._pass_over(spec)
             return
         spec = chosen
@@ -194,8 +193,9 @@ class Pipeline:
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
-        names, where = [stage.name for stage in self._recipe.stages], self._directory
-        saved = StageCheckpoints(run, result, where, self._saver, self._callbacks, self._started, names)
+        saved = StageCheckpoints(
+            run, result, self._directory, self._saver, self._callbacks, self._started, self._recipe
+        )
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
             self._reports.open(spec, result)

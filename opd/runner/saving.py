@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from opd.config import Stage
+from opd.config import Recipe, Stage
 from opd.errors import Preempted, Stopped
 from opd.runner.checkpoint import (
     Saver,
@@ -34,7 +34,7 @@ SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has b
 class StageCheckpoints:
     """The checkpoints of one stage. `started`: when it would have begun, had it run in one go.
 
-    `stages`: of the run. Another one may be halfway, and what it has in the store is its own.
+    Another stage of the recipe may be halfway, and what it has in the store is its own.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class StageCheckpoints:
         saver: Saver,
         callbacks: Callbacks,
         started: float,
-        stages: Sequence[str] = (),
+        recipe: Recipe,
     ) -> None:
         self._run, self._result, self._root, self._saver = run, result, root, saver
         self._callbacks, self._started = callbacks, started
-        self._stages = stages
+        self._recipe = recipe
         self._boundary = Boundary.of(run)
         self._untold: list[Path] = []  # saved or being saved, and not yet announced
         self.metrics: dict[str, Any] = {}  # of the newest step
@@ -157,7 +157,7 @@ class StageCheckpoints:
         spec, kept = self._run.spec, self._run.spec.store.retain
         if kept is None:
             return
-        others = [folder.with_name(name) for name in self._stages if name != spec.name]
+        others = [folder.with_name(stage.name) for stage in self._recipe.stages if stage.name != spec.name]
         halfway = {path.name: steps_in(path) for path in others if not (path / RESULT).exists()}
         if any(not saved and self._has_begun(name) for name, saved in halfway.items()):
             return  # it goes on from its first rollout
