@@ -13,11 +13,12 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import opd
 from opd.cluster.ray_run import require_ray, why_ended
-from opd.cluster.remote_sampler import SamplerWorker, _array
+from opd.cluster.remote_sampler import SamplerWorker, _array, _tensor
 from opd.cluster.served_stage import served_models, served_name, served_stage
 from opd.config import load_recipe
 from opd.errors import RecipeError, UserError
@@ -104,6 +105,15 @@ def test_a_sampler_of_a_later_stage_is_another_one() -> None:
         message = write_message([SampleRequest("r", np.arange(20, 24, dtype=np.int32), 7, sampling)])
         events = [event for part in worker.sample(message) for event in read_message(part)]
         assert len(events) == room - 4 + 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_weights_of_any_shape_travel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.randn(shape) * 9).to(dtype)
+    back = _tensor(*_array(tensor))
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert torch.equal(back, tensor)
 
 
 @pytest.mark.ray

@@ -46,7 +46,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it be
 ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *COLUMNS)
 Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
 Columns = dict[str, np.ndarray]  # many of them, read from a log: ROW_COLUMNS
-PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # many of them in memory, one behind the other
+PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # in memory, one behind the other
 
 
 @dataclass(frozen=True)
