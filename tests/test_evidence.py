@@ -73,9 +73,16 @@ def test_a_domain_is_worth_what_it_gained() -> None:
 
 
 def test_a_level_that_is_missed_is_censored() -> None:
-    from headline import cost_to
+    from headline import cost_to, factor, told
 
     points = [(0.0, 0.2), (10.0, 0.4), (20.0, 0.4), (30.0, 0.8)]
     assert cost_to(points, 0.3) == (pytest.approx(5.0), True)
     assert cost_to(points, 0.6) == (pytest.approx(25.0), True)
     assert cost_to(points, 0.9) == (30.0, False)
+    rl = [(100.0, True), (100.0, True)]
+    assert factor([(10.0, True), (30.0, False)], rl) is None  # what a missed level costs is not known
+    assert told({"factor": None, "censored": 1, "by_seed": [10.0, 30.0]}) == "missed by 1 of 2"
+    assert factor([(10.0, True)], rl) == {"value": 10.0, "low": 10.0, "high": 10.0, "at_least": False}
+    bound = factor([(10.0, True)], [(100.0, True), (100.0, False)])
+    assert bound == {"value": 10.0, "low": 10.0, "high": None, "at_least": True}
+    assert told({"factor": bound}) == "RL costs at least 10.0x [10.0, ]"

@@ -37,6 +37,7 @@ from opd.runner.resume import (
     require_rollouts,
     restore,
     write_before,
+    write_passed_over,
     write_result,
 )
 from opd.runner.reuse import REUSED
@@ -173,13 +174,11 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
+            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # else elsewhere
                 self._consumed = read_state(standing.output)["rollouts"]
             return
-        chosen = narrowed(spec, self._results)
-        if chosen is None:
-            self._pass_over(spec)
-            return
+        if (chosen := narrowed(spec, self._results)) is None:
+            return self._pass_over(spec, result)
         spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
@@ -219,11 +218,13 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
-    def _pass_over(self, spec: Stage) -> None:
+    def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
         assert spec.select is not None
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        if self.world.leads:
+            write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
         self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
 
     def _merge(self, spec: Stage) -> None:
