@@ -113,7 +113,7 @@ def prompt_of(record: Record) -> np.ndarray:
 
 def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
     """Single tokens and pieces of many, in their order, `PACKED`."""
-    return joined(
+    return one_behind_the_other(
         [
             part
             for single, group in groupby(items, lambda item: type(item) is tuple)
@@ -122,7 +122,7 @@ def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
     )
 
 
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def one_behind_the_other(parts: Sequence[np.ndarray]) -> np.ndarray:
     """As bytes: numpy would go through them field by field."""
     if len(parts) == 1:
         return parts[0]

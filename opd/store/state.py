@@ -42,7 +42,7 @@ class Live:
     def tokens(self) -> np.ndarray:
         """All of them, `PACKED`; their fields are the columns."""
         if len(self.parts) > 1:
-            self.parts = [records.joined(self.parts)]
+            self.parts = [records.one_behind_the_other(self.parts)]
         return self.parts[0] if self.parts else np.zeros(0, dtype=PACKED)
 
     def take_out(self) -> None:
