@@ -37,6 +37,7 @@ SMALLEST = {
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
+    "step_curves": "--device cpu --smallest --warm 0",
     "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
