@@ -14,6 +14,7 @@ from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Fraction, Positive, StageView
 
 PROBES = 3  # the newest ones are looked at together
+START = 5  # steps that say where rewards began
 COSINE = "cosine/"
 AT_FIRST, LATE = "takeover/first", "takeover/late"
 
@@ -39,7 +40,7 @@ class FlawedPrefix(Monitor):
     errors: float = Field(
         2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
     )
-    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+    window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if "teacher" not in view.roles:
@@ -53,8 +54,9 @@ class FlawedPrefix(Monitor):
         rewards = history.apart("reward", self.window)
         if not first or not late or rewards is None:
             return None
-        noise = (standard_error(rewards[0]) ** 2 + standard_error(rewards[1]) ** 2) ** 0.5
-        learns = mean(rewards[1]) > mean(rewards[0]) + self.errors * noise
+        start, now = rewards[0][:START], rewards[1]  # who learns fast has done so within the first window
+        noise = (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
+        learns = mean(now) > mean(start) + self.errors * noise
         if learns or mean(first) <= self.gap or mean(late) >= self.takeover:
             return None
         return Alarm(
