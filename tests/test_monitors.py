@@ -138,6 +138,7 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"takeover/first": TAKEN, "takeover/late": steps((0.2, 3)), "reward": steps((0.5, 40))}, {}),
         ({"takeover/first": steps((0.02, 3)), "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {}),  # no gap is left
         ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 6), (0.9, 34))}, {}),
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40)), "eval/a": evaluated("a", 0.7), "eval_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
 }  # fmt: skip
 
