@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import opd
+from opd.config.cluster import Cluster
+from opd.models import load_model
 from opd.models.load import locate
 from opd.store import RolloutStore
+from opd.trainer.ranks import joined_ranks
 from tests.ranks import Job, differences, numbers, start, together
 
 pytestmark = pytest.mark.scale
@@ -45,9 +50,13 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "untied": ("quickstart", CUT),
     "spread teachers": ("quickstart", [*CUT, "cluster.teachers=shard"]),
 }
-EVERYWHERE = [  # on three and four ranks, too
-    "direct", "policy gradient", "grpo", "tip", "kdrl", "minillm", "sft", "lora", "one pack", "untied", "spread teachers",
-]  # fmt: skip
+EVERYWHERE = ["direct", "policy gradient", "grpo", "tip", "kdrl", "minillm", "sft", "lora", "untied"]
+ON = {  # ranks -> recipes
+    1: EVERYWHERE,
+    2: list(RECIPES),
+    3: EVERYWHERE,
+    4: [*EVERYWHERE, "one pack", "spread teachers"],
+}
 BOUND = {
     "mixed precision": 1e-3,
     "several updates": 1e-4,  # of which each divides by moments that are still almost nothing: roundings grow
@@ -86,9 +95,9 @@ def job(name: str, root: Path, untied: Path) -> Job:
     return Job(root / name.replace(" ", "-"), recipe, [*overrides, *more])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", ON)
 def test_any_number_of_ranks_takes_the_same_steps(size: int, alone: Path, untied: Path, tmp_path: Path) -> None:
-    names = RECIPES if size == 2 else EVERYWHERE if size > 1 else ("direct", "lora", "untied")
+    names = ON[size]
     together(size, tmp_path / "log.txt", *(job(name, tmp_path, untied) for name in names))
     found = []
     for name in names:
@@ -146,6 +155,13 @@ def test_saved_on_two_ranks_and_resumed_on_others(tmp_path: Path) -> None:
         assert len(AutoModelForCausalLM.from_pretrained(opd.Run(stopped[3]).model).state_dict()) > 10
 
 
+def test_an_error_that_nobody_expected_comes_through_alone(tmp_path: Path) -> None:
+    group = start(2, tmp_path / "log.txt", Job(tmp_path / "run", LONG | {"eval": {"prompts": 0}}, bug_after=1))
+    assert group.codes() == [1, 1]
+    assert "KeyError: 'planted'" in group.said()
+    assert "lost touch" not in group.said(), group.said()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_nothing_is_lost_when_a_rank_is_killed(victim: int, tmp_path: Path) -> None:
     recipe = LONG | {"train": {"steps": 60, "lr": 1e-3, "micro_tokens": 128}, "eval": {"prompts": 0}}
@@ -187,3 +203,49 @@ def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
     group.ranks[1].terminate()
     assert group.codes(60) == [75, 75], group.said()
     assert list((run / "checkpoints" / "main").glob("step-*")), group.said()
+
+
+@dataclass(frozen=True)
+class Loading(Job):
+    """Each rank reads its part of the model `recipe`, then all of it, and says how much memory either took at most."""
+
+    def carry_out(self) -> None:
+        with joined_ranks() as world:
+            found = {}
+            for how in ("parts", "whole"):
+                before = _memory("VmRSS")
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+                if how == "parts":
+                    model = world.load_student(str(self.recipe), "float32", "cpu", None, Cluster(), False)
+                    assert model is not None
+                    weights = [weight.to_local() for weight in model.sharded_weights.values()]  # type: ignore[attr-defined]
+                    found["held"] = sum(weight.numel() * weight.element_size() for weight in weights)
+                else:
+                    load_model(str(self.recipe))
+                found[how] = _memory("VmHWM") - before
+        (self.out / f"{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _memory(which: str) -> int:
+    """Bytes, of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(which))
+
+
+def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
+    jobs, source = [], locate("tiny/generalist").path
+    for tied in (True, False):
+        shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 24, "tie_word_embeddings": tied}
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **shape))
+        path = tmp_path / f"tied-{tied}"
+        module.save_pretrained(path)
+        AutoTokenizer.from_pretrained(source).save_pretrained(path)
+        jobs.append(Loading(path, path))
+        whole = sum(weight.numel() for weight in module.parameters()) * 4
+    together(4, tmp_path / "log.txt", *jobs)
+    for job in jobs:
+        for rank in range(4):
+            found = json.loads((job.out / f"{rank}.json").read_text())
+            assert found["held"] < 0.26 * whole
+            assert found["whole"] > whole  # so the measure tells them apart; it counts pages of files that were read
+            assert found["parts"] < 0.75 * whole, found  # with a layer or two that are whole while the probe passes
