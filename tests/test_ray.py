@@ -226,6 +226,8 @@ def test_every_kind_of_worker_may_be_killed(tmp_path: Path) -> None:
     assert not differences(tmp_path / "one", run, 1e-4)
     ours, theirs = opd.Run(run).summary, opd.Run(tmp_path / "one").summary
     assert ours["status"] == theirs["status"] == "done"
+    scores = [[found["after"] for found in one["stages"][0]["evals"].values()] for one in (ours, theirs)]
+    assert scores[0] == pytest.approx(scores[1], abs=0.051)  # one question of 20
     stores = [RolloutStore(place / "rollouts", read_only=True).entries for place in (run, tmp_path / "one")]
     assert set(stores[0]) == set(stores[1])
 

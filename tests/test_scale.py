@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,21 @@ import opd
 from opd.config.cluster import Cluster
 from opd.models import load_model
 from opd.models.load import locate
+from opd.models.sharded_parts import PartedModel
 from opd.store import RolloutStore
 from opd.trainer.ranks import joined_ranks
+from opd.trainer.world import World
 from tests.ranks import Job, differences, numbers, start, together
 
 pytestmark = pytest.mark.scale
-SMALL = ["train.steps=2", "eval.prompts=0", "rollout.prompts=8", "rollout.max_new_tokens=12", "device=cpu", "threads=1"]
+SMALL = [
+    "train.steps=2", "eval.prompts=0", "rollout.prompts=8", "rollout.max_new_tokens=12", "device=cpu", "threads=1",
+    "log.start_table=false",
+]  # fmt: skip
 CUT = [*SMALL, "train.micro_tokens=128"]
+HYBRID = ["cluster.shard=hybrid", "cluster.group=2"]
 RECIPES: dict[str, tuple[str, list[str]]] = {
-    "direct": ("quickstart", CUT),
+    "direct": ("quickstart", [*CUT, "log.start_table=true"]),
     "policy gradient": ("methods/thinking-machines", CUT),
     "several updates": ("methods/thinking-machines", [*CUT, "train.epochs=2", "train.minibatches=2"]),
     "grpo": ("methods/grpo", CUT),
@@ -48,14 +57,30 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "experience": ("methods/oel", CUT),
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", CUT),
-    "spread teachers": ("quickstart", [*CUT, "cluster.teachers=shard"]),
+    "led": ("quickstart", [*CUT, "sampler={engine: led}", "log.start_table=true"]),  # one rank samples for all
+    "spread teachers": ("quickstart", [*CUT, "cluster.teachers=shard", "log.start_table=true"]),
 }
+LED = """
+import opd
+from opd.sampling.samplers import BuiltInSampler, SamplerKind
+
+@opd.register
+class LedSampler(SamplerKind):
+    \"\"\"The leader's answers for all.\"\"\"
+
+    name = "led"
+    led = True
+
+    def open(self, model, max_length, *, merge_stop, partner=None):
+        return BuiltInSampler().open(model, max_length, merge_stop=merge_stop)
+"""
 EVERYWHERE = ["direct", "policy gradient", "grpo", "tip", "kdrl", "minillm", "sft", "lora", "untied"]
+REPLICAS = {"two groups": "direct", "two groups, untied": "untied", "two groups, lora": "lora"}  # the same, hybrid
 ON = {  # ranks -> recipes
     1: EVERYWHERE,
     2: list(RECIPES),
     3: EVERYWHERE,
-    4: [*EVERYWHERE, "one pack", "spread teachers"],
+    4: [*EVERYWHERE, "one pack", "spread teachers", *REPLICAS],
 }
 BOUND = {
     "mixed precision": 1e-3,
@@ -90,30 +115,24 @@ def alone(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(name: str, root: Path, untied: Path) -> Job:
-    recipe, overrides = RECIPES[name]
-    more = [f"student.model={untied}"] if name == "untied" else []
-    return Job(root / name.replace(" ", "-"), recipe, [*overrides, *more])
+    recipe, overrides = RECIPES[REPLICAS.get(name, name)]
+    more = [f"student.model={untied}"] if "untied" in name else []
+    if name == "led":
+        plugin = untied.parent / "led_sampler.py"
+        plugin.write_text(LED, encoding="utf-8")
+        more = [f"plugins=[{plugin}]"]
+    return Job(root / name.replace(" ", "-"), recipe, [*overrides, *more, *(HYBRID if name in REPLICAS else ())])
 
 
+@pytest.mark.xdist_group("steps")  # so that one process runs every recipe alone, once
 @pytest.mark.parametrize("size", ON)
 def test_any_number_of_ranks_takes_the_same_steps(size: int, alone: Path, untied: Path, tmp_path: Path) -> None:
     names = ON[size]
     together(size, tmp_path / "log.txt", *(job(name, tmp_path, untied) for name in names))
     found = []
     for name in names:
-        one, many = job(name, alone, untied).out, job(name, tmp_path, untied).out
+        one, many = job(REPLICAS.get(name, name), alone, untied).out, job(name, tmp_path, untied).out
         found += differences(one, many, BOUND.get(name, 1e-5), FIRST.get(name))
-    assert not found, "\n".join(found)
-
-
-def test_groups_that_are_replicas_of_each_other_take_the_same_steps(tmp_path: Path, untied: Path) -> None:
-    hybrid = ["cluster.shard=hybrid", "cluster.group=2"]
-    kinds = {"direct": [], "untied": [f"student.model={untied}"], "lora": ["student.lora.rank=4"]}
-    for kind, more in kinds.items():
-        opd.run("quickstart", overrides=[*CUT, *more], out=tmp_path / f"one-{kind}")
-    jobs = [Job(tmp_path / kind, "quickstart", [*CUT, *more, *hybrid]) for kind, more in kinds.items()]
-    together(4, tmp_path / "log.txt", *jobs)
-    found = [line for kind in kinds for line in differences(tmp_path / f"one-{kind}", tmp_path / kind)]
     assert not found, "\n".join(found)
 
 
@@ -126,33 +145,29 @@ LONG: dict[str, Any] = {
     ],
     "rollout": {"prompts": 8, "samples": 2, "max_new_tokens": 16},
     "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
-    "train": {"steps": 6, "lr": 1e-3, "micro_tokens": 128},
+    "train": {"steps": 5, "lr": 1e-3, "micro_tokens": 128},
     "eval": {"prompts": 4, "every": 3, "teachers": False},
     "checkpoint": {"every": 2},
+    "log": {"start_table": False},
     "device": "cpu",
     "threads": 1,
 }
 
 
-def test_saved_on_two_ranks_and_resumed_on_others(tmp_path: Path) -> None:
-    for kind, more in {
-        "whole": {},
-        "lora": {"student": {"model": "tiny/generalist", "lora": {"rank": 4, "alpha": 8}}},
-    }.items():
-        recipe = LONG | more
-        root = tmp_path / kind
-        root.mkdir()
-        opd.run(recipe, out=root / "reference")
-        stopped = {size: root / f"on-{size}" for size in (1, 2, 3)}
-        together(2, root / "log.txt", *(Job(path, recipe, stop_after=3) for path in stopped.values()))
-        assert all(len(numbers(path)) == 3 for path in stopped.values())
-        opd.resume(stopped[1])
-        for size in (2, 3):
-            together(size, root / f"log-{size}.txt", Job(stopped[size]))
-        for path in stopped.values():
-            assert not differences(root / "reference", path)
-            assert opd.Run(path).summary["status"] == "done"
-        assert len(AutoModelForCausalLM.from_pretrained(opd.Run(stopped[3]).model).state_dict()) > 10
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["whole", "lora"])
+def test_saved_on_two_ranks_and_resumed_on_others(lora: dict[str, int] | None, tmp_path: Path) -> None:
+    recipe = LONG | {"student": {"model": "tiny/generalist", **({"lora": lora} if lora else {})}}
+    opd.run(recipe, out=tmp_path / "reference")
+    stopped = {size: tmp_path / f"on-{size}" for size in (1, 3)}
+    together(2, tmp_path / "log.txt", Job(stopped[1], recipe, stop_after=3))
+    assert len(numbers(stopped[1])) == 3
+    shutil.copytree(stopped[1], stopped[3], symlinks=True)
+    opd.resume(stopped[1])
+    together(3, tmp_path / "log-3.txt", Job(stopped[3]))
+    for path in stopped.values():
+        assert not differences(tmp_path / "reference", path)
+        assert opd.Run(path).summary["status"] == "done"
+    assert len(AutoModelForCausalLM.from_pretrained(opd.Run(stopped[3]).model).state_dict()) > 10
 
 
 def test_an_error_that_nobody_expected_comes_through_alone(tmp_path: Path) -> None:
@@ -207,23 +222,28 @@ def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Loading(Job):
-    """Each rank reads its part of the model `recipe`, then all of it, and says how much memory either took at most."""
+    """Each rank reads its part of the model `recipe`, the first then all of it, and says how much memory that took at most."""
 
     def carry_out(self) -> None:
         with joined_ranks() as world:
-            found = {}
-            for how in ("parts", "whole"):
-                before = _memory("VmRSS")
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
-                if how == "parts":
-                    model = world.load_student(str(self.recipe), "float32", "cpu", None, Cluster(), False)
-                    assert model is not None
-                    weights = [weight.to_local() for weight in model.sharded_weights.values()]  # type: ignore[attr-defined]
-                    found["held"] = sum(weight.numel() * weight.element_size() for weight in weights)
-                else:
-                    load_model(str(self.recipe))
-                found[how] = _memory("VmHWM") - before
+            for name in ("tiny/generalist", str(self.recipe)):  # the first touches what any model needs
+                found = {"parts": _peak(lambda name=name: self._part(world, name))}  # type: ignore[misc]
+                if world.leads:
+                    found["whole"] = _peak(lambda name=name: load_model(name))  # type: ignore[misc]
         (self.out / f"{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+    def _part(self, world: World, name: str) -> None:
+        model = world.load_student(name, "float32", "cpu", None, Cluster(), False)
+        assert isinstance(model, PartedModel)
+
+
+def _peak(make: Callable[[], object]) -> int:
+    """Bytes that it took at most."""
+    gc.collect()
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    make()
+    return _memory("VmHWM") - before
 
 
 def _memory(which: str) -> int:
@@ -235,7 +255,7 @@ def _memory(which: str) -> int:
 def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
     jobs, source = [], locate("tiny/generalist").path
     for tied in (True, False):
-        shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 24, "tie_word_embeddings": tied}
+        shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16, "tie_word_embeddings": tied}
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **shape))
         path = tmp_path / f"tied-{tied}"
         module.save_pretrained(path)
@@ -246,6 +266,7 @@ def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
     for job in jobs:
         for rank in range(4):
             found = json.loads((job.out / f"{rank}.json").read_text())
-            assert found["held"] < 0.26 * whole
-            assert found["whole"] > whole  # so the measure tells them apart; it counts pages of files that were read
+            assert (
+                found.get("whole", whole + 1) > whole
+            )  # the measure tells them apart; it counts pages of files that are read
             assert found["parts"] < 0.75 * whole, found  # with a layer or two that are whole while the probe passes
