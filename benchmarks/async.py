@@ -3,7 +3,7 @@
     pip install matplotlib
     python benchmarks/async.py --workers 6
 
-Per bound: the final scores, how long the trainer waited for tokens (of the synchronous run: how long it sampled), trained tokens per
+Per bound: the final scores, how long the trainer waited until a batch was sampled, rewarded and scored, trained tokens per
 second, how far tokens lagged behind, and whether the lengths of the answers are those of the synchronous run (two one-sided tests of
 the means, within 5 %, level 5 %; beside it the largest gap between the two distributions). A score counts as within noise if it is
 above the synchronous mean less twice the standard error of the difference over seeds and questions.
@@ -43,6 +43,7 @@ def recipe(changes: dict[str, Any], seed: int, args: argparse.Namespace) -> dict
     plain["train"] |= {"steps": args.steps}
     plain["rollout"] |= {"prompts": args.prompts}
     plain["eval"] = {"prompts": args.questions, "teachers": False}
+    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # a batch at a time: what is drawn does not depend on it
     return plain | {"seed": seed}
 
 
@@ -56,7 +57,7 @@ def facts(directory: Path) -> dict[str, Any]:
         "scores": {domain: found["after"] for domain, found in stage["evals"].items()},
         "questions": sum(found["n"] for found in stage["evals"].values()),
         "kl": lines[-1]["reverse_kl"],
-        "wait": sum(line.get("time/wait", line.get("time/sample", 0.0)) for line in lines),
+        "wait": sum(line.get(f"time/{name}", 0.0) for line in lines for name in ("wait", "sample", "reward", "score")),
         "seconds": seconds,
         "tokens": sum(line["tokens"] for line in lines),
         "lag": float(np.mean([line.get("staleness", 0.0) for line in lines])),

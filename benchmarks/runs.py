@@ -22,10 +22,12 @@ FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
 
 def run_all(recipes: dict[str, dict[str, Any]], directory: Path, workers: int) -> dict[str, dict[str, Any]]:
-    """Carry out every recipe; name -> its curve and summary. A run that is there already is read, not repeated."""
+    """Carry out every recipe; name -> its curve and summary. A run that is there already is read, not repeated. No workers: in this process."""
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with ThreadPoolExecutor(workers) as pool:
+    for name, recipe in recipes.items() if not workers else ():
+        carry_out(name, recipe, directory, here=True)
+    with ThreadPoolExecutor(workers or 1) as pool:
         futures = {name: pool.submit(_curve, name, recipe, directory) for name, recipe in recipes.items()}
         found = {}
         for number, (name, future) in enumerate(futures.items(), 1):
@@ -41,13 +43,18 @@ def _curve(name: str, recipe: dict[str, Any], directory: Path) -> dict[str, Any]
     return read_run(carry_out(name, recipe, directory))
 
 
-def carry_out(name: str, recipe: dict[str, Any], directory: Path) -> Path:
-    """One recipe in a process of its own, unless its run directory is there and complete."""
+def carry_out(name: str, recipe: dict[str, Any], directory: Path, here: bool = False) -> Path:
+    """One recipe in a process of its own, or `here`, unless its run directory is there and complete."""
     out, path = directory / name, directory / f"{name}.yaml"
     summary = out / "summary.json"
     if not summary.is_file() or json.loads(summary.read_text(encoding="utf-8"))["status"] != "done":
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted study left
         path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        if here:
+            import opd
+
+            opd.run(path, out=out)
+            return out
         command = [sys.executable, "-m", "opd.cli", "run", str(path), "--out", str(out)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

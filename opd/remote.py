@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -232,12 +232,24 @@ class Remote:
         finally:
             self._only = None
 
-    def check_used(self, check: Callable[[], None]) -> None:
-        """Each that answered since the last time has to pass. One that has died since then has to when it comes back."""
+    def check_used(self, check: Callable[[], None]) -> list[OneServer]:
+        """Each that answered since the last time has to pass. Found: those that are away, for whose answers nobody can vouch."""
+        away = []
         for place in [place for place in self.places if place.used]:
-            with self.only(place), suppress(*self._losses):
-                check()
+            try:
+                with self.only(place):
+                    check()
+            except ServerAway:
+                if len(self.places) == 1:
+                    raise
+                away.append(place)
             place.used = False
+        return away
+
+    @property
+    def answered_by(self) -> OneServer | None:
+        """Who answered the last question of this thread."""
+        return vars(self._here).get("place")
 
     def take_back(self, check: Callable[[], None]) -> None:
         """Those that were away are looked at again. Who passes works with the others; who does not is left alone."""
@@ -254,11 +266,6 @@ class Remote:
             except (OpdError, ValueError) as error:
                 place.refused, place.used = True, False
                 self._say(f"{place.address} is back as another one, and is left alone: {first_line(error)}")
-
-    @property
-    def _losses(self) -> tuple[type[ServerAway], ...]:
-        """What is no reason to stop, as long as there are others."""
-        return (ServerAway,) if len(self.places) > 1 else ()
 
     def _pick(self, load: int) -> OneServer:
         """The one with the least to do. If all are away, they are tried in turn."""
@@ -291,6 +298,7 @@ class Remote:
             else:
                 if response.status_code < 500 and response.status_code not in AWAY:
                     self._is_back(place)
+                    self._here.place = place
                     return response
                 failures += response.status_code not in AWAY
                 gone = response.status_code in AWAY - BUSY

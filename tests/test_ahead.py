@@ -122,14 +122,21 @@ def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "opd-sampler"]
 
 
+SLOWLY: dict[str, Any] = {  # bfloat16 on a CPU
+    "rollout": {"prompts": 2, "max_new_tokens": 3, "staleness": 2},
+    "sampler": {"dtype": "bfloat16", "slots": 2, "prefill_rows": 1, "prefill_chunk": 8},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"student": {"model": "tiny/generalist", "lora": {"rank": 4}}, "sampler": {"dtype": "bfloat16"}},
+        {"student": {"model": "tiny/generalist", "lora": {"rank": 4}}, **SLOWLY},
         {
             "train": {"steps": 4, "lr": 1e-3, "precision": "mixed", "epochs": 2},
             "objective": {"form": "policy_gradient"},
+            **SLOWLY,
         },
         {"teachers": {"teacher": {"kind": "ema", "rate": 0.5, "view": {"kind": "instruction", "instruction": "Add."}}}},
         {"train": {"steps": 4, "learn": False}},

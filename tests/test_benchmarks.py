@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import opd
+from tests.crash import FORKS, ended
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 SMALLEST = {
-    "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 1",
-    "opd_vs_rl": "--steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 1 --methods GRPO sum",
+    "beyond_teacher": "--steps 1 --seeds 1 --weights 0 1 --prompts 8 --workers 0",
+    "opd_vs_rl": "--steps 1 --seeds 1 --rates 1e-4 --prompts 8 --workers 0 --methods GRPO sum",
     "integrate": "--directory {run} --smallest --arms opd-exact sft-gold merge-average --steps 1 --rollouts 8 --prompts 4 --seeds 0 --workers 0",
     "headline": "--directory {run} --steps 1 --rl-steps 1 --rollouts 8 --rates 1e-3 --rl-rates 1e-4 --groups 4 --other-sizes 1 --points 1 --prompts 4 --train-rows 50 --seeds 1 --workers 0",
     "disputes": "--directory {run} --steps 2 --rollouts 8 --prompts 4 --rates 1e-3 --seeds 1 --workers 0 --arms sum hard-switch",
@@ -26,15 +28,16 @@ SMALLEST = {
     "added_teachers": "--directory {run} --steps 1 --rollouts 8 --prompts 4 --rates 1e-3 --seeds 1 --workers 0",
     "gradient_variance": "--teachers 1 5 --rollouts 10 --batches 2",
     "recovery": "--directory {run} --steps 1 --rollouts 8 --prompts 4 --rates 1e-3 1e-3 --seeds 1 --workers 0",
-    "labs": "--directory {run} --workers 1 --labs labs/qwen3 --set train.steps=1 stages.off-policy.train.steps=1 rollout.prompts=8 eval.prompts=2 eval.k=0",
+    "labs": "--directory {run} --workers 1 --labs labs/qwen3 --set train.steps=1 stages.off-policy.train.steps=1 rollout.prompts=8 eval.prompts=2 eval.k=2",
     "diagnose_ranking": "--steps 1 --prompts 4 --domains 1 --asked 4",
-    "self_distillation": "--tiny --steps 2 --seeds 1 --prompts 8 --workers 1",
+    "self_distillation": "--tiny --steps 2 --seeds 1 --prompts 8 --workers 0",
     "smol": "--run {run}",
     "length_bias": "--rollouts 40 --seeds 1",
     "plot_divergences": "",
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
+    "step_curves": "--device cpu --smallest --warm 0",
     "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
@@ -62,10 +65,22 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(copy: Path, name: str, arguments: str) -> None:
-    command = [sys.executable, str(copy / "benchmarks" / f"{name}.py"), *arguments.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = FORKS.Process(target=script, args=(str(copy), name, arguments.split()))
+    process.start()
+    assert ended(process) == 0, (copy / "out.txt").read_text(encoding="utf-8")[-6000:]
+
+
+def script(root: str, name: str, arguments: list[str]) -> None:
+    """What `python benchmarks/NAME.py ARGUMENTS` does, in a process that has imported torch already."""
+    with open(f"{root}/out.txt", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(root)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    torch.set_num_threads(1)
+    sys.argv = [f"{root}/benchmarks/{name}.py", *arguments]
+    sys.path.insert(0, f"{root}/benchmarks")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_each_benchmark_has_a_smallest_size() -> None:

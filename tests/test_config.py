@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.config import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
@@ -116,6 +116,7 @@ def test_resolved_recipe_reads_back_the_same() -> None:
     assert again.stages == recipe.stages
 
 
+@settings(max_examples=10)
 @given(
     st.dictionaries(
         st.text(max_size=4),

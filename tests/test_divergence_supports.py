@@ -70,6 +70,7 @@ def test_chunked_equals_reference(
 
 @pytest.mark.parametrize("closure", CLOSURES)
 @pytest.mark.parametrize(("kind", "params"), CASES)
+@settings(max_examples=10)
 @given(seed=SEEDS, support=st.sampled_from(SUPPORTS[1:]))
 def test_truncated_value_is_the_textbook_sum(kind: Any, params: dict, closure: Any, seed: int, support: dict) -> None:
     if kind == "acceptance" and closure == "generalised":
@@ -122,6 +123,7 @@ def pointwise(kind: str, params: dict[str, float], s: np.ndarray, t: np.ndarray,
 @pytest.mark.parametrize("closure", ["tail", "renormalised", "generalised"])
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize(("kind", "params"), [case for case in CASES if case[0] in SMOOTH])
+@settings(max_examples=8)
 @given(seed=SEEDS, support=st.sampled_from(SUPPORTS), merge=st.sampled_from(MERGES))
 def test_every_closure_is_zero_with_zero_gradient_at_equality(
     kind: Any, params: dict, closure: Any, backend: Any, seed: int, support: dict, merge: tuple
@@ -331,7 +333,10 @@ def test_runs_are_identical(backend: Any, support: dict) -> None:
 def test_auto_says_why() -> None:
     student, teacher = heads(1)
     assert divergence("jsd", student, teacher).plan.reason == "tensors are on cpu"
-    assert "runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    assert "a bias runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    plain = heads(1, bias=False)
+    assert divergence("jsd", *plain, support="topk", k=2).plan.reason == "tensors are on cpu"
+    assert "most of the vocabulary" in divergence("jsd", *plain, support="topk", k=8).plan.reason
     with pytest.raises(ValueError, match="backend triton: tensors are on cpu"):
         divergence("jsd", student, teacher, backend="triton")
 

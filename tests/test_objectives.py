@@ -105,8 +105,7 @@ def test_value_is_the_textbook_sum(
 
 
 @pytest.mark.parametrize(("kind", "params"), KINDS)
-@pytest.mark.parametrize("merge", [(), ((0, 4), (2, 7))])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("merge", "softcap"), [((), None), (((0, 4), (2, 7)), 1.5)])
 def test_gradient_against_finite_differences(kind: Any, params: dict, merge: tuple, softcap: float | None) -> None:
     student, teacher = heads(3, softcap=softcap)
     weight = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0], dtype=torch.float64)

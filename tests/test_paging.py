@@ -15,6 +15,7 @@ from opd.config import load_recipe
 from opd.errors import DiskError, RecipeError, TrainingError
 from opd.models import load_model
 from opd.teachers.paging import PagedModel, Pager
+from opd.teachers.pinned import pinned, unpin
 from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
 from tests.helpers import save_tiny, tiny_model
 
@@ -62,10 +63,12 @@ def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> N
             {"divergence": "forward_kl", "role": "reference"},
         ],
         eval={"prompts": 1, "max_new_tokens": 2},
+        rollout={"prompts": 4, "samples": 1, "max_new_tokens": 4},
     )
     expected = losses(tmp_path, "all", spec)
     assert losses(tmp_path, "two", {**spec, "pool": {"resident": 2}}) == expected
-    assert losses(tmp_path, "one", {**spec, "pool": {"resident": 1}, "eval": {"prompts": 0}}) == expected
+    once = {"pool": {"resident": 1}, "eval": {"prompts": 0}, "train": {"steps": 1, "micro_tokens": 64}}
+    assert losses(tmp_path, "one", {**spec, **once}) == expected[:1]
     evals = [
         json.loads((tmp_path / name / "summary.json").read_text())["stages"][0]["evals"] for name in ("two", "all")
     ]
@@ -188,3 +191,22 @@ def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     views = layout.views(flat)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
     assert views["c"].stride() == tensors["c"].stride()
+
+
+@pytest.mark.gpu
+def test_pinned_pieces_are_read_by_the_device_itself() -> None:
+    device = torch.device("cuda")
+    pieces = pinned((3 << 20) + 512, 1 << 20, device)
+    assert [piece.numel() for piece in pieces] == [1 << 20] * 3 + [512]
+    assert all(piece.is_pinned() for piece in pieces)
+    for number, piece in enumerate(pieces):
+        piece.copy_(torch.full((piece.numel(),), number, dtype=torch.uint8, device=device))
+        assert piece.to(device).unique().tolist() == [number]
+    unpin(pieces)
+    assert not any(piece.is_pinned() for piece in pieces)
+    before = torch.randn(700_001, device=device)
+    shelf = MemoryShelf(FlatLayout({"x": before}), {"x": before}, device)
+    there = torch.empty(FlatLayout({"x": before}).size, dtype=torch.uint8, device=device)
+    shelf.fill(there, 0)
+    assert torch.equal(there[: 4 * 700_001].view(torch.float32), before)
+    shelf.close()

@@ -34,6 +34,7 @@ OWN = (
     "teacher.blend",
     "view.told",
     "tracker.table",
+    "monitor.wordy",
     "reward.brief",
     "source.doubles",
 )
@@ -72,6 +73,11 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     assert 0 <= line["unshown/arithmetic"] < 1
     assert line["reverse_kl"] > 0
     assert (run.directory / "table.txt").read_text() == f"1;{line['loss']}\n"
+    (alarm,) = run.monitors
+    assert (alarm["monitor"], alarm["threshold"]) == ("wordy", 2)
+    remedied = load_recipe(run.directory / alarm["recipe"])
+    assert remedied.stages[0].rollout.max_new_tokens == 2
+    assert remedied.plugins == [str(run.directory / "plugins" / "mine.py")]
     sources = {entry.source for entry in run.rollouts.entries.values()}
     assert sources == {"echo", "student"}
     resolved = yaml.safe_load((run.directory / "resolved.yaml").read_text())

@@ -38,8 +38,8 @@ def small(models: dict[str, str], precision: str, **changes: Any) -> dict[str, A
         "student": models["student"],
         "teachers": {"a": models["teacher"]},
         "prompts": [{"source": "task:addition", "domain": "a"}],
-        "rollout": {"prompts": 6, "max_new_tokens": 6},
-        "sampler": {"slots": 8},
+        "rollout": {"prompts": 4, "max_new_tokens": 4},  # bfloat16 is slow on a CPU
+        "sampler": {"slots": 4, "prefill_rows": 1, "prefill_chunk": 8},
         "train": {"steps": 6, "lr": 3e-3, "precision": precision, "micro_tokens": 24},
         "eval": {"prompts": 0},
         "checkpoint": {"every": 2, "keep": 9, "resume": "exact"},

@@ -16,13 +16,14 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import opd
 from opd.cluster.ray_ranks import RayRanks
 from opd.cluster.ray_run import RayPlaces, carry_out_on, local_cluster, require_ray
 from opd.cluster.ray_workers import LOST, STUCK, Restarts, WorkerEnded, WorkerGroup, why_ended
-from opd.cluster.remote_sampler import SamplerWorker, _array
+from opd.cluster.remote_sampler import SamplerWorker, _array, _tensor
 from opd.cluster.served_stage import served_models, served_name, served_stage
 from opd.config import load_recipe
 from opd.errors import RanksLost, RecipeError, UserError
@@ -142,6 +143,15 @@ def ray() -> Iterator[Any]:
 
 def group(ray: Any) -> WorkerGroup:
     return WorkerGroup(ray, None, {}, load_recipe(RECIPE).stages[0].cluster, print)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_weights_of_any_shape_travel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.randn(shape) * 9).to(dtype)
+    back = _tensor(*_array(tensor))
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert torch.equal(back, tensor)
 
 
 @pytest.mark.ray

@@ -29,7 +29,7 @@ def adding() -> Iterator[Served]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert len(shipped_recipes()[name].read_text(encoding="utf-8").splitlines()) <= 30
-    small = ["train.steps=2", "rollout.prompts=8", "eval.prompts=8", "sampler.slots=8", "device=cpu"]
+    small = ["train.steps=2", "rollout.prompts=4", "eval.prompts=2", "sampler.slots=8", "device=cpu"]
     if name == "methods/hard-switch":  # both halves
         small += ["objective.0.coefficient.until=1", "objective.1.coefficient.after=1"]
     if name == "methods/icepop":  # a bfloat16 sampler is slow on a CPU
@@ -47,7 +47,7 @@ def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: p
         small += ["rollout.samples=2", *(f"rollout.{place}.endpoint.address={address}" for place in places)]
     if name == "methods/lightning":  # scores in one stage, trains in the other
         small = (
-            small[1:2] + small[3:] + [f"stages.{stage}.train.steps=1" for stage in (0, 1)] + ["stages.1.eval.prompts=8"]
+            small[1:2] + small[3:] + [f"stages.{stage}.train.steps=1" for stage in (0, 1)] + ["stages.1.eval.prompts=2"]
         )
     run = opd.run(name, overrides=small, out=tmp_path / "run")
     assert sum(line["step"] for line in run.metrics) == (2 if name == "methods/lightning" else 3)

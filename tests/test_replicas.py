@@ -13,6 +13,7 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, TrainingError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
+from opd.remote import Remote
 from opd.teachers.kinds import Supplies, Surroundings
 from opd.teachers.served_scoring import ServedScorer
 from opd.teachers.vllm import OpenAITeacher, VllmTeacher
@@ -106,6 +107,27 @@ def test_one_that_comes_back_as_another_is_left_alone(
             assert sum("left alone" in line for line in told) == 1
         with serving(stranger, port), pytest.raises(TrainingError, match="no longer the one"):
             opened("vllm", [first, second], directory, told)
+
+
+def test_answers_of_one_that_is_away_when_it_is_looked_at_do_not_count(
+    model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opd.remote.LONGEST", 0.0)
+    one, other = app_of(model), app_of(model)
+    check_used = Remote.check_used
+
+    def too_late(self: Remote, check: Any) -> Any:
+        other.state.fail = 1_000_000
+        return check_used(self, check)
+
+    with serving(one) as first, serving(other) as second:
+        teacher = opened("vllm", [first, second], directory, [])
+        wanted = values(teacher)
+        other.state.noise = 5.0  # it has come back with other weights, and nobody has looked
+        other.state.asked.clear()
+        monkeypatch.setattr(Remote, "check_used", too_late)
+        np.testing.assert_allclose(values(teacher), wanted, atol=1e-6)
+        assert other.state.asked.count("/pooling") > 3
 
 
 def test_no_address_comes_twice_or_is_missing() -> None:

@@ -42,6 +42,7 @@ LAYERS = [
     {"sandbox"},
     {"rewards"},
     {"teachers"},
+    {"monitors"},
     {"config"},
     {"evaluation"},
     {"trainer"},

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, RemoteError, ServerAway, TrainingError
+from opd.errors import RecipeError, RemoteError, ServerAway, Stopped, TrainingError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
@@ -98,6 +99,42 @@ def test_an_engine_is_no_rank_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert {"TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE"}.isdisjoint(engine_environment())
     assert engine_environment()["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_nobody_waits_for_engines_that_are_away_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPD_TOKEN", TOKEN)
+    model, waits = load_model("tiny/spelling"), [0]
+
+    def stops() -> None:
+        waits[0] += 1
+        if waits[0] == 3:
+            waits[0] = 0
+            raise Stopped
+
+    spec = VllmSampler(address=[f"http://127.0.0.1:{free_port()}"], patience=600)
+    engine = VllmEngine(model.inference_copy(), spec, LENGTH, merge_stop=model.stop_ids)
+    spec.heed(engine, stops)
+    with pytest.raises(Stopped):
+        next(iter(engine.sample(requests(1))))
+    monkeypatch.setattr(vllm_engine, "AGAIN", 0.1)
+    monkeypatch.setattr(vllm_engine, "LOOK", 0.02)
+    with pytest.raises(Stopped):
+        engine.load(model.weights(0))
+    engine.close()
+
+
+def test_an_engine_that_takes_no_weights_of_this_size_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(SERVER), "--port", "0", "--max-gib", "0.001"]
+    environment = {**os.environ, "OPD_TOKEN": TOKEN}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        port = json.loads(process.stdout.readline())["port"]
+        (tmp_path / "large").write_bytes(bytes(32 << 20))
+        try:
+            with pytest.raises(RemoteError, match="413: a body of 33554432 bytes"):
+                Replica(f"http://127.0.0.1:{port}", TOKEN).put(0, tmp_path / "large")
+        finally:
+            process.kill()
 
 
 # Real engines
@@ -327,13 +364,14 @@ def test_a_run_learns_with_two_engines_and_with_one_when_the_other_dies(
     monkeypatch.setattr(vllm_engine._Call, "read", counted)
     sampler = {"engine": "vllm", "address": [server.address for server in servers], **EAGER}
     objective = [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.1}]
-    run = opd.run({**RECIPE, "sampler": sampler, "objective": objective}, out=tmp_path / "run")
+    train = {"steps": 24, "lr": 1e-3}
+    run = opd.run({**RECIPE, "sampler": sampler, "objective": objective, "train": train}, out=tmp_path / "run")
     assert servers[1].process.poll() is not None
     assert 50 < lines[servers[1].address] < lines[servers[0].address]
     kl = [metric["reverse_kl"] for metric in run.metrics]
-    assert np.mean(kl[-3:]) < 0.7 * np.mean(kl[:3])
+    assert np.mean(kl[-6:]) < 0.7 * np.mean(kl[:6])
     assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
-    assert len(kl) == 10
+    assert len(kl) == 24
 
 
 @real

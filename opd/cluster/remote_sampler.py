@@ -140,14 +140,15 @@ def _behind(request: SampleRequest, ids: list[int]) -> SampleRequest:
 
 
 def _array(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
-    """numpy has no bfloat16: bytes, and what they are."""
+    """numpy has no bfloat16: bytes, and what they are. A single number has no shape, and gets none back."""
     import torch
 
     plain = tensor.detach().cpu().contiguous()
-    return str(plain.dtype).removeprefix("torch."), plain.view(torch.uint8).numpy()
+    found = plain.reshape(-1).view(torch.uint8).numpy().reshape(*plain.shape, plain.element_size())
+    return str(plain.dtype).removeprefix("torch."), found
 
 
 def _tensor(dtype: str, array: np.ndarray) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(array.copy()).view(getattr(torch, dtype))
+    return torch.from_numpy(array.copy()).view(getattr(torch, dtype)).squeeze(-1)

@@ -17,6 +17,7 @@ from opd.data.shares import Shares, StaticShares
 from opd.data.source import SOURCES, PromptSource
 from opd.models.merging import Merge
 from opd.models.settings import Lora
+from opd.monitors.monitor import Monitors
 from opd.objective.direct import Direct
 from opd.objective.stopping import STOP_RULES, StopRule
 from opd.objective.term import AnyTerm, Term
@@ -24,7 +25,7 @@ from opd.rewards.settings import AnyRewards, Rewards
 from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.settings import SETTINGS, Address, Count, Dtype, Family, Positive, Word
-from opd.shorthand import OneOrMany
+from opd.shorthand import OneOrMany, Short
 from opd.teachers.kinds import AnyTeacher
 from opd.teachers.pool_settings import TeacherPool
 
@@ -228,6 +229,9 @@ class Stage(BaseModel):
     checkpoint: Checkpoint = Checkpoint()
     store: Store = Store()
     log: Log = Log()
+    monitors: Annotated[Monitors, Short("action", str)] = Field(
+        Monitors(), description="what is watched while it trains, and what an alarm does"
+    )
     hub: Hub | None = None
     cluster: Cluster = Cluster()
     seed: int = Field(0, ge=0, lt=2**63)
@@ -291,10 +295,11 @@ class Stage(BaseModel):
         return {**raw, "student": {**student, "model": name}} if merged else raw
 
     def settled(self) -> Stage:
-        """With what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        """With every monitor, and what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        stage = self.model_copy(update={"monitors": self.monitors.completed()})
         if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
-            return self
-        return self.model_copy(update={"objective": [term.corrected() for term in self.objective]})
+            return stage
+        return stage.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
     def inside(self, directory: Path) -> Stage:
         """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""

@@ -37,6 +37,7 @@ class ShardedModel(LanguageModel):
     """Made of a model that is whole on every rank, and that must not be used afterwards."""
 
     passes_alone = False
+    stays = False
 
     def __init__(self, model: LanguageModel, mesh: DeviceMesh, most: Callable[[int], int], leads: bool) -> None:
         vars(self).update(vars(model))

@@ -29,6 +29,7 @@ class SpreadModel(LanguageModel):
     """All ranks make as many passes through it: each gathers layers from all the others."""
 
     spread = True
+    stays = False
 
     def __init__(self, module: Any, tokenizer: Any, name: str, most: Callable[[int], int]) -> None:
         self._most = most

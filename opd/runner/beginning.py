@@ -32,7 +32,7 @@ EARLY = {
 }
 WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
            "start.json", ".start.json.partial", "sizes.json", ".sizes.json.partial",
-           "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
+           "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
 
 
 def withdraw(directory: Path, made: bool, found: set[str]) -> None:

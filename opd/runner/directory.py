@@ -56,6 +56,11 @@ class Run:
         """Answers to a few held-out questions at every evaluation; step 0 is before training."""
         return self._lines("answers.jsonl")
 
+    @property
+    def monitors(self) -> list[dict[str, Any]]:
+        """Alarms that monitors have raised: step, monitor, value, threshold, words, remedy, and the recipe that applies it."""
+        return self._lines("monitors.jsonl")
+
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
         found = read_lines(path, checked=lines_checked(self.directory))

@@ -37,6 +37,7 @@ from opd.runner.resume import (
     require_rollouts,
     restore,
     write_before,
+    write_passed_over,
     write_result,
 )
 from opd.runner.reuse import REUSED
@@ -44,6 +45,7 @@ from opd.runner.saving import StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.runner.start import read_start, start_table, table_of, write_start
 from opd.runner.story import told, write_summary
+from opd.runner.watching import evaluation_metrics
 from opd.store import REPAIRED, RolloutStore
 from opd.store.elsewhere import StoreElsewhere
 from opd.teachers.table import warnings
@@ -78,9 +80,9 @@ class Pipeline:
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
         self._phase = "loading"
-        self._reports = Reports(recipe, self._directory, self._progress)
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
+        self._reports = Reports(recipe, self._directory, self._progress, self.live.stop)
         self._check_stop = self.world.listen(self._interrupts)
         self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
@@ -172,13 +174,11 @@ class Pipeline:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
-            if not (standing.output.parent / REUSED).exists():  # else its rollouts are elsewhere
+            if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # else elsewhere
                 self._consumed = read_state(standing.output)["rollouts"]
             return
-        chosen = narrowed(spec, self._results)
-        if chosen is None:
-            self._pass_over(spec)
-            return
+        if (chosen := narrowed(spec, self._results)) is None:
+            return self._pass_over(spec, result)
         spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
@@ -196,7 +196,7 @@ class Pipeline:
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
-            self._reports.open()
+            self._reports.open(spec, result)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
         self.live.enter(spec.name, result.steps, run)
         try:
@@ -218,11 +218,13 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._started
 
-    def _pass_over(self, spec: Stage) -> None:
+    def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
         assert spec.select is not None
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        if self.world.leads:
+            write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
         self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
 
     def _merge(self, spec: Stage) -> None:
@@ -343,7 +345,7 @@ class Pipeline:
             return False
         self._on_phase("evaluate")
         measures = measure_student(run)
-        metrics |= {f"eval/{domain}": found.value for domain, found in measures.items()}
+        metrics |= evaluation_metrics(measures)
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
         if self.world.leads:
             self._reports.answers(run, step)

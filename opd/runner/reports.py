@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe
+from opd.config import Recipe, Stage
 from opd.errors import UserError
 from opd.files import line_of
 from opd.report.page import write_report
 from opd.runner.progress import Progress
+from opd.runner.results import StageResult
 from opd.runner.stage import StageRun
 from opd.runner.token_lines import TOKENS, room_for, token_line
 from opd.runner.trackers import Experiment, Write, open_trackers
+from opd.runner.watching import MONITORS, StageWatch
 from opd.trainer.samples import few_per_domain
 
 
 class Reports:
-    def __init__(self, recipe: Recipe, directory: Path, progress: Progress) -> None:
-        self._recipe, self._directory, self._progress = recipe, directory, progress
+    """`stop`: ends the run at the next safe moment, where a monitor is to."""
+
+    def __init__(self, recipe: Recipe, directory: Path, progress: Progress, stop: Callable[[], None]) -> None:
+        self._recipe, self._directory, self._progress, self._stop = recipe, directory, progress, stop
         self._steps = sum(stage.train.steps for stage in recipe.stages)
         self._track: Write | None = None
+        self._watch: StageWatch | None = None  # of the stage at work
         self._opened = ExitStack()
 
-    def open(self) -> None:
-        """Trackers see a run once its first stage has loaded: a start that fails is nobody's experiment."""
+    def open(self, spec: Stage, result: StageResult) -> None:
+        """A stage begins. Trackers see a run once its first one has loaded: a start that fails is nobody's experiment."""
+        self._watch = StageWatch(self._recipe, spec, self._directory, result, self._progress.say, self._stop)
         if self._track is None:
             log, config = self._recipe.stages[0].log, self._recipe.model_dump(mode="json")
             experiment = Experiment(self._directory, self._recipe.name, log.project, config)
@@ -38,9 +44,12 @@ class Reports:
     def step(self, run: StageRun, metrics: Mapping[str, Any], earlier: int) -> None:
         """`earlier`: the steps of the stages before. Trackers count on through a run; wandb drops what goes back."""
         assert self._track is not None
+        assert self._watch is not None
         step, log = metrics["step"], run.spec.log
         self._write_line("metrics.jsonl", metrics)
         self._progress.step(metrics)
+        for alarm in self._watch.step(metrics):
+            self._write_line(MONITORS, alarm)
         numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
         self._track(earlier + step, numbers)
         if log.samples and (step - 1) % log.samples_every == 0:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from opd.config import Recipe
+from opd.config.runs import RESULT, output_of
 from opd.errors import RunDirectoryError, StoreError
 from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
 from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
@@ -33,7 +34,7 @@ from opd.teachers.pool import restore_teachers
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
-RESULT, BEFORE = "result.json", "before.json"
+BEFORE = "before.json"
 TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
 
 
@@ -105,7 +106,9 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
     tidy(folder)
     whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
-    if ended is not None:
+    if ended is not None and ended["checkpoint"] is None:
+        found = _passed_over(folder, StageResult.restored(ended["result"], folder), say)
+    elif ended is not None:
         output = folder / ended["checkpoint"]
         if output not in whole:
             raise damaged.get(output) or RunDirectoryError(
@@ -130,6 +133,15 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
         if found.result is not None and found.result.best == path:
             found.result.best = None
     return found
+
+
+def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) -> Standing:
+    """A stage that trained nothing has no checkpoint of its own. Where what it passed on is gone, it begins again."""
+    try:
+        return Standing(Path(output_of(folder.parent.parent, folder.name)), result=result)
+    except RunDirectoryError as error:
+        say(f"{error} Stage {folder.name!r}, which was passed over, begins again.")
+        return Standing()
 
 
 def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
@@ -201,6 +213,12 @@ def tidy(folder: Path) -> None:
 def write_result(folder: Path, result: StageResult, checkpoint: Path) -> None:
     """The stage is finished: from now on a resumed run begins behind it."""
     write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": checkpoint.name})
+
+
+def write_passed_over(folder: Path, result: StageResult, start: str) -> None:
+    """Nothing was trained: the stage is finished with what it would have started from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": None, "passed_over": start})
 
 
 def write_before(folder: Path, result: StageResult) -> None:
@@ -278,7 +296,7 @@ def _bytes_tensor(text: str) -> torch.Tensor:
 
 # Lines written per step
 
-LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "metrics.jsonl")
+LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "metrics.jsonl")
 IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have no others
 
 

@@ -163,7 +163,9 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
         max_length = max(inputs.room + response_limit(spec), shown)
-        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, self.world)
+        self.samplers = StageSamplers(
+            spec, self.student, self.teachers, max_length, self.stop_ids, self.world, self.check_stop
+        )
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,8 +24,9 @@ class StageSamplers:
         max_length: int,
         stop_ids: tuple[int, ...],
         world: World,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        self._world = world
+        self._world, self._check_stop = world, check_stop
         self._spec, self._model, self._models = spec, student, teachers
         self._max_length, self._stop_ids = max_length, stop_ids
         self._teachers: dict[str, TokenSampler] = {}
@@ -87,4 +88,6 @@ class StageSamplers:
         self, model: LanguageModel, partner: Partner | None = None, kind: SamplerKind | None = None
     ) -> TokenSampler:
         kind = kind or self._spec.sampler
-        return kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
+        sampler = kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
+        kind.heed(sampler, self._check_stop)
+        return sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -41,6 +41,9 @@ class SamplerKind(Choice):
     def manner(self, sampler: TokenSampler) -> str:
         """How one that it opened goes about it, where that is slower than usual."""
         return ""
+
+    def heed(self, sampler: TokenSampler, check: Callable[[], None]) -> None:
+        """Where one that it opened waits for somebody else, it calls this now and then, which may raise to end the wait."""
 
     def close(self, sampler: TokenSampler) -> None:
         """End what one that it opened has running beside this process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
@@ -77,6 +77,12 @@ class VllmSampler(SamplerKind):
 
     def beside(self) -> SamplerKind:
         return BuiltInSampler(dtype=self.dtype)
+
+    def heed(self, sampler: TokenSampler, check: Callable[[], None]) -> None:
+        from opd.sampling.vllm_engine import VllmEngine
+
+        assert isinstance(sampler, VllmEngine)
+        sampler.check = check
 
     def close(self, sampler: TokenSampler) -> None:
         from opd.sampling.vllm_engine import VllmEngine

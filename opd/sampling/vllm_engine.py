@@ -23,7 +23,7 @@ from typing import Any
 
 from opd.errors import OpdError, RemoteError, ServerAway, TrainingError
 from opd.models.language_model import LanguageModel
-from opd.remote import to_stderr
+from opd.remote import nothing, to_stderr
 from opd.sampling.export import WeightsFile
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.sampling.vllm import VllmSampler
@@ -33,6 +33,7 @@ from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
 
 STOPS = 128  # ids whose log-probs vLLM gives at every token
 AGAIN = 2.0  # seconds between two tries to have an engine back
+LOOK = 0.5  # seconds without news after which a wait looks whether it should end
 TRIES = 3  # times in a row that an engine of ours may die before it has weights, or any before it has drawn a token
 
 
@@ -82,9 +83,11 @@ class VllmEngine:
         if not 0 < len(stop) <= STOPS:
             raise RemoteError(f"sampler.engine vllm takes 1 to {STOPS} stop ids, and there are {len(stop)}.")
         self.model, self.max_length = model, max_length
+        self.check: Callable[[], None] = nothing  # called during waits; it may raise to end them
         self._newest: Newest | None = None
         self._spec, self._busy, self.slots = spec, False, spec.slots
         self._lock, self._reviving = threading.Lock(), dict[Replica, Callable[[str, Any], None]]()
+        self._closed = False
         self._file = WeightsFile(model)
         self._opening = {
             "config": self._file.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
@@ -94,12 +97,17 @@ class VllmEngine:
         devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
         self.replicas = replicas_of(list(spec.address), spec.token_env, spec.interpreter, devices, self._file.folder)
         try:
-            self._each(self._open, self.replicas)
+            self._each(self._open, self.replicas, patience=0)
+        except ServerAway:
+            if not spec.address:
+                self.close()
+                raise  # else `load` waits for them
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
+        self._closed = True
         for replica in self.replicas:
             replica.close()
         self._file.close()
@@ -115,24 +123,34 @@ class VllmEngine:
             here = [replica for replica in self.replicas if replica.fresh]
             for replica in here:
                 replica.fresh = False
-        self._each(self._bring, here or self.replicas)  # who was lost is brought back while others sample
+        patience = self._spec.patience if self._spec.address else 0
+        self._each(self._bring, here or self.replicas, patience)  # who was lost is brought back while others sample
 
-    def _each(self, call: Callable[[Replica], None], replicas: list[Replica]) -> None:
+    def _each(self, call: Callable[[Replica], None], replicas: list[Replica], patience: float) -> None:
         """For all of them at once. One that is away is left out as long as another is there."""
-        until = time.monotonic() + (self._spec.patience if self._spec.address else 0)
+        begun, waiting = time.monotonic(), False
         while True:
             with ThreadPoolExecutor(len(replicas), thread_name_prefix="vllm") as pool:
                 tries = [pool.submit(call, replica) for replica in replicas]
             errors = [error for one in tries if (error := one.exception()) is not None]
             all_away = len(errors) == len(replicas)
             for error in errors:
-                if not isinstance(error, ServerAway) or (all_away and time.monotonic() >= until):
+                if not isinstance(error, ServerAway) or (all_away and time.monotonic() >= begun + patience):
                     raise error
             if not all_away:
                 for error in errors:
                     to_stderr(f"{error} Going on with the others")
                 return
-            time.sleep(AGAIN)
+            if not waiting:
+                to_stderr(f"{errors[0]} Waiting for up to {patience:g} s")
+            waiting = True
+            self.wait(AGAIN)
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, LOOK))
 
     def _open(self, replica: Replica) -> None:
         replica.start()
@@ -180,7 +198,7 @@ class VllmEngine:
                 self._bring(replica)
                 found = "back", None
             except ServerAway as error:
-                found = ("gone", error) if time.monotonic() >= until else None
+                found = ("gone", error) if self._closed or time.monotonic() >= until else None
             except OpdError as error:
                 found = "gone", error
         with self._lock:
@@ -232,7 +250,7 @@ class _Call:
             self.hand_out()
             if not self.waiting and not any(lane.tickets for lane in self.lanes.values()):
                 return
-            what, replica, more = self.events.get()
+            what, replica, more = self.news()
             if what == "back":
                 self.join(replica)
             elif what == "gone" and (not self.lanes or not isinstance(more, ServerAway)):
@@ -242,6 +260,13 @@ class _Call:
                     self.lose(*more)
                 else:
                     yield from self.read(*more)
+
+    def news(self) -> tuple[str, Replica, Any]:
+        while True:
+            try:
+                return self.events.get(timeout=LOOK)
+            except queue.Empty:
+                self.engine.check()
 
     def ended(self, ticket: Ticket) -> Any:
         return why_over(ticket.ids, ticket.request.sampling, self.engine.model.tokenizer)

@@ -21,6 +21,7 @@ from opd.text import plain
 
 SERVER = Path(__file__).with_name("vllm_server.py")
 BEGIN = 60.0  # seconds for a process to say where it listens
+CONNECT = 10.0  # seconds for a connection
 ANSWER = 1800.0  # seconds for an answer: an engine that starts compiles, large weights take time
 SILENCE = 60.0  # seconds without a line of a stream that sends one at least every five
 TAIL = 2000  # characters of a log that an error quotes
@@ -58,7 +59,10 @@ class Replica:
         try:
             with contextlib.closing(self._connection(ANSWER)) as connection:
                 headers = {} if size is None else {"Content-Length": str(size)}
-                connection.request(method, path, content, {**self._headers, **headers})
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # it may have said why before it hung up
+                    connection.request(method, path, content, {**self._headers, **headers})
                 response = connection.getresponse()
                 found = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -96,7 +100,10 @@ class Replica:
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
         parts = urlsplit(self.address)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname or "", parts.port, timeout=timeout)
+        connection = kind(parts.hostname or "", parts.port, timeout=CONNECT)
+        connection.connect()
+        connection.sock.settimeout(timeout)
+        return connection
 
     def _away(self, method: str, path: str, error: BaseException) -> ServerAway:
         said = plain(error, 300) or type(error).__name__

@@ -56,8 +56,7 @@ class CompletionsTeacher:
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         several = self._kind.max_logprobs if len(self._stops) > 1 else 0
         k = max(several, need.k or 0)
-        with self._same.watched():
-            answers = self._remote.map([partial(self._ask, text.ids.tolist(), k) for text in seen])
+        answers = self._same.map([partial(self._ask, text.ids.tolist(), k) for text in seen])
         return [
             self._signal(rollout, text, listed, need.kind, k)
             for rollout, text, listed in zip(rollouts, seen, answers, strict=True)

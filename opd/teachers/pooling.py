@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from opd.models.tokenizers import fingerprint, require_same
 from opd.teachers.kinds import Supplies
 from opd.teachers.reconnecting import Constancy
 from opd.teachers.scoring import Page, ScoringTeacher
-from opd.types import Rendered, Rollout, Signal, SignalNeed
 
 if TYPE_CHECKING:
     from opd.teachers.vllm import HiddenTeacher, SglangTeacher, VllmTeacher
@@ -45,7 +44,7 @@ class RemoteHidden(ScoringTeacher):
 
     def hidden(self, page: Page) -> Tensor:
         texts = [part.tolist() for part in page.ids_T.cpu().split(list(page.layout.lengths))]
-        rows = np.concatenate(self._remote.map([partial(self._ask, ids) for ids in texts]))
+        rows = np.concatenate(self._same.map([partial(self._ask, ids) for ids in texts]))
         return torch.from_numpy(rows)[page.predicting_N.cpu()].to(self.device)
 
     @abstractmethod
@@ -59,12 +58,6 @@ class RemoteHidden(ScoringTeacher):
 
     def project(self, hidden: Tensor) -> Projection:
         return self.tempered(self._head.project(hidden, self._student.size))
-
-    def score(
-        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
-    ) -> list[Signal]:
-        with self._same.watched():
-            return super().score(rollouts, need, seen)
 
     def state(self) -> Mapping[str, Any]:
         return self._same.state()

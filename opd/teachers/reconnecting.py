@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from opd.errors import RunDirectoryError
-from opd.remote import Remote
+from opd.remote import OneServer, Remote
 from opd.teachers.probe import Probe
 from opd.types import TeacherLike
 
 PROBE = "probe"
+T = TypeVar("T")
 
 
 class Constancy:
@@ -31,19 +32,28 @@ class Constancy:
         self._remote.check_used(lambda: probe.check(self._teacher))
         self._probe = probe
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """What was answered counts only if the server is still the same one: it may have been restarted with nobody looking."""
+    def map(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Answers in order. They count if who gave them still is the same server: it may have been restarted with nobody looking.
+
+        What one of several answered that is away when it is looked at, the others are asked again.
+        """
         probe, self._probe = self._probe, None  # while it is scored itself
         if probe is None:
-            yield
-            return
+            return self._remote.map(calls)
+        check, found, missing = partial(probe.check, self._teacher), dict[int, T](), list(range(len(calls)))
         try:
-            self._remote.take_back(lambda: probe.check(self._teacher))
-            yield
-            self._remote.check_used(lambda: probe.check(self._teacher))
+            self._remote.take_back(check)
+            while missing:
+                answers = self._remote.map([partial(self._signed, calls[number]) for number in missing])
+                away = self._remote.check_used(check)
+                found |= {n: answer for n, (answer, place) in zip(missing, answers, strict=True) if place not in away}
+                missing = [number for number in missing if number not in found]
         finally:
             self._probe = probe
+        return [found[number] for number in range(len(calls))]
+
+    def _signed(self, call: Callable[[], T]) -> tuple[T, OneServer | None]:
+        return call(), self._remote.answered_by
 
     def state(self) -> Mapping[str, Any]:
         import torch

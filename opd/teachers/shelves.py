@@ -22,9 +22,10 @@ from torch import Tensor
 
 from opd.errors import DiskError, ModelError
 from opd.models.directory import read_header, weight_files
+from opd.teachers.pinned import pinned, unpin
 
 ALIGN = 512  # bytes, as torch allocates on CUDA: kernels are chosen by it, and so are the last bits
-PIECE = 256 << 20  # bytes of one pinned block: torch rounds each up to a power of two
+PIECE = 256 << 20  # bytes that are pinned together
 STAGE = 32 << 20  # bytes on the way from a file to a GPU
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -77,18 +78,23 @@ class MemoryShelf:
     """Host memory, pinned where a GPU reads it, so that copies run beside its kernels."""
 
     def __init__(self, layout: FlatLayout, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        sizes = [min(PIECE, layout.size - start) for start in range(0, layout.size, PIECE)]
-        self._pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for size in sizes]
+        self._pinned = device.type == "cuda"
+        plain = torch.empty(0 if self._pinned else layout.size, dtype=torch.uint8)
+        self._pieces = pinned(layout.size, PIECE, device) if self._pinned else list(plain.split(PIECE))
         for name, place in layout.places.items():
             data = raw(tensors[name])
             for piece, first, part in self._parts(place.start, place.size):
-                piece.copy_(data[first : first + part])
+                piece.copy_(data[first : first + part], non_blocking=True)
+        if self._pinned:
+            torch.cuda.current_stream(device).synchronize()  # copies to the host are whole
 
     def fill(self, into: Tensor, start: int) -> None:
         for piece, first, part in self._parts(start, into.numel()):
             into[first : first + part].copy_(piece, non_blocking=True)
 
     def close(self) -> None:
+        if self._pinned:
+            unpin(self._pieces)
         self._pieces = []
 
     def _parts(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:

@@ -26,6 +26,7 @@ import torch
 from opd.config import Stage
 from opd.data.stream import PromptStream, Visit
 from opd.errors import Stopped
+from opd.models.varlen import beside_training
 from opd.trainer.gather import Gathered, reward_stored, score
 from opd.trainer.metrics import Clock
 from opd.trainer.trajectories import Trajectories
@@ -225,5 +226,6 @@ def _device(device: torch.device, own_stream: bool = False) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device) if own_stream else None):
+    stream = torch.cuda.Stream(device) if own_stream else None
+    with beside_training(), torch.cuda.device(device), torch.cuda.stream(stream):
         yield

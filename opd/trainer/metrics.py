@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from opd.objective.micro import TokenStatistics
 
 
+BINS = 10  # of confidence
+FEWEST = 100  # tokens of which 1 % can be told
+PAIRS = 65_536  # pairs of tokens that are counted: the share of distinct ones depends on how many there are
+
+
 class Clock:
     """Seconds by phase."""
 
@@ -55,7 +60,8 @@ def step_metrics(
         ):
             by_domain.setdefault(rollout.domain, []).append(values)
     joined = {domain: np.concatenate(parts) for domain, parts in sorted(by_domain.items())}
-    metrics["reverse_kl"] = _mean(_joined(list(joined.values())))
+    divergences = _joined(list(joined.values()))
+    metrics["reverse_kl"] = _mean(divergences)
     metrics["entropy"] = _mean(_joined([found.entropy for _, found in statistics]))
     if metrics["entropy"] is None and sampled:  # what the sampler saw of its own surprise
         metrics["entropy"] = _mean(
@@ -71,10 +77,43 @@ def step_metrics(
     if rewards:
         metrics["unrewarded"] = sum(reward is None for reward in rewards.values()) / len(rewards)
     metrics |= {f"kl/{domain}": _mean(values) for domain, values in joined.items()}
+    metrics |= calibration_error(rollouts, rewards)
+    metrics |= spread_metrics(divergences, _joined([found.mismatch for _, found in statistics]), sampled)
     metrics |= _shares([found.counts for _, found in statistics])
     metrics |= dict(extra)
     metrics |= {f"time/{phase}": round(value, 4) for phase, value in seconds.items()}
     return metrics
+
+
+def spread_metrics(divergences: np.ndarray, mismatch: np.ndarray, sampled: Sequence[Rollout]) -> dict[str, float]:
+    """What a mean does not show: a few tokens that hold most of the KL, ratios far from 1, answers that are all alike."""
+    found: dict[str, float] = {}
+    sizes = np.abs(divergences[~np.isnan(divergences)])
+    if sizes.size >= FEWEST and sizes.sum() > 0:
+        few = -(-sizes.size // 100)
+        found["kl_top"] = float(np.partition(sizes, sizes.size - few)[-few:].sum() / sizes.sum())
+        found["kl_largest"] = float(sizes.max())
+    known = mismatch[~np.isnan(mismatch)]
+    if known.size:
+        found["mismatch_outside"] = float(np.mean(known > np.log(2)))
+    pairs = [ids[:-1] << 32 | ids[1:] for rollout in sampled if (ids := rollout.response_ids.astype(np.int64)).size > 1]
+    if pairs:
+        every = np.concatenate(pairs)[:PAIRS]
+        found["distinct"] = np.unique(every).size / every.size
+    return found
+
+
+def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> dict[str, float]:
+    """How far the student's confidence in its answers is from how often they are right, over tenths of confidence."""
+    own = [rollout for rollout in rollouts if rollout.logprob.size and (rollout.author == Author.STUDENT).all()]
+    known = [(rollout, reward) for rollout in own if (reward := rewards.get(rollout.id)) is not None]
+    if len(known) < BINS:
+        return {}
+    confidence = np.array([float(np.exp(rollout.logprob.mean())) for rollout, _ in known])
+    right = np.array([reward >= 1 for _, reward in known], dtype=float)
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    gaps = [abs((confidence - right)[bins == number].sum()) for number in range(BINS)]
+    return {"ece": float(sum(gaps) / len(known))}
 
 
 def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:

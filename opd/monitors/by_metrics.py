@@ -1,0 +1,346 @@
+"""Monitors that read the metrics of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from opd.monitors.changes import (
+    SUPPORT_KEYS,
+    gated,
+    goes_by_teacher,
+    other_divergence,
+    slower,
+    with_settings,
+    with_teachers,
+    with_terms,
+    without,
+)
+from opd.monitors.history import History, mean, median, slope, standard_error
+from opd.monitors.monitor import Alarm, Monitor, RecipeStage
+from opd.settings import Positive
+
+SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
+
+
+def offered(*stages: RecipeStage | None) -> Iterator[RecipeStage]:
+    return (stage for stage in stages if stage is not None)
+
+
+class DivergenceJump(Monitor):
+    """The KL to the teacher falls to a fraction at once, and stays there for a step (P: 2.637 to 0.343 where a teacher was reset to its student),
+    or climbs to several times the lowest it has been (H: 3 times, and half a nat).
+    """
+
+    name = "kl"
+    reads = ("reverse_kl",)
+    remedy = (
+        "refresh a teacher that follows its student every 40 steps or more, or use an EMA; else a lower learning rate"
+    )
+    fall: float = Field(5.0, gt=1, description="of kl: times by which it falls from one step to the next two")
+    rise: float = Field(3.0, gt=1, description="of kl: times its lowest level, over three steps")
+    least: float = Field(0.02, ge=0, description="of kl: nats below which nothing is a fall")
+    margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, beside `rise`")
+
+    def alarm(self, history: History) -> Alarm | None:
+        earlier, now = history.last("reverse_kl", 3, skip=2), history.last("reverse_kl", 2)
+        if earlier and median(earlier) > self.least and max(now) < median(earlier) / self.fall:
+            return Alarm(
+                max(now),
+                median(earlier) / self.fall,
+                f"KL to the teacher fell from {median(earlier):.3g} to {max(now):.3g} nats at once: the teacher has become the student, "
+                "or the student writes what is trivial to predict",
+            )
+        recent, levels = history.last("reverse_kl", 3), self._levels(history)
+        if recent and levels:
+            highest = max(self.rise * min(levels), min(levels) + self.margin)
+            if median(recent) > highest:
+                return Alarm(
+                    median(recent),
+                    highest,
+                    f"KL to the teacher is {median(recent):.3g} nats and has been {min(levels):.3g}: the student is running away from it",
+                )
+        return None
+
+    def _levels(self, history: History) -> list[float]:
+        """Medians of three steps in a row, so that one odd batch is no level; and where it all began."""
+        values = history.recent("reverse_kl")
+        return [*history.first("reverse_kl", 1), *(median(values[at : at + 3]) for at in range(len(values) - 2))]
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        def rarer(kind: dict[str, object]) -> dict[str, object] | None:
+            chases = kind["kind"] == "live" or (kind["kind"] == "refresh" and int(str(kind["every"])) < SAFE_REFRESH)
+            return {**kind, "kind": "refresh", "every": SAFE_REFRESH, "force": False} if chases else None
+
+        return offered(with_teachers(stage, rarer), slower(stage))
+
+
+class LostDiversity(Monitor):
+    """pass@k falls by more than two standard errors (P); or entropy, or distinct pairs of tokens, fall by
+    30 % (P: entropy .30 to .21) without any gain in reward. A falling entropy alone is what learning looks like.
+    """
+
+    name = "diversity"
+    reads = ("eval_k/DOMAIN", "entropy", "distinct", "reward")
+    remedy = "JSD or a skewed divergence in place of reverse KL, or an entropy-aware mixture of both directions"
+    errors: float = Field(
+        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+    )
+    fall: float = Field(
+        0.3, gt=0, lt=1, description="of diversity: share of entropy, or of distinct pairs, that is lost"
+    )
+    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        return self._pass_at_k(history) or self._entropy(history)
+
+    def _pass_at_k(self, history: History) -> Alarm | None:
+        if len(history.evaluations) < 2:
+            return None
+        first, now = history.evaluations[0], history.evaluations[-1]
+        for domain in first.at_k.keys() & now.at_k.keys():
+            error = (first.at_k_stderr.get(domain, 0) ** 2 + now.at_k_stderr.get(domain, 0) ** 2) ** 0.5
+            lost = first.at_k[domain] - now.at_k[domain]
+            if error and lost > self.errors * error:
+                return Alarm(
+                    now.at_k[domain],
+                    first.at_k[domain] - self.errors * error,
+                    f"pass@k of {domain} fell from {first.at_k[domain]:.1%} to {now.at_k[domain]:.1%}, pass@1 went from "
+                    f"{first.value.get(domain, 0):.1%} to {now.value.get(domain, 0):.1%}: the student has fewer ways to be right",
+                )
+        return None
+
+    def _entropy(self, history: History) -> Alarm | None:
+        rewards = history.apart("reward", self.window)
+        if rewards is not None and mean(rewards[1]) > mean(rewards[0]):
+            return None
+        found = {name: history.apart(name, self.window) for name in ("entropy", "distinct")}
+        kept = {
+            name: mean(now) / mean(first)
+            for name, pair in found.items()
+            if pair
+            for first, now in [pair]
+            if mean(first) > 0
+        }
+        fallen = {name: share for name, share in kept.items() if share < 1 - self.fall}
+        enough = bool(fallen) if rewards is not None else len(fallen) == 2
+        if not enough:
+            return None
+        name, share = min(fallen.items(), key=lambda item: item[1])
+        what = "entropy" if name == "entropy" else "the share of distinct pairs of tokens"
+        gain = "and rewards have not risen" if rewards is not None else "and so has the other sign of it"
+        return Alarm(
+            share,
+            1 - self.fall,
+            f"{what} is down to {share:.0%} of what it was, {gain}: the student says ever the same",
+        )
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        return offered(
+            with_terms(stage, other_divergence("jsd", beta=0.5)),
+            with_terms(stage, other_divergence("skew_kl", alpha=0.1)),
+            slower(stage),
+        )
+
+
+class LostStopping(Monitor):
+    """Answers that do not end: the share that reaches max_new_tokens has risen by a fifth and goes on rising (H; P: no threshold
+    on an early value tells, the late slope does); or answers are twice as long (H), and more of them are cut off.
+    """
+
+    name = "stopping"
+    reads = ("truncated", "response_length")
+    remedy = "stop ids that both models know, merged; answers that were cut off are not trained on"
+    rise: float = Field(0.2, gt=0, le=1, description="of stopping: how much more answers are cut off than at first")
+    longer: float = Field(2.0, gt=1, description="of stopping: times the length at first")
+    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        truncated, lengths = history.apart("truncated", self.window), history.apart("response_length", self.window)
+        if truncated is None or lengths is None:
+            return None
+        (before, now), (short, long) = (tuple(map(mean, pair)) for pair in (truncated, lengths))
+        words = f"{now:.0%} of the answers are cut off ({before:.0%} at first) at {long:.3g} tokens ({short:.3g}): stopping is being unlearnt"
+        rising = now >= 0.95 or slope(truncated[1]) > 0
+        if now - before > self.rise and rising:
+            return Alarm(now, before + self.rise, words)
+        if long > self.longer * short and now > before:
+            return Alarm(long, self.longer * short, words)
+        return None
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        return offered(with_terms(stage, gated("finished")), slower(stage))
+
+
+class Shortening(Monitor):
+    """Answers shrink below 70 % of their length while rewards stay flat (H). Not where a teacher is told to be brief."""
+
+    name = "shortening"
+    reads = ("response_length", "reward")
+    remedy = "the model that the stage started from as a second teacher"
+    share: float = Field(0.7, gt=0, lt=1, description="of shortening: of the length at first")
+    errors: float = Field(
+        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+    )
+    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        lengths, rewards = history.apart("response_length", self.window), history.apart("reward", self.window)
+        if lengths is None or rewards is None or history.facts.instructed:
+            return None
+        before, now = map(mean, lengths)
+        noise = (standard_error(rewards[0]) ** 2 + standard_error(rewards[1]) ** 2) ** 0.5
+        if now >= self.share * before or mean(rewards[1]) > mean(rewards[0]) + self.errors * noise:
+            return None
+        return Alarm(
+            now,
+            self.share * before,
+            f"answers have shrunk from {before:.3g} to {now:.3g} tokens, and rewards have not risen ({mean(rewards[0]):.3g}, now "
+            f"{mean(rewards[1]):.3g}): reasoning is being cut short",
+        )
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        found = stage["student"]["model"]
+        start = {"kind": "self", "role": "reference"}
+        if not found.startswith("merge:"):
+            start = {"model": found, "revision": stage["student"]["revision"], "role": "reference"}
+        anchor = {
+            "form": "direct",
+            "divergence": "reverse_kl",
+            "role": "reference",
+            "coefficient": 0.1,
+            "on": ["student"],
+        }
+        taken = any(kind["role"] == "reference" for kind in stage["teachers"].values())
+        if not taken:
+            teachers = {**stage["teachers"], "start": start}
+            yield {**stage, "teachers": teachers, "objective": [*stage["objective"], anchor]}
+        yield from offered(slower(stage))
+
+
+class DominantToken(Monitor):
+    """A few tokens carry the loss: the 1 % with the largest KL hold more than half of it (H), and the largest is beyond 5 nats
+    (P: where advantages are clipped), in most of the last steps.
+    """
+
+    name = "token"
+    reads = ("kl_top", "kl_largest")
+    remedy = "clip advantages at 5; a truncated reverse KL (the student's likeliest ids), or a bounded divergence such as JSD"
+    share: float = Field(0.5, gt=0, lt=1, description="of token: part of the KL that 1 % of the tokens hold")
+    largest: float = Field(5.0, gt=0, description="of token: nats at a single token")
+    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        top, largest = history.last("kl_top", self.window), history.last("kl_largest", self.window)
+        if not top or not largest or median(top) <= self.share or median(largest) <= self.largest:
+            return None
+        return Alarm(
+            median(top),
+            self.share,
+            f"1 % of the tokens hold {median(top):.0%} of the KL, a single one up to {median(largest):.3g} nats: a few tokens steer "
+            "every update",
+        )
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        def clipped(term: dict[str, object]) -> dict[str, object] | None:
+            advantage = term.get("advantage")
+            known = isinstance(advantage, dict) and goes_by_teacher(term) and advantage.get("clip") is None
+            return {**term, "advantage": {**advantage, "clip": 5.0}} if known and isinstance(advantage, dict) else None
+
+        def truncated(term: dict[str, object]) -> dict[str, object] | None:
+            whole = term["form"] == "direct" and term["divergence"] == "reverse_kl" and term["support"] == "full"
+            return {**without(term, *SUPPORT_KEYS), "support": "topk", "side": "student"} if whole else None
+
+        return offered(
+            with_terms(stage, clipped),
+            with_terms(stage, truncated),
+            with_terms(stage, other_divergence("jsd", beta=0.5)),
+        )
+
+
+class SamplerMismatch(Monitor):
+    """The sampler's log-probs are not the trainer's: more than 2 % of the tokens have a ratio outside [0.5, 2] (P: the bounds;
+    H: the share), or |log ratio| is 0.2 on average (H; bf16 alone came to 0.09 at most).
+    """
+
+    name = "mismatch"
+    reads = ("mismatch_outside", "mismatch")
+    remedy = "IcePop: tokens whose ratio is outside [0.5, 2] are masked"
+    share: float = Field(0.02, gt=0, lt=1, description="of mismatch: tokens whose ratio is outside [0.5, 2]")
+    log_ratio: float = Field(0.2, gt=0, description="of mismatch: mean |log ratio|")
+    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        for name, highest in (("mismatch_outside", self.share), ("mismatch", self.log_ratio)):
+            found = history.last(name, self.window)
+            if found and mean(found) > highest:
+                what = (
+                    f"{mean(found):.1%} of the tokens have a ratio"
+                    if name != "mismatch"
+                    else f"|log ratio| is {mean(found):.3g} on average"
+                )
+                return Alarm(
+                    mean(found),
+                    highest,
+                    f"{what} of trainer to sampler that is far from 1: what was sampled is not what is trained",
+                )
+        return None
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        def corrected(term: dict[str, object]) -> dict[str, object] | None:
+            kinds = {"policy_gradient": "icepop", "direct": "prefix"}
+            known = term["form"] in kinds and "correction" in term and term["correction"] is None
+            return {**term, "correction": {"kind": kinds[str(term["form"])]}} if known else None
+
+        return offered(with_terms(stage, corrected))
+
+
+class Stale(Monitor):
+    """Tokens were drawn by weights that are more than four updates old (P)."""
+
+    name = "staleness"
+    reads = ("staleness/max",)
+    remedy = "sample less far ahead, and recompute reverse KL with the weights that are trained"
+    most: float = Field(4.0, ge=0, description="of staleness: updates")
+
+    def alarm(self, history: History) -> Alarm | None:
+        found = history.last("staleness/max", 1)
+        if not found or found[0] <= self.most:
+            return None
+        return Alarm(
+            found[0], self.most, f"tokens of this step were drawn by weights that are {found[0]:.0f} updates old"
+        )
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        return offered(with_settings(stage, "rollout", staleness=2, in_flight="recompute"))
+
+
+class Miscalibrated(Monitor):
+    """The student's confidence drifts away from how often it is right: the expected calibration error over the answers of a step
+    is 0.05 above where it began (H). Confidence is the geometric mean of an answer's token probabilities (H).
+    """
+
+    name = "calibration"
+    reads = ("ece",)
+    remedy = "a temperature above 1 for the teacher's distribution"
+    rise: float = Field(
+        0.05, gt=0, le=1, description="of calibration: above the error at first; of stopping: see there"
+    )
+    window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
+
+    def alarm(self, history: History) -> Alarm | None:
+        found = history.apart("ece", self.window)
+        if found is None or mean(found[1]) <= mean(found[0]) + self.rise:
+            return None
+        return Alarm(
+            mean(found[1]),
+            mean(found[0]) + self.rise,
+            f"the student's confidence is {mean(found[1]):.0%} off from how often it is right ({mean(found[0]):.0%} at first)",
+        )
+
+    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
+        def warmer(kind: dict[str, object]) -> dict[str, object] | None:
+            return {**kind, "temperature": 1.25} if kind.get("temperature") == 1 else None
+
+        return offered(with_teachers(stage, warmer))

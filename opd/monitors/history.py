@@ -1,0 +1,131 @@
+"""What a stage's metrics have said so far: all that a monitor decides by. It is the same, line by line, after a resume."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FIRST = 64  # values of a metric kept from the beginning of a stage
+RECENT = 128  # lines kept from its end
+DOMAINS = "eval/"
+KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation: pass@1 by domain, and where it is known its standard error, pass@k and that one's."""
+
+    step: int
+    value: Mapping[str, float]
+    stderr: Mapping[str, float] = field(default_factory=dict)
+    at_k: Mapping[str, float] = field(default_factory=dict)
+    at_k_stderr: Mapping[str, float] = field(default_factory=dict)
+    kl: float | None = None  # to the teachers, on average since the evaluation before
+
+    @property
+    def mean(self) -> float:
+        return mean(self.value.values())
+
+    @property
+    def mean_stderr(self) -> float:
+        """Of the mean over domains."""
+        return math.sqrt(sum(error**2 for error in self.stderr.values())) / max(len(self.value), 1)
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What a monitor has to know of the recipe."""
+
+    self_taught: bool = False  # a teacher is the student itself
+    instructed: bool = False  # a teacher reads an instruction, such as to be brief
+    before: Callable[[], Evaluated | None] = lambda: None  # the evaluation before the first step
+
+
+class History:
+    """Metrics of the stage at work, oldest first."""
+
+    def __init__(self, facts: StageFacts | None = None) -> None:
+        self.facts = facts or StageFacts()
+        self.steps = 0  # lines seen
+        self._first: dict[str, list[float]] = {}
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
+        self._evaluations: list[Evaluated] = []
+        self._divergences: list[float] = []  # since the newest evaluation
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """The line of a step, as metrics.jsonl has it."""
+        self.steps += 1
+        self._recent.append(line)
+        for name, value in line.items():
+            kept = self._first.setdefault(name, []) if is_number(value) else None
+            if kept is not None and len(kept) < FIRST:
+                kept.append(value)
+        if is_number(line.get("reverse_kl")):
+            self._divergences.append(line["reverse_kl"])
+        if values := _by_domain(line, DOMAINS):
+            more = {name: _by_domain(line, prefix) for name, prefix in KEPT.items()}
+            kl = mean(self._divergences) if self._divergences else None
+            self._evaluations.append(Evaluated(line["step"], values, kl=kl, **more))
+            self._divergences = []
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The values that the metric began with; nothing while there are fewer."""
+        found = self._first.get(name, ())[:count]
+        return list(found) if len(found) == count else []
+
+    def last(self, name: str, count: int, skip: int = 0) -> list[float]:
+        """Its values in the newest steps, without the `skip` very newest; nothing while there are fewer."""
+        known = self.recent(name)
+        known = known[: len(known) - skip]
+        return known[-count:] if len(known) >= count else []
+
+    def apart(self, name: str, count: int) -> tuple[list[float], list[float]] | None:
+        """The first values and the newest, where they do not overlap."""
+        first, last = self.first(name, count), self.last(name, count)
+        apart = len(self.recent(name)) >= 2 * count or self.steps > RECENT
+        return (first, last) if first and last and apart else None
+
+    def recent(self, name: str) -> list[float]:
+        """All its values that are kept."""
+        return [line[name] for line in self._recent if is_number(line.get(name))]
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        """With the one before training, if there was any."""
+        before = self.facts.before()
+        return [*([before] if before is not None else []), *self._evaluations]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean."""
+    centre, count = mean(values), len(values)
+    return math.sqrt(sum((value - centre) ** 2 for value in values) / (count - 1) / count) if count > 1 else 0.0
+
+
+def slope(values: Sequence[float]) -> float:
+    """Of the line through them by least squares, per step."""
+    centre, middle = mean(values), (len(values) - 1) / 2
+    spread = sum((number - middle) ** 2 for number in range(len(values)))
+    return sum((number - middle) * (value - centre) for number, value in enumerate(values)) / spread if spread else 0.0
+
+
+def _by_domain(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {key[len(prefix) :]: value for key, value in line.items() if key.startswith(prefix) and is_number(value)}

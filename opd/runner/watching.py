@@ -1,0 +1,205 @@
+"""The monitors of a stage at work: what they are told, how often they may speak, and the recipes that apply their remedies.
+
+Everything they decide by stands in metrics.jsonl, so a run that is taken up reads it again and knows what was said already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe, Stage, load_recipe
+from opd.config.graph import edges
+from opd.errors import UserError
+from opd.evaluation import Measures
+from opd.files import lines_checked, read_lines, write_whole
+from opd.monitors.history import Evaluated, History, StageFacts
+from opd.monitors.monitor import Alarm, Monitor
+from opd.plugins import FOLDER as PLUGINS
+from opd.runner.checkpoint import checkpoint_directory, read_state, step_of, steps_in
+from opd.runner.results import StageResult
+from opd.text import plain
+
+MONITORS = "monitors.jsonl"
+QUIET = 20  # steps without a reason before the same monitor speaks again
+NAME = 55  # characters of a run's name that the remedied one keeps
+
+
+class StageWatch:
+    """`say`: a line for the user. `stop`: ends the run at the next safe moment."""
+
+    def __init__(
+        self, recipe: Recipe, spec: Stage, directory: Path, result: StageResult, say: Callable[[str], None],
+        stop: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._recipe, self._spec, self._directory, self._say, self._stop = recipe, spec, directory, say, stop
+        taught = [kind for kind in spec.teachers.values() if kind.role == "teacher"]
+        facts = StageFacts(
+            self_taught=any(kind.of_student for kind in taught),
+            instructed=any(kind.view.instructs for kind in taught),
+            before=lambda: _evaluated(result.before),
+        )
+        self._history = History(facts)
+        self._held: dict[str, int] = {}  # monitor -> the newest step with a reason to speak
+        self._bases: dict[Path, tuple[dict[str, Any], Path | None]] = {}  # remedied recipe -> its alarm, its checkpoint
+        if result.steps:
+            self._catch_up()
+        for monitor in spec.monitors.watch:
+            if (path := self._path(monitor)) not in self._bases:
+                path.unlink(missing_ok=True)  # of an alarm that is to come again
+
+    def step(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The line of a step that has ended. Returns lines for monitors.jsonl."""
+        lines = [self._raise(monitor, alarm, metrics) for monitor, alarm in self._look(metrics)]
+        for path, (line, base) in list(self._bases.items()):
+            if base is not None and not base.is_dir():  # it made room for newer ones
+                self._write(path, line)
+        return lines
+
+    def _look(self, metrics: Mapping[str, Any]) -> list[tuple[Monitor, Alarm]]:
+        """Monitors that have something new to say."""
+        self._history.add(metrics)
+        found, step = [], int(metrics["step"])
+        for monitor in self._spec.monitors.watch:
+            alarm = monitor.alarm(self._history)
+            if alarm is None:
+                continue
+            held, self._held[monitor.name] = self._held.get(monitor.name), step
+            if held is None or step - held > QUIET:
+                found.append((monitor, alarm))
+        return found
+
+    def _catch_up(self) -> None:
+        checked, name = lines_checked(self._directory), self._spec.name
+        for line in read_lines(self._directory / "metrics.jsonl", checked=checked).whole:
+            if line["stage"] == name:
+                self._look(line)
+        for line in read_lines(self._directory / MONITORS, checked=checked).whole:
+            path = self._directory / str(line["recipe"] or "")
+            if line["stage"] == name and line["recipe"] is not None and path.is_file():
+                self._bases[path] = line, self._base(line["step"])
+
+    def _raise(self, monitor: Monitor, alarm: Alarm, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        action = self._spec.monitors.action_of(monitor)
+        line: dict[str, Any] = {
+            "step": metrics["step"],
+            "stage": self._spec.name,
+            "monitor": monitor.name,
+            "value": alarm.value,
+            "threshold": alarm.threshold,
+            "words": alarm.words,
+            "remedy": monitor.remedy,
+            "action": action,
+        }
+        path = self._path(monitor)
+        line["recipe"] = path.name if self._write(path, line) else None
+        applied = f" To go on with it from the last checkpoint: opd run {path}" if line["recipe"] else ""
+        self._say(
+            f"{self._spec.name}: ALARM ({monitor.name}) at step {line['step']}: {alarm.words}. What helps: {monitor.remedy}.{applied}"
+        )
+        if action == "stop":
+            self._say(
+                f"{self._spec.name}: monitors.action is stop, so the run ends here; `opd resume` would go on all the same"
+            )
+            self._stop()
+        return line
+
+    # Recipes that apply a remedy
+
+    def _path(self, monitor: Monitor) -> Path:
+        return self._directory / f"remedy-{self._spec.name}-{monitor.name}.yaml"
+
+    @property
+    def _plugins(self) -> list[str]:
+        """The run's copies, which lie beside the recipe; their choices are known already."""
+        return [f"{PLUGINS}/{Path(name).name}" if name.endswith(".py") else name for name in self._recipe.plugins]
+
+    def _base(self, step: int) -> Path | None:
+        """The last checkpoint before a step, or else the first one behind it. None: the stage's own start."""
+        found = steps_in(checkpoint_directory(self._directory, self._spec.name, 0).parent)
+        before = [path for path in found if step_of(path) < step]
+        return before[-1] if before else found[0] if found else None
+
+    def _write(self, path: Path, line: dict[str, Any]) -> bool:
+        """The first remedy whose recipe can be carried out. False: there is none, so words have to do."""
+        base = self._base(line["step"])
+        for stages in self._remedied(line["monitor"], base):
+            try:
+                recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
+            except UserError:  # not with these models, this objective, these prompts
+                continue
+            write_whole(
+                path,
+                self._header(path, line, base, reuse=len(stages) > 1)
+                + recipe.model_copy(update={"plugins": self._plugins}).to_yaml(),
+            )
+            self._bases[path] = line, base
+            return True
+        return False
+
+    def _header(self, path: Path, line: Mapping[str, Any], base: Path | None, reuse: bool) -> str:
+        """`reuse`: stages before or behind it are in the recipe, too, and finished ones need not run again."""
+        again = f" --reuse {self._directory}" if reuse else ""
+        told = [
+            f"Stage {line['stage']}, step {line['step']}, monitor {line['monitor']}: {line['words']}.",
+            f"Remedy: {line['remedy']}.",
+            f"It goes on from {base or 'the beginning of the stage'}: opd run {path}{again}",
+        ]
+        return "".join(f"# {plain(one)}\n" for one in told)
+
+    def _remedied(self, name: str, base: Path | None) -> Iterator[list[dict[str, Any]]]:
+        """The stages that are left, and what they need of others, with the remedy in the one at work."""
+        (monitor,) = [one for one in self._spec.monitors.watch if one.name == name]
+        (own,) = [stage for stage in self._recipe.stages if stage.name == self._spec.name]
+        dumped = own.model_dump(mode="json")
+        for changed in monitor.remedies(dumped):
+            stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts than before, and other draws
+            if base is not None:
+                state = read_state(base)
+                left = {"steps": max(1, own.train.steps - state["step"])}
+                if own.train.tokens is not None:
+                    left["tokens"] = max(1, own.train.tokens - state["result"]["tokens"])
+                student = {**stage["student"], "model": str(base), "merge": None, "revision": None}
+                stage |= {"student": student, "train": {**stage["train"], **left}}
+            yield [stage if one["name"] == own.name else one for one in self._needed(own, base is not None)]
+
+    def _needed(self, own: Stage, cut: bool) -> list[dict[str, Any]]:
+        """The stage at work, those behind it and all that these take from others; `cut`: it has a start of its own now."""
+        stages = {stage.name: stage for stage in self._recipe.stages}
+        names = list(stages)
+        wanted, left = set[str](), names[names.index(own.name) :]
+        while left:
+            name = left.pop()
+            wanted.add(name)
+            needs = [
+                edge.stage for edge in edges(stages[name]) if not (cut and name == own.name and edge.key == "student")
+            ]
+            left += [need for need in needs if need not in wanted]
+        return [stages[name].model_dump(mode="json") for name in names if name in wanted]
+
+
+def _evaluated(measures: Mapping[str, Measures]) -> Evaluated | None:
+    """The evaluation before training, as metrics.jsonl would have it."""
+    values = {domain: found.value for domain, found in measures.items() if found.value is not None}
+    more: dict[str, dict[str, float]] = {name: {} for name in ("stderr", "at_k", "at_k_stderr")}
+    for domain, found in measures.items():
+        for name, value in (
+            ("stderr", found.stderr),
+            ("at_k", found.pass_at_k),
+            ("at_k_stderr", found.pass_at_k_stderr),
+        ):
+            if value is not None:
+                more[name][domain] = value
+    return Evaluated(0, values, more["stderr"], more["at_k"], more["at_k_stderr"]) if values else None
+
+
+def evaluation_metrics(measures: Mapping[str, Measures]) -> dict[str, float | None]:
+    """What an evaluation adds to the metrics of its step."""
+    found: dict[str, float | None] = {f"eval/{domain}": one.value for domain, one in measures.items()}
+    for domain, one in measures.items():
+        more: Sequence[tuple[str, float | None]] = (
+            ("eval_stderr", one.stderr), ("eval_k", one.pass_at_k), ("eval_k_stderr", one.pass_at_k_stderr)
+        )  # fmt: skip
+        found |= {f"{name}/{domain}": value for name, value in more if value is not None}
+    return found

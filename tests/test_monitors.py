@@ -1,0 +1,255 @@
+"""Monitors: they speak on runs that failed, are quiet on those that went well, and their remedies can be carried out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import opd
+from opd import families
+from opd.config import load_recipe
+from opd.errors import RecipeError
+from opd.monitors.history import Evaluated, History, StageFacts
+from opd.monitors.monitor import Monitors
+from opd.runner.plan import make_plan
+from opd.trainer.metrics import calibration_error, spread_metrics
+from opd.types import Author, Rollout
+
+RECORDED: dict[str, dict[str, list[float | None]]] = json.loads(
+    (Path(__file__).parent / "recorded_metrics.json").read_text(encoding="utf-8")
+)
+STUDENT = "tiny/generalist"
+QUIETLY = ("quickstart", "privileged", "concise")
+ALARMS = {"collapse": {"kl", "stopping", "diversity"}, "collapse of stopping": {"stopping", "diversity"}}
+ACROSS = {"before": lambda: Evaluated(0, {"a": 0.5}, {"a": 0.02}, {"a": 0.8}, {"a": 0.02})}
+
+
+def fired(columns: Mapping[str, Sequence[float | None]], only: str | None = None, **facts: Any) -> dict[str, int]:
+    """Monitor -> the first step at which it had a reason to speak."""
+    history, found = History(StageFacts(**facts)), dict[str, int]()
+    for number in range(max(map(len, columns.values()))):
+        line = {name: values[number] for name, values in columns.items() if number < len(values)}
+        history.add({"step": number + 1, "stage": "main"} | line)
+        for monitor in Monitors().completed().watch:
+            if only in (None, monitor.name) and (alarm := monitor.alarm(history)) is not None:
+                assert math.isfinite(alarm.value + alarm.threshold)
+                assert alarm.words
+                found.setdefault(monitor.name, number + 1)
+    return found
+
+
+@pytest.mark.parametrize("name", QUIETLY)
+def test_quiet_on_runs_that_went_well(name: str) -> None:
+    assert fired(RECORDED[name], instructed=name == "concise") == {}
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_alarms_on_recorded_collapses(name: str) -> None:
+    assert fired(RECORDED[name], instructed=True).keys() == ALARMS[name]
+
+
+def steps(*parts: tuple[float | None, int]) -> list[float | None]:
+    return [value for value, count in parts for _ in range(count)]
+
+
+def evaluated(name: str, *values: float, every: int = 2) -> list[float | None]:
+    return [value for number in values for value in (*steps((None, every - 1)), number)]
+
+
+FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
+    "kl": [
+        ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33]}, {}),
+        ({"reverse_kl": [1.5, 9.0, 8.0]}, {}),
+        ({"reverse_kl": steps((0.2, 100), (0.9, 3))}, {}),
+    ],
+    "diversity": [
+        ({"eval/a": evaluated("a", 0.55), "eval_k/a": evaluated("a", 0.7), "eval_k_stderr/a": evaluated("a", 0.02)}, ACROSS),
+        ({"entropy": steps((0.30, 10), (0.20, 10)), "reward": steps((0.5, 20))}, {}),
+        ({"entropy": steps((0.30, 10), (0.20, 10)), "distinct": steps((0.5, 10), (0.1, 10))}, {}),
+    ],
+    "stopping": [
+        ({"truncated": [0.0] * 10 + [0.05 * n for n in range(11)], "response_length": steps((10, 21))}, {}),
+        ({"truncated": steps((0.0, 10), (0.1, 10)), "response_length": steps((10, 10), (21, 10))}, {}),
+    ],
+    "shortening": [({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 20))}, {})],
+    "token": [({"kl_top": steps((0.6, 10)), "kl_largest": steps((8.0, 10))}, {})],
+    "mismatch": [({"mismatch_outside": steps((0.03, 10))}, {}), ({"mismatch": steps((0.3, 10))}, {})],
+    "staleness": [({"staleness/max": [1, 3, 5]}, {})],
+    "calibration": [({"ece": steps((0.10, 20), (0.17, 20))}, {})],
+    "together": [
+        ({"reverse_kl": [0.5, 0.5, 0.4, 0.4, 0.3, 0.3], "eval/a": evaluated("a", 0.45, 0.4, 0.3)}, ACROSS),
+    ],
+    "saturation": [
+        ({"eval/a": evaluated("a", 0.5, 0.51), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, {"self_taught": True, **ACROSS}),
+    ],
+}  # fmt: skip
+HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
+    "kl": [
+        ({"reverse_kl": [1.7, 1.8, 1.7, 0.32, 1.6, 1.7]}, {}),  # one odd batch
+        ({"reverse_kl": [0.01, 0.011, 0.01, 0.001, 0.001]}, {}),  # too little to fall from
+        ({"reverse_kl": steps((0.01, 50), (0.05, 9))}, {}),
+    ],
+    "diversity": [
+        ({"entropy": steps((0.30, 10), (0.10, 10)), "reward": steps((0.5, 10), (0.9, 10))}, {}),
+        ({"entropy": steps((0.30, 10), (0.10, 10))}, {}),  # learning looks like this, too
+        ({"eval/a": evaluated("a", 0.7), "eval_k/a": evaluated("a", 0.78), "eval_k_stderr/a": evaluated("a", 0.02)}, ACROSS),
+    ],
+    "stopping": [({"truncated": steps((0.9, 30)), "response_length": steps((10, 30))}, {})],
+    "shortening": [
+        ({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 10), (0.7, 10))}, {}),
+        ({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 20))}, {"instructed": True}),
+        ({"response_length": steps((100, 10), (60, 10))}, {}),
+    ],
+    "token": [({"kl_top": steps((0.9, 10)), "kl_largest": steps((1.0, 10))}, {})],
+    "mismatch": [({"mismatch_outside": steps((0.001, 10)), "mismatch": steps((0.09, 10))}, {})],
+    "staleness": [({"staleness/max": [4, 4, 4]}, {})],
+    "calibration": [({"ece": steps((0.27, 20), (0.05, 20))}, {})],
+    "together": [({"reverse_kl": [0.5, 0.5, 0.4, 0.4, 0.3, 0.3], "eval/a": evaluated("a", 0.45, 0.46, 0.3)}, ACROSS)],
+    "saturation": [
+        ({"eval/a": evaluated("a", 0.5, 0.51), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, ACROSS),
+        ({"eval/a": evaluated("a", 0.6, 0.7), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, {"self_taught": True, **ACROSS}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", families.names("monitor"))
+def test_every_monitor_tells_failing_runs_from_others(name: str) -> None:
+    for columns, facts in FAILING[name]:
+        assert fired(columns, name, **facts), columns
+    for columns, facts in HEALTHY[name]:
+        assert not fired(columns, name, **facts), columns
+    assert not fired({"loss": [1.0] * 40}, name)  # without what it reads it says nothing
+
+
+# Recipes
+
+
+def loads(stages: list[dict[str, Any]]) -> bool:
+    try:
+        load_recipe({"name": "remedied", "stages": stages})
+    except RecipeError:
+        return False
+    return True
+
+
+def test_remedies_load() -> None:
+    found: dict[str, set[str]] = {}
+    for shipped in ("quickstart", "methods/thinking-machines", "methods/refresh", "methods/grpo"):
+        (stage,) = load_recipe(shipped).model_dump(mode="json")["stages"][:1]
+        before = json.dumps(stage)
+        for monitor in Monitors().completed().watch:
+            if any(loads([changed]) and changed != stage for changed in monitor.remedies(stage)):
+                found.setdefault(monitor.name, set()).add(shipped)
+        assert json.dumps(stage) == before
+    assert found.keys() == set(families.names("monitor"))
+    assert {"kl", "diversity", "stopping", "token", "calibration"} <= {
+        name for name, recipes in found.items() if "quickstart" in recipes
+    }
+
+
+def test_settings_are_read_and_mistakes_refused() -> None:
+    plain = load_recipe("quickstart").stages[0].monitors
+    assert plain.action == "warn"
+    assert [monitor.name for monitor in plain.watch] == families.names("monitor")
+    assert load_recipe("quickstart", ["monitors=off"]).stages[0].monitors.watch == []
+    own = load_recipe("quickstart", ["monitors={watch: [{kind: kl, fall: 9, action: stop}], ignore: token}"])
+    first, *others = own.stages[0].monitors.watch
+    assert (first.name, own.stages[0].monitors.action_of(first)) == ("kl", "stop")
+    assert "token" not in [monitor.name for monitor in others]
+    assert len(others) == len(plain.watch) - 2
+    assert load_recipe(yaml.safe_load(own.to_yaml())) == own
+    for wrong, told in (
+        ("{action: off, ignore: kl}", "watches nothing"),
+        ("{watch: [kl, kl]}", "comes twice"),
+        ("{ignore: kll}", "not watched anyway"),
+        ("{watch: kl, ignore: kl}", "keep one"),
+        ("{watch: {kind: kll}}", "did you mean 'kl'"),
+        ("loudly", "'warn', 'stop' or 'off'"),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            load_recipe("quickstart", [f"monitors={wrong}"])
+
+
+# Metrics
+
+
+def rollout_of(ids: list[int], name: str = "r") -> Rollout:
+    tokens, half = np.array(ids, dtype=np.int32), np.full(len(ids), math.log(0.5), dtype=np.float32)
+    author = np.full(len(ids), Author.STUDENT, dtype=np.uint8)
+    return Rollout(name, "p", 0, 0, "a", "student", tokens[:1], tokens, author, half, half, half, tokens * 0, "stop")
+
+
+def test_metrics_of_what_means_hide() -> None:
+    values = np.full(200, 0.01)
+    values[:2] = 9.0
+    alike = [rollout_of([5, 6, 5, 6]), rollout_of([5, 6, 5, 6])]
+    found = spread_metrics(values, np.array([0.0, 0.1, 0.8, math.nan]), alike)
+    assert found["kl_top"] == pytest.approx(18 / (18 + 1.98))
+    assert found["kl_largest"] == 9
+    assert found["mismatch_outside"] == pytest.approx(1 / 3)
+    assert found["distinct"] == pytest.approx(2 / 6)
+    assert spread_metrics(np.zeros(0), np.zeros(0), []) == {}
+    sure = [rollout_of([5, 6], name=str(number)) for number in range(20)]
+    right = {rollout.id: float(int(rollout.id) < 5) for rollout in sure}
+    assert all((rollout.author == Author.STUDENT).all() for rollout in sure)
+    confidence = float(np.exp(sure[0].logprob.mean()))
+    assert calibration_error(sure, right)["ece"] == pytest.approx(abs(confidence - 0.25))
+    assert calibration_error(sure, {}) == {}
+
+
+# Runs
+
+
+def failing(action: str) -> dict[str, Any]:
+    """A learning rate that no model survives."""
+    return {
+        "student": STUDENT,
+        "teachers": {"a": "tiny/arithmetic"},
+        "prompts": {"source": "task:addition", "domain": "a"},
+        "rollout": {"prompts": 8, "max_new_tokens": 6},
+        "train": {"steps": 5, "lr": 0.3, "clip": None},
+        "checkpoint": {"every": 2, "keep": 9, "background": False, "resume": "exact"},
+        "eval": {"prompts": 0},
+        "log": {"samples": 0, "start_table": False},
+        "monitors": action,
+        "device": "cpu",
+        "threads": 1,
+    }
+
+
+def test_a_run_that_fails_is_told_once_stopped_and_taken_up(tmp_path: Path) -> None:
+    warned = opd.run(failing("warn"), out=tmp_path / "warned")
+    off = opd.run(failing("off"), out=tmp_path / "off")
+    losses = [line["loss"] for line in warned.metrics]
+    assert losses == [line["loss"] for line in off.metrics]
+    assert off.monitors == []
+    (alarm,) = [line for line in warned.monitors if line["monitor"] == "kl"]  # once, not at every step
+    assert alarm["value"] > alarm["threshold"]
+    assert alarm["words"]
+    assert alarm["remedy"]
+    log = (warned.directory / "log.txt").read_text(encoding="utf-8")
+    assert log.count("ALARM (kl)") == 1
+
+    recipe = load_recipe(warned.directory / alarm["recipe"])
+    base = max((path for path in warned.checkpoints if int(path.name[-6:]) < alarm["step"]), default=None)
+    assert recipe.stages[0].student.model == (STUDENT if base is None else str(base))
+    assert recipe.stages[0].train.lr == pytest.approx(0.1)
+    assert recipe.stages[0].train.steps == 5 - (0 if base is None else int(base.name[-6:]))
+    assert make_plan(recipe)
+
+    stopped = opd.run(failing("stop"), out=tmp_path / "stopped")
+    assert stopped.summary["status"] == "stopped"
+    assert stopped.metrics[-1]["step"] == alarm["step"] < 5
+    taken_up = opd.resume(stopped.directory)
+    assert taken_up.summary["status"] == "done"
+    assert [line["loss"] for line in taken_up.metrics] == losses
+    assert [(line["step"], line["value"]) for line in taken_up.monitors if line["monitor"] == "kl"] == [
+        (alarm["step"], alarm["value"])
+    ]
