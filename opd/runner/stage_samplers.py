@@ -28,7 +28,7 @@ class StageSamplers:
     ) -> None:
         self._world, self._check_stop = world, check_stop
         self._spec, self._model, self._models = spec, student, teachers
-        self._max_length, self._stop_ids = max_length, stop_ids
+        self.max_length, self._stop_ids = max_length, stop_ids
         self._teachers: dict[str, TokenSampler] = {}
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
@@ -63,7 +63,7 @@ class StageSamplers:
     def of(self, model: LanguageModel) -> TokenSampler:
         """Of a model that does not learn, in its own precision. What the student is shown may be longer than it can read."""
         copy = model.inference_copy(None)
-        length = min(self._max_length, model.context)
+        length = min(self.max_length, model.context)
         return self._world.sampler(self._spec.sampler.beside().open(copy, length, merge_stop=self._stop_ids))
 
     def load(self, weights: WeightsRef) -> None:
@@ -88,6 +88,6 @@ class StageSamplers:
         self, model: LanguageModel, partner: Partner | None = None, kind: SamplerKind | None = None
     ) -> TokenSampler:
         kind = kind or self._spec.sampler
-        sampler = kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
+        sampler = kind.open(model, self.max_length, merge_stop=self._stop_ids, partner=partner)
         kind.heed(sampler, self._check_stop)
         return sampler
