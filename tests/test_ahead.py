@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import threading
@@ -15,13 +16,15 @@ import yaml
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, TrainingError
+from opd.errors import RecipeError, StoreError, TrainingError
 from opd.models.attention import Packed
+from opd.runner import pipeline
 from opd.sampling.ahead import AheadSampler
 from opd.sampling.collect import collect
 from opd.sampling.engine import Engine
 from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
+from opd.store.files import AppendFile, Files
 from opd.trainer.ahead import Ahead
 from opd.types import SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.crash import RECIPE, durable, ended, kept, start
@@ -199,6 +202,37 @@ def test_killed_while_both_work(tmp_path: Path) -> None:
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     assert len(found) == 24
     assert all(item.stop is not None for item in found.values())
+
+
+class FullFile(AppendFile):
+    left = 0
+
+    def write(self, data: bytes) -> None:
+        FullFile.left -= len(data)
+        if FullFile.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(data)
+
+
+class FullFiles(Files):
+    def append(self, path: Path) -> AppendFile:
+        return FullFile(path)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("room", [3000, 14000])
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(FullFile, "left", room)
+    monkeypatch.setattr(pipeline, "RolloutStore", lambda place: RolloutStore(place, files=FullFiles()))
+    with pytest.raises(StoreError, match="disk is full"):
+        opd.run(AHEAD, out=tmp_path / "run")
+    assert not [thread for thread in threading.enumerate() if thread.name == "opd-sampler"]
+    monkeypatch.undo()
+    before = durable(tmp_path / "run")
+    run = opd.resume(tmp_path / "run")
+    found = durable(tmp_path / "run")
+    kept(before, found)
+    assert (len(found), len(run.metrics)) == (24, 4)
 
 
 @pytest.mark.parametrize(
