@@ -708,14 +708,14 @@ def everything() -> dict[str, Any]:
 
 
 COUNTS = {
-    "exact": 10_000,
-    "numeric": 10_000,
+    "exact": 3_000,
+    "numeric": 3_000,
     "sum": 1_000,
     "format": 1_000,
     "json": 1_000,
-    "code": 300,
-    "maths": 40,
-    "gym": 40,
+    "code": 100,
+    "maths": 20,
+    "gym": 20,
 }
 
 
