@@ -55,7 +55,7 @@ test-families: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m families
 
 test-scale: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m scale
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m scale
 
 test-ray: $(VENV)/.dev
 	$(PIP) -e '.[ray]'
@@ -74,7 +74,7 @@ test-kernels: $(VENV)/.dev
 
 test-vllm: $(VENV)/.dev
 	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

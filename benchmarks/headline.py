@@ -35,6 +35,7 @@ OBJECTIVES: dict[str, Any] = {
     "grpo": GRPO, "sft-gold": SFT, "exact": EXACT, "sampled": SAMPLED, "sft-teacher": SFT,
 }  # fmt: skip
 TAUGHT = ("exact", "sampled", "sft-teacher")
+Reached = list[tuple[float, bool]]  # per seed: what was spent, and whether the level was reached by then
 
 
 def recipe(edition: Edition, arm: str, rate: float, size: int, seed: int, split: Any, args: Any) -> dict[str, Any]:
@@ -124,12 +125,26 @@ def cost_to(points: list[tuple[float, float]], level: float) -> tuple[float, boo
     return points[-1][0], False
 
 
-def factor(ours: list[float], rl: list[float], draws: int = 2000) -> dict[str, float]:
-    """RL's mean cost over an arm's, with a 95 % interval from drawing seeds anew."""
+def factor(ours: Reached, rl: Reached, draws: int = 2000) -> dict[str, Any] | None:
+    """RL's mean cost over an arm's, with a 95 % interval from drawing seeds anew. None: the arm missed the level with a seed, so its
+    cost is not known. Where RL missed it, its cost is more than was spent: the factor is a lower bound, and has no upper end.
+    """
+    if not all(there for _, there in ours):
+        return None
     rng = np.random.default_rng(0)
-    a, b = np.array(ours), np.array(rl)
+    a, b = (np.array([cost for cost, _ in found]) for found in (ours, rl))
     found = [rng.choice(b, b.size).mean() / rng.choice(a, a.size).mean() for _ in range(draws)]
-    return {"value": float(b.mean() / a.mean()), "low": float(np.quantile(found, 0.025)), "high": float(np.quantile(found, 0.975))}  # fmt: skip
+    at_least = not all(there for _, there in rl)
+    high = None if at_least else float(np.quantile(found, 0.975))
+    return {"value": float(b.mean() / a.mean()), "low": float(np.quantile(found, 0.025)), "high": high, "at_least": at_least}  # fmt: skip
+
+
+def told(entry: dict[str, Any]) -> str:
+    found = entry["factor"]
+    if found is None:
+        return f"missed by {entry['censored']} of {len(entry['by_seed'])}"
+    high = "" if found["high"] is None else f"{found['high']:.1f}"
+    return f"RL costs {'at least ' if found['at_least'] else ''}{found['value']:.1f}x [{found['low']:.1f}, {high}]"
 
 
 def summarise(edition: Edition, runs: dict[str, list[dict[str, Any]]], teachers: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:  # fmt: skip
@@ -140,17 +155,17 @@ def summarise(edition: Edition, runs: dict[str, list[dict[str, Any]]], teachers:
     for part in LEVELS:
         level = start + part * gain
         reached = {name: [cost_to(points, level) for points in found] for name, found in curves.items()}
-        rl = [cost for cost, _ in reached["grpo"]]
         table: dict[str, Any] = {}
         for name, found in reached.items():
             costs = [cost for cost, _ in found]
             table[name] = {
-                "flops": mean(costs), "by_seed": costs, "censored": sum(not there for _, there in found), "factor": factor(costs, rl),
+                "flops": mean(costs), "by_seed": costs, "censored": sum(not there for _, there in found), "factor": factor(found, reached["grpo"]),
             }  # fmt: skip
             teacher = name.rpartition("-")[2]
             if name.startswith(TAUGHT) and teacher in teachers:
-                saved = mean(rl) - mean(costs)
-                table[name]["break_even_students"] = teachers[teacher] / saved if saved > 0 else None
+                saved = mean(cost for cost, _ in reached["grpo"]) - mean(costs)
+                known = table[name]["factor"] is not None and saved > 0  # at most so many, where RL missed the level
+                table[name]["break_even_students"] = teachers[teacher] / saved if known else None
         levels[f"{part:g}"] = {"score": level, "rl_censored": table["grpo"]["censored"], "arms": table}
     return {"start": start, "rl_gain": gain, "levels": levels, "curves": curves}
 
@@ -165,7 +180,7 @@ def main() -> None:
     edition.write_data()
     best = tune(edition, [("grpo", ""), ("sft-gold", "")], args)
     teachers = make_teachers(edition, best, args)
-    taught = [(arm, teacher) for teacher in TEACHERS for arm in TAUGHT]
+    taught = [(arm, teacher) for teacher in args.teachers for arm in TAUGHT]
     best |= tune(edition, taught, args)
     jobs = {
         (arm, teacher, seed): jobs_of(edition, arm, teacher, best[f"{arm}-{teacher}" if teacher else arm], seed, "report", args)
@@ -179,10 +194,7 @@ def main() -> None:
     results = summarise(edition, runs, teachers, args)
     for part, level in results["levels"].items():
         for name, entry in level["arms"].items():
-            told = f"{entry['factor']['value']:.1f}x [{entry['factor']['low']:.1f}, {entry['factor']['high']:.1f}]"
-            print(
-                f"{float(part):4.0%} of RL's gain ({level['score']:.3f}) {name:18} RL costs {told}, {entry['censored']} censored"
-            )
+            print(f"{float(part):4.0%} of RL's gain ({level['score']:.3f}) {name:18} {told(entry)}")
     save(f"headline-{args.edition}.json", {
         "edition": args.edition, "domain": args.domain, "student": args.start.rpartition("/")[2], "seeds": args.seeds, "best": best,
         "tuning_runs": {arm: len(settings_of(arm, args)) for arm in OBJECTIVES}, "teachers_flops": teachers, "held_out": args.prompts,
@@ -206,6 +218,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rl-rates", type=float, nargs="+", default=[1e-4, 3e-4, 6e-4])
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16], help="samples per prompt that RL tries")
     parser.add_argument("--other-sizes", type=int, nargs="+", default=[1, 4], help="that the other arms try")
+    parser.add_argument("--teachers", nargs="+", choices=list(TEACHERS), default=list(TEACHERS))
     parser.add_argument("--points", type=int, default=20, help="evaluations of a run")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--train-rows", type=int, default=4000)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from runs import save
 
 STEPS = ("data", "start", "specialists", "tune", "arms", "report")
 TUNING_SEED = 100
+MEASURED: tuple[Split, ...] = ("tune", "report")
 
 
 def main() -> None:
@@ -64,6 +66,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4 (tiny), 0 to 2 (smol)")
     parser.add_argument("--origin", choices=["start", "foreign"], default="start", help="of the specialists")
     parser.add_argument("--steps", type=int, help="of an arm that samples, asks a teacher and trains")
+    parser.add_argument("--tuning-steps", type=int, help="of a tuning run, likewise; default: as many")
     parser.add_argument("--rollouts", type=int, help="per step")
     parser.add_argument("--prompts", type=int, help="measured per domain")
     parser.add_argument("--start-steps", type=int, default=64, help="at most")
@@ -111,22 +114,27 @@ def specialists(edition: Edition, args: argparse.Namespace) -> None:
             edition.job(f"specialist-{args.origin}", 0, "screen", tags=(domain,), recipe=recipe,
                         pack=str(adapter), base=base) | {"domains": [domain]}
         )  # fmt: skip
+        jobs[-1]["references"] = [of_specialist(edition, domain, args.origin, split) for split in MEASURED]
+    start = edition.job("start", 0, "screen", tags=("screen",), model=edition.start)
+    start["references"] = [of_start(edition, split) for split in MEASURED]
     drawn = edition.job("start", 0, "screen", tags=("screen", "drawn"), model=edition.start)
     drawn["measure"] |= {"samples": 8, "temperature": 1.0}
-    run_all(
-        [*jobs, edition.job("start", 0, "screen", tags=("screen",), model=edition.start), drawn],
-        edition.directory,
-        args.workers,
-    )
+    run_all([*jobs, start, drawn], edition.directory, args.workers)
+
+
+def of_start(edition: Edition, split: Split) -> dict[str, Any]:
+    return edition.job("start", 0, split, tags=(split,), model=edition.start)
+
+
+def of_specialist(edition: Edition, domain: str, origin: str, split: Split) -> dict[str, Any]:
+    model = edition.specialist(domain, origin)
+    return edition.job(f"reference-{origin}", 0, split, tags=(domain, split), model=model) | {"domains": [domain]}
 
 
 def references(edition: Edition, args: argparse.Namespace, split: Split) -> tuple[Marks, Marks]:
     """Marks of the start, and of every specialist on its own domain."""
-    jobs = [edition.job("start", 0, split, tags=(split,), model=edition.start)]
-    for domain in edition.domains:
-        model = edition.specialist(domain, args.origin)
-        job = edition.job(f"reference-{args.origin}", 0, split, tags=(domain, split), model=model)
-        jobs.append(job | {"domains": [domain]})
+    jobs = [of_start(edition, split)]
+    jobs += [of_specialist(edition, domain, args.origin, split) for domain in edition.domains]
     found = [entry["marks"] for entry in run_all(jobs, edition.directory, args.workers).values()]
     specialists = {domain: marks[domain] for domain, marks in zip(edition.domains, found[1:], strict=True)}
     return {domain: found[0][domain] for domain in edition.domains}, specialists
@@ -135,9 +143,7 @@ def references(edition: Edition, args: argparse.Namespace, split: Split) -> tupl
 def tune(edition: Edition, args: argparse.Namespace) -> None:
     references(edition, args, "tune")
     jobs = [
-        arm_job(edition, name, setting, TUNING_SEED, "tune", args.origin)
-        for name in chosen(edition, args)
-        for setting in tried(edition, name)
+        tuning_job(edition, name, setting, args) for name in chosen(edition, args) for setting in tried(edition, name)
     ]
     run_all(jobs, edition.directory, args.workers)
 
@@ -165,12 +171,17 @@ def arm_job(edition: Edition, name: str, rate: float, seed: int, split: Split, o
     )  # fmt: skip
 
 
+def tuning_job(edition: Edition, name: str, setting: float, args: argparse.Namespace) -> dict[str, Any]:
+    shorter = replace(edition, steps=args.tuning_steps or edition.steps)
+    return arm_job(shorter, name, setting, TUNING_SEED, "tune", args.origin)
+
+
 def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:
     """The setting with the highest pooled score on tuning prompts; None: not all of its runs are there."""
     start, specialists = references(edition, args, "tune")
     scores = {}
     for setting in tried(edition, name):
-        entry = Path(arm_job(edition, name, setting, TUNING_SEED, "tune", args.origin)["entry"])
+        entry = Path(tuning_job(edition, name, setting, args)["entry"])
         if not entry.is_file():
             return None
         scores[setting] = pooled(json.loads(entry.read_text(encoding="utf-8"))["marks"], start, specialists)

@@ -1,8 +1,10 @@
-"""Every lab's pipeline whole, each a process with one thread: how long it takes, and its story.
+"""Every lab's pipeline whole, each a process with one thread: how long it takes, its story, and what became of its prediction.
 
-    python benchmarks/labs.py --workers 8
+    python benchmarks/labs.py --workers 8                     # once each
+    python benchmarks/labs.py --workers 8 --seeds 0 1 2       # as docs/evidence.md reports them
 
-Runs that are there already are read, not repeated.
+`labs/mimo-v2-flash` has two further arms, which take its specialists over and change its last stage: without the reward, and with
+the reward alone. Runs that are there already are read, not repeated. Writes benchmarks/results/labs-cpu.json.
 """
 
 from __future__ import annotations
@@ -12,51 +14,210 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import numpy as np
 from runs import save
 
 from opd.config import shipped_recipes
 from opd.runner.story import story_lines
 
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
+DRAWS = 2000
+MIMO = "labs/mimo-v2-flash"
+ARMS = {  # of MiMo's last stage
+    "opd": ["stages.mopd.objective.advantage={student: current}"],
+    "reward": ["stages.mopd.teachers={}", "stages.mopd.objective.advantage={teacher_weight: 0, outcome_weight: 1, baseline: group, std: true}"],
+}  # fmt: skip
 
 
-def carry_out(name: str, directory: Path, changes: list[str]) -> dict[str, Any]:
-    """The summary of a lab's run."""
-    out = directory / name.removeprefix("labs/")
-    if not (out / "summary.json").is_file():
-        command = [sys.executable, "-m", "opd", "run", name, *changes, "--out", str(out), "--resume"]
+def folder(directory: Path, lab: str, seed: int, arm: str = "") -> Path:
+    parts = [lab.removeprefix("labs/"), *([f"seed{seed}"] if seed else []), *([arm] if arm else [])]
+    return directory / "-".join(parts)
+
+
+def carry_out(lab: str, seed: int, directory: Path, changes: list[str]) -> None:
+    """The lab, and MiMo's further arms behind it. One that fails is told about; the others go on."""
+    out = folder(directory, lab, seed)
+    seeded = [*changes, *([f"seed={seed}"] if seed else [])]
+    if _run(lab, seeded, out) and lab == MIMO:
+        for arm, further in ARMS.items():
+            _run(lab, [*seeded, *further], folder(directory, lab, seed, arm), "--reuse", str(out))
+
+
+def _run(lab: str, changes: list[str], out: Path, *options: str) -> bool:
+    if summary_of(out) is None:
+        command = [sys.executable, "-m", "opd", "run", lab, *changes, "--out", str(out), "--resume", *options]
         threads = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=threads, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return json.loads((out / "summary.json").read_text(encoding="utf-8"))
+            print(f"{out.name}: {done.stdout[-1000:]}{done.stderr[-2000:]}", flush=True)
+    return summary_of(out) is not None
+
+
+def summary_of(out: Path) -> dict[str, Any] | None:
+    """Of a run that has ended."""
+    path = out / "summary.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found if found.get("status") == "done" else None
+
+
+def scores_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """Stage -> domain -> before, after, teacher: what outcomes are computed from."""
+    kept = ("n", "greedy", "sampled", "pass_at_k")
+    return {
+        stage["name"]: {
+            domain: {when: {key: one[key] for key in kept if key in one} for when, one in found["details"].items()}
+            for domain, found in stage["evals"].items()
+        }
+        for stage in summary["stages"]
+    }
+
+
+# What was predicted
+
+
+@dataclass
+class Scores:
+    """What a run measured; with `draws`, each number drawn anew within its own error."""
+
+    stages: dict[str, dict[str, Any]]
+    draws: np.random.Generator | None = None
+
+    def of(self, stage: str, when: str, key: str = "greedy") -> dict[str, float]:
+        """By domain; `when`: before, after, or teacher."""
+        details = {domain: found["details"] for domain, found in self.stages[stage]["evals"].items()}
+        return {domain: self._drawn(one[when][key], one[when]["n"]) for domain, one in details.items() if when in one}
+
+    def _drawn(self, share: float, n: int) -> float:
+        if self.draws is None:
+            return share
+        shrunk = (share * n + 1) / (n + 2)  # a full score has an error, too
+        return share + float(self.draws.normal(0.0, (shrunk * (1 - shrunk) / n) ** 0.5))
+
+
+Arms = dict[str, Scores]  # "" is the lab itself
+Outcome = Callable[[Arms], float]
+
+
+def average(arms: Arms, stage: str, when: str = "after", arm: str = "", key: str = "greedy") -> float:
+    return mean(arms[arm].of(stage, when, key).values())
+
+
+def recovered(arms: Arms) -> float:
+    """GLM-5: of each earlier domain what is left of its peak behind the last stage; the worst of them."""
+    own = {"arithmetic": "reasoning-rl", "spelling": "agentic-rl", "ciphers": "sft"}
+    after = arms[""].of("recovery", "after")
+    return min(after[domain] / arms[""].of(stage, "after")[domain] for domain, stage in own.items())
+
+
+def kept(arms: Arms) -> float:
+    return arms[""].of("recovery", "after")["sorting"] / arms[""].of("general-rl", "after")["sorting"]
+
+
+def above_teachers(arms: Arms) -> float:
+    """Share of the domains in which the student is above its teacher."""
+    after, teacher = arms[""].of("mopd", "after"), arms[""].of("mopd", "teacher")
+    return mean(after[domain] > teacher[domain] for domain in teacher)
+
+
+def lowest(arms: Arms) -> float:
+    """Nemotron: the weakest domain as the next RL stage finds it, with re-anchoring less without."""
+    scores = arms[""]
+    return min(scores.of("further-rl", "before").values()) - min(scores.of("multi-domain-rl", "after").values())
+
+
+def integrated(arms: Arms, stage: str = "merged") -> float:
+    before, after, teacher = (arms[""].of(stage, when) for when in ("before", "after", "teacher"))
+    return sum(after[name] - before[name] for name in teacher) / sum(teacher[name] - before[name] for name in teacher)
+
+
+PREDICTIONS: dict[str, dict[str, tuple[Outcome, float]]] = {  # what is measured, and what it was predicted to be at least
+    "labs/qwen3": {
+        "on-policy less off-policy, at equal answers, greedy": (lambda a: average(a, "on-policy") - average(a, "off-policy-longer"), 0.0),
+        "the same, sampled": (lambda a: average(a, "on-policy", key="sampled") - average(a, "off-policy-longer", key="sampled"), 0.0),
+        "pass@8 after on-policy less before": (lambda a: average(a, "on-policy", key="pass_at_k") - average(a, "on-policy", "before", key="pass_at_k"), 0.0),
+    },
+    "labs/glm5": {"worst earlier domain, of its peak": (recovered, 0.97), "last domain, of its peak": (kept, 0.97)},
+    MIMO: {
+        "OPD + reward less OPD": (lambda a: average(a, "mopd") - average(a, "mopd", arm="opd"), 0.0),
+        "OPD less reward alone": (lambda a: average(a, "mopd", arm="opd") - average(a, "mopd", arm="reward"), 0.0),
+        "domains above their teacher": (above_teachers, 0.5),
+    },
+    "labs/nemotron-cascade2": {"lowest domain, re-anchored less not": (lowest, 0.0)},
+    "labs/deepseek-v4": {"normalised score of twelve teachers": (integrated, 0.95)},
+    "labs/two-rounds": {"second round less first": (lambda a: average(a, "merged-2") - average(a, "merged-1"), 0.0)},
+}  # fmt: skip
+
+
+def outcome(predicted: Outcome, runs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Mean over seeds; the 95 % interval draws seeds, and every score within the error of its prompts."""
+    generator = np.random.default_rng(0)
+
+    def one(run: dict[str, dict[str, Any]], draws: np.random.Generator | None) -> float:
+        return predicted({arm: Scores(stages, draws) for arm, stages in run.items()})
+
+    drawn = [
+        mean(one(runs[number], generator) for number in generator.integers(len(runs), size=len(runs)))
+        for _ in range(DRAWS)
+    ]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    by_seed = [one(run, None) for run in runs]
+    return {"value": mean(by_seed), "low": float(low), "high": float(high), "by_seed": by_seed}
+
+
+def outcomes(lab: str, directory: Path, seeds: list[int]) -> dict[str, Any]:
+    runs = []
+    for seed in seeds:
+        names = ["", *ARMS] if lab == MIMO else [""]
+        found = {name: summary_of(folder(directory, lab, seed, name)) for name in names}
+        if all(found.values()):
+            runs.append({name: {stage["name"]: stage for stage in summary["stages"]} for name, summary in found.items() if summary})  # fmt: skip
+    if not runs:
+        return {}
+    return {
+        name: outcome(predicted, runs) | {"predicted": least, "seeds": len(runs)}
+        for name, (predicted, least) in PREDICTIONS.get(lab, {}).items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs/labs"))
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="0: only read what is there")
     parser.add_argument("--labs", nargs="+", default=LABS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="for all of them")
     arguments = parser.parse_args()
-    with ThreadPoolExecutor(max(arguments.workers, 1)) as pool:
-        jobs = {name: pool.submit(carry_out, name, arguments.directory, arguments.set) for name in arguments.labs}
-        found = {name: job.result() for name, job in jobs.items()}
-    results = {
-        name: {
-            "status": summary["status"],
-            "seconds": round(sum(stage["seconds"] for stage in summary["stages"]), 1),
-            "tokens": sum(stage["tokens"] for stage in summary["stages"]),
-            "story": summary.get("story", []),
-        }
-        for name, summary in found.items()
-    }
-    for name, result in results.items():
-        print(f"{name}: {result['seconds']} s", *story_lines(result["story"]), sep="\n  ")
+    directory = arguments.directory
+    with ThreadPoolExecutor(arguments.workers or 1) as pool:
+        for seed in arguments.seeds if arguments.workers else ():
+            for lab in arguments.labs:
+                pool.submit(carry_out, lab, seed, directory, arguments.set)
+    results: dict[str, Any] = {}
+    for lab in arguments.labs:
+        for seed in arguments.seeds:
+            if (summary := summary_of(folder(directory, lab, seed))) is not None:
+                seconds = round(sum(stage["seconds"] for stage in summary["stages"]), 1)
+                tokens = {stage["name"]: stage["tokens"] for stage in summary["stages"]}
+                run = {
+                    "seed": seed,
+                    "seconds": seconds,
+                    "tokens": tokens,
+                    "story": summary["story"],
+                    "scores": scores_of(summary),
+                }
+                results.setdefault(lab, {"runs": []})["runs"].append(run)
+        if lab in results:
+            results[lab]["outcomes"] = outcomes(lab, directory, arguments.seeds)
+            print(f"{lab}: {results[lab]['runs'][0]['seconds']} s", *story_lines(results[lab]["runs"][0]["story"]), sep="\n  ")  # fmt: skip
+            for name, found in results[lab]["outcomes"].items():
+                print(f"  -> {name}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}], predicted at least {found['predicted']:g}")  # fmt: skip
     save("labs-cpu.json", {"changes": arguments.set, "labs": results})
 
 

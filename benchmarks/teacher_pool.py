@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def recipe(args: argparse.Namespace, models: Path, arm: str) -> dict[str, Any]:
         "rollout": {"prompts": args.prompts, "samples": 1, "max_new_tokens": args.new_tokens},
         "train": {"steps": args.steps, "micro_tokens": args.micro_tokens, "lr": 1e-9},  # all arms draw the same tokens
         "eval": {"prompts": 0},
-        "log": {"samples": 0},
+        "log": {"samples": 0, "start_table": False},
         "device": args.device,
         **({"threads": args.threads} if args.device == "cpu" else {}),
     }
@@ -126,7 +127,8 @@ def run_arm(path: Path, out: Path, result: Path) -> None:
     result.write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, Any]]:
+def measure(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, dict[str, Any]]]:
+    """Arm after arm, what is known so far."""
     models = directory / "models"
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     make_model(models / "student", args.student, 0, dtype)
@@ -135,7 +137,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, An
             make_model(models / f"d{number:02}", args.teacher, number + 1, dtype)
         else:
             copy_model(models / f"d{number % args.checkpoints:02}", models / f"d{number:02}")
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for arm in args.arms:
         out, path, result = directory / arm, directory / f"{arm}.yaml", directory / f"{arm}.json"
         shutil.rmtree(out, ignore_errors=True)
@@ -150,7 +152,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, An
             continue  # all resident may not fit: that is the point
         found[arm] = json.loads(result.read_text(encoding="utf-8"))
         print(json.dumps({arm: {key: found[arm][key] for key in ("peak_bytes", "seconds", "phases")}}), flush=True)
-    return found
+        yield found
 
 
 def link(size: int = 1 << 30) -> dict[str, float]:
@@ -245,16 +247,18 @@ def main() -> None:
     for key, value in zip(("student", "teacher", "prompts", "new_tokens", "micro_tokens"), usual, strict=True):
         setattr(args, key, getattr(args, key) or value)
     args.checkpoints = args.checkpoints or args.teachers
-    with tempfile.TemporaryDirectory() as name:
-        directory = args.directory or Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = args.directory or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        found = measure(args, directory)
-        rates = link() | page_rate(directory) if args.device == "cuda" else {}
-    settings = {key: value for key, value in vars(args).items() if key not in ("directory", "arms")}
-    values = {"settings": settings, "compared": compared(found), "arms": found} | ({"rates": rates} if rates else {})
-    suffix = f"-{args.keep}" if args.keep else ""
-    save(f"teacher-pool-{args.device}{suffix}.json", values)
-    print(json.dumps(values["compared"], indent=1))
+        settings = {key: value for key, value in vars(args).items() if key not in ("directory", "arms")}
+        name = f"teacher-pool-{args.device}{f'-{args.keep}' if args.keep else ''}.json"
+        values: dict[str, Any] = {}
+        for found in measure(args, directory):
+            values = {"settings": settings, "compared": compared(found), "arms": found}
+            save(name, values)
+        print(json.dumps(values["compared"], indent=1), flush=True)
+        if args.device == "cuda":
+            save(name, values | {"rates": link() | page_rate(directory)})
 
 
 if __name__ == "__main__":

@@ -85,3 +85,14 @@ def test_padding_costs_no_time_in_the_backward_pass() -> None:
         layout.attend_padded(*inputs, 0.1, None, None).sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert not names & {"aten::index_put_", "aten::_index_put_impl_", "aten::sort"}
+
+
+def test_gradients_are_the_same_every_time() -> None:
+    """Blocks of a long sequence are added up in order, and what other operations may do is as it was."""
+    lengths = [4000, 17, 900]
+    layout = Packed.of(lengths, "cuda")
+    inputs = [torch.randn(1, heads, sum(lengths), 64, device="cuda").bfloat16().requires_grad_() for heads in (8, 2, 2)]
+    first, *others = ([*gradients(layout.attend(*inputs, 0.125, None, None), inputs)] for _ in range(5))
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -44,6 +44,7 @@ def test_a_report_is_read(browser: Browser, tmp_path: Path) -> None:
     browser.open(path.as_uri())
     text = browser.run("document.body.innerText")
     assert "12 steps on 480 tokens" in text
+    assert "2 ways in which runs fail were watched, and none was seen: kl, token." in text
     assert browser.run("document.querySelectorAll('.bar').length") == 6
     assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 3
     # The worst token is shown first; another one when the mouse is over it; a click keeps it.
@@ -100,7 +101,7 @@ def test_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
-    root = make_run(tmp_path / "run", text=HOSTILE, domain=HOSTILE, rollouts=5, ended=False)
+    root = make_run(tmp_path / "run", text=HOSTILE, domain=HOSTILE, rollouts=5, ended=False, alarm=HOSTILE)
     with served(root) as address:
         for page in (write_report([root], tmp_path / "report.html").as_uri(), address):
             browser.open(page)
@@ -115,6 +116,9 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
             assert "<script>" in text.replace("\n", "")
             assert "\\x1b" in text
             assert "\\u202e" in text
+            assert "main, step 3: kl 12.6, threshold 0.7" in browser.run(
+                "document.querySelector('#monitors').innerText"
+            )
             assert not browser.run("/[\\u001b\\u202e\\u2066]/.test(document.body.innerText)")
             assert browser.errors == []
 

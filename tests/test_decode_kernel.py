@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opd.models.attention import masked_attention
-from opd.sampling.slots import SlotLayout
+from opd.sampling.slots import DecodeKernels, SlotLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -47,15 +47,32 @@ def test_one_token_per_slot(
     torch.testing.assert_close(found.float(), expected, atol=4e-3 if dtype == torch.float16 else 3e-2, rtol=0)
 
 
-def test_a_layout_with_the_kernel_equals_one_without() -> None:
-    from opd.sampling.decode_kernel import attend_slots
+def test_a_layout_with_kernels_equals_one_without() -> None:
+    """What is written, and what is read."""
+    from opd.sampling.decode_kernel import attend_slots, store_slots
 
     slots, columns = torch.arange(2, device=DEVICE), torch.tensor([[70], [9]], device=DEVICE)
-    cache = [torch.randn(3, 2, 128, 16, device=DEVICE).half() for _ in range(2)]
-    query = torch.randn(2, 4, 1, 16, device=DEVICE).half()
-    plain, fused = (
-        SlotLayout(slots, columns, 128, in_order=True, kernel=kernel).attend(query, *cache, 0.25, 8, None)
-        for kernel in (None, attend_slots)
-    )
+    before = [torch.randn(3, 2, 128, 24, device=DEVICE).half() for _ in range(2)]
+    query = torch.randn(2, 4, 1, 24, device=DEVICE).half()
+    new = [torch.randn(2, 1, 2, 24, device=DEVICE).half().transpose(1, 2) for _ in range(2)]
+    found = []
+    for kernels in (None, DecodeKernels(attend_slots, store_slots)):
+        cache = [tensor.clone() for tensor in before]
+        layout = SlotLayout(slots, columns, 128, in_order=True, kernels=kernels)
+        layout.write(*cache, *new)
+        found.append((layout.attend(query, *cache, 0.25, 8, None), *cache))
+    (plain, *caches), (fused, *written) = found
+    assert all(torch.equal(one, other) for one, other in zip(caches, written, strict=True))
     assert plain.shape == fused.shape
     torch.testing.assert_close(fused, plain, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("room", "width", "expected"),
+    [(232_448, 256, 3), (166_912, 256, 2), (101_376, 256, 1), (101_376, 64, 3), (0, 256, 1)],
+)
+def test_tiles_on_their_way_fit_into_shared_memory(room: int, width: int, expected: int) -> None:
+    """H100, A100 and an RTX 4090."""
+    from opd.sampling.decode_kernel import stages_in
+
+    assert stages_in(room, width, 2) == expected

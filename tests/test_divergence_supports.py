@@ -333,7 +333,10 @@ def test_runs_are_identical(backend: Any, support: dict) -> None:
 def test_auto_says_why() -> None:
     student, teacher = heads(1)
     assert divergence("jsd", student, teacher).plan.reason == "tensors are on cpu"
-    assert "runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    assert "a bias runs in torch" in divergence("jsd", student, teacher, support="topk", k=2).plan.reason
+    plain = heads(1, bias=False)
+    assert divergence("jsd", *plain, support="topk", k=2).plan.reason == "tensors are on cpu"
+    assert "most of the vocabulary" in divergence("jsd", *plain, support="topk", k=8).plan.reason
     with pytest.raises(ValueError, match="backend triton: tensors are on cpu"):
         divergence("jsd", student, teacher, backend="triton")
 

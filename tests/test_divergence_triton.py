@@ -117,6 +117,48 @@ def test_options_match_the_reference(
     compare(found, run(exact, kind, {}, mixture, "reference", mode, **options), 2e-4)
 
 
+def given_ids() -> torch.Tensor:
+    """Some twice, some missing, one row without any."""
+    ids = torch.randint(-1, V, (N, 12), generator=torch.Generator().manual_seed(6))
+    ids[0, :4], ids[1] = torch.tensor([300, 7, 7, 0]), -1
+    return ids.to(DEVICE)
+
+
+SUPPORTS: list[tuple[dict[str, Any], str]] = [
+    ({"support": "topk", "k": 9, "side": "teacher"}, ""),
+    ({"support": "topk", "k": 9, "side": "student", "closure": "renormalised"}, "arithmetic"),
+    ({"support": "topk", "k": 9, "side": "union", "closure": "generalised"}, "geometric"),
+    ({"support": "ids", "closure": "tail"}, ""),
+]
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(("support", "mixture"), SUPPORTS)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("merge", [(), ((3, 300, 7), (250, 1))])
+@pytest.mark.parametrize(("kind", "temperature"), [("reverse_kl", 1.0), ("jsd", 0.7)])
+def test_part_of_the_vocabulary_matches_the_reference(
+    kind: str, temperature: float, merge: tuple, softcap: float | None, support: dict[str, Any], mixture: str
+) -> None:
+    options: dict[str, Any] = {**support, "merge": merge, "temperature": temperature}
+    if support["support"] == "ids":
+        options["ids"] = given_ids()
+    options["weight"] = torch.rand(N, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    options["tokens"] = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    single, exact = (heads(4, dtype, bias=False, softcap=softcap) for dtype in (torch.float32, torch.float64))
+    found = run(single, kind, {}, mixture, "triton", "fast", **options)
+    compare(found, run(exact, kind, {}, mixture, "reference", "fast", **options), 2e-4)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_a_support_in_half_precision() -> None:
+    """At the chosen ids the gradient is rounded once: it may be a small difference of two large parts."""
+    options: dict[str, Any] = {"support": "topk", "k": 20, "merge": ((3, 300),)}
+    narrow, exact = (heads(7, dtype, bias=False, softcap=None) for dtype in (torch.bfloat16, torch.float64))
+    found = run(narrow, "reverse_kl", {}, "", "triton", "fast", **options)
+    compare(found, run(exact, "reverse_kl", {}, "", "reference", "fast", **options), 8e-3)
+
+
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("mode", ["fast", "small"])
 def test_logits_that_rise_steeply_do_not_overflow(mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -174,3 +175,20 @@ def test_long_sequences_cross_spans() -> None:
         ids = torch.tensor([event.token for event in events], device="cuda")
         expected = token_logprobs(teacher_forced(engine, request.prompt_ids, ids.tolist()), ids, merge=(STOPS,))
         assert [event.logprob for event in events] == pytest.approx(expected.tolist(), abs=5e-3)
+
+
+def test_two_engines_record_at_once() -> None:
+    """As with `rollout.staleness`: one samples ahead while the other evaluates, and both come upon new spans."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    model.module.to("cuda")
+    requests = make_requests((3, 17, 8, 30), Sampling(700, temperature=0.0))
+    engines = [Engine(model.inference_copy(), SPEC, 1000, merge_stop=STOPS) for _ in range(3)]
+    alone = {name: answer.ids for name, answer in collect(engines[2], requests).items()}
+    torch.cuda.synchronize()
+
+    def sample(engine: Engine) -> dict[str, list[int]]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return {name: answer.ids for name, answer in collect(engine, requests).items()}
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sample, engines[:2])) == [alone, alone]

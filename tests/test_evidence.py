@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("integration", "runs", "headline")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("integration", "runs", "headline", "labs")]:
         del sys.modules[name]
 
 
@@ -73,9 +73,39 @@ def test_a_domain_is_worth_what_it_gained() -> None:
 
 
 def test_a_level_that_is_missed_is_censored() -> None:
-    from headline import cost_to
+    from headline import cost_to, factor, told
 
     points = [(0.0, 0.2), (10.0, 0.4), (20.0, 0.4), (30.0, 0.8)]
     assert cost_to(points, 0.3) == (pytest.approx(5.0), True)
     assert cost_to(points, 0.6) == (pytest.approx(25.0), True)
     assert cost_to(points, 0.9) == (30.0, False)
+    rl = [(100.0, True), (100.0, True)]
+    assert factor([(10.0, True), (30.0, False)], rl) is None  # what a missed level costs is not known
+    assert told({"factor": None, "censored": 1, "by_seed": [10.0, 30.0]}) == "missed by 1 of 2"
+    assert factor([(10.0, True)], rl) == {"value": 10.0, "low": 10.0, "high": 10.0, "at_least": False}
+    bound = factor([(10.0, True)], [(100.0, True), (100.0, False)])
+    assert bound == {"value": 10.0, "low": 10.0, "high": None, "at_least": True}
+    assert told({"factor": bound}) == "RL costs at least 10.0x [10.0, ]"
+
+
+def test_outcomes_of_labs_come_from_what_was_measured() -> None:
+    from labs import PREDICTIONS, outcome
+
+    def stage(name: str, **scores: tuple[float, float]) -> dict[str, Any]:
+        found = {
+            domain: {"details": {"before": {"n": 200, "greedy": before}, "after": {"n": 200, "greedy": after}}}
+            for domain, (before, after) in scores.items()
+        }
+        return {"name": name, "evals": found}
+
+    stages = [
+        stage("sft", ciphers=(0.5, 0.8)), stage("reasoning-rl", arithmetic=(0.5, 0.9)), stage("agentic-rl", spelling=(0.5, 1.0)),
+        stage("general-rl", sorting=(0.5, 0.8)),
+        stage("recovery", arithmetic=(0.6, 0.9), spelling=(0.7, 0.9), ciphers=(0.4, 0.8), sorting=(0.8, 0.76)),
+    ]  # fmt: skip
+    run = {"": {one["name"]: one for one in stages}}
+    found = {name: outcome(predicted, [run, run]) for name, (predicted, _) in PREDICTIONS["labs/glm5"].items()}
+    worst, last = found.values()
+    assert worst["by_seed"] == [pytest.approx(0.9)] * 2  # spelling
+    assert last["value"] == pytest.approx(0.95)
+    assert last["low"] < 0.95 < last["high"]

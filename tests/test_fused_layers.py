@@ -131,9 +131,10 @@ def test_who_is_fused(kind: str, settings: dict[str, Any], expected: set[str]) -
     model = tiny(kind, **settings)
     ids = torch.arange(12).view(2, 6)
     before, classes = model(ids).logits, [type(child) for child in model.modules()]
-    names = list(model.state_dict())
+    names, seed = list(model.state_dict()), torch.get_rng_state()
     assert {part for part in fuse_layers(model).split(", ") if part} == expected
     assert fuse_layers(model) == ""  # once is enough
+    assert torch.equal(torch.get_rng_state(), seed)  # what a run draws does not depend on it
     assert list(model.state_dict()) == names
     assert torch.equal(model(ids).logits, before)
     assert torch.equal(copy.deepcopy(model)(ids).logits, before)

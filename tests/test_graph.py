@@ -177,8 +177,9 @@ def test_the_story_tells_what_was_gained_lost_and_kept() -> None:
 def test_a_key_tells_which_file_is_which_and_callables_have_none(tmp_path: Path) -> None:
     read = load_recipe(recipe({"name": "one"}))
     facts = [{"for": "prompts", "sha256": digest} for digest in ("aa", "bb")]
-    keys = [stage_keys(read, {"one": dict(zip(names, facts, strict=True))}) for names in (("x", "y"), ("y", "x"))]
-    assert keys[0] != keys[1]
+    inputs = [{"one": dict(zip(names, facts, strict=True))} for names in (("x", "y"), ("y", "x"))]
+    keys = [stage_keys(read, found, version) for found in inputs for version in ("1.0", "2.0")]
+    assert len({key["one"] for key in keys}) == 4
     rewarded = with_rewards(read, lambda sample: 1.0)
     with pytest.raises(UserError, match="Python callables, whose code no key covers"):
         reuse_stages(rewarded, {"one": {}}, tmp_path, [tmp_path], [], print)
@@ -239,3 +240,31 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"'one'.*left out and not finished here"):
         opd.run(changes, out=tmp_path / "fourth", reuse=[tmp_path / "second"], only="last")
     assert not (tmp_path / "fourth").exists()
+
+
+def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
+    """Nothing is chosen for `polish`, alone or merged: what it starts from comes out of it, here, later and elsewhere."""
+    student = save_tiny(tmp_path / "student")
+    none = {"select": {"stage": "one", "kind": "score", "least": 1, "most": 1}}
+    stages = [
+        {"name": "one"},
+        {"name": "polish", **none},
+        {"name": "merged", **none, "student": {"merge": {"models": [student, "stage:polish"]}}},
+        {"name": "last", "student": "stage:polish"},
+        {"name": "end", "student": "stage:merged"},
+    ]
+    changes = recipe(*stages, student=student, teachers={"t": save_tiny(tmp_path / "teacher", seed=1)})
+    where = tmp_path / "first"
+    assert opd.run(changes, out=where, until="merged").summary["status"] == "partial"
+    one = str(where / "checkpoints/one/step-000001")
+    for stage, model in (("polish", one), ("merged", str(where / "merged/merged"))):
+        assert load_recipe(recipe({"name": "x"}, student=f"run:{where}#{stage}")).stages[0].student.model == model
+    assert opd.resume(where, only="end").summary["status"] == "partial"
+    assert opd.resume(where).summary["status"] == "done"
+    steps: list[int] = []
+    opd.resume(where, on_step=lambda run, line: steps.append(run.step))
+    assert steps == []
+    second = opd.run(changes, out=tmp_path / "second", reuse=[where], start="last")
+    assert second.summary["status"] == "done"
+    assert (tmp_path / "second/checkpoints/merged/reused.json").exists()
+    assert opd.resume(tmp_path / "second").summary["status"] == "done"

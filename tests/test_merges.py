@@ -17,6 +17,7 @@ from opd.errors import RecipeError, UserError
 from opd.models import load_model
 from opd.models.merging import Average, Merge, Stack, TaskArithmetic, Ties
 from opd.models.settings import Lora
+from opd.runner.inputs import inputs_of
 from opd.runner.plan import make_plan
 from opd.settings import Family
 from tests.helpers import save_tiny
@@ -127,6 +128,24 @@ def test_stacked_adapters_add_their_products(models: dict[str, str], adapters: l
         assert found.keys() == wanted.keys()
         for name, values in wanted.items():
             np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_adapter_beside_a_model_is_among_what_is_sealed(models: dict[str, str], adapters: list[str]) -> None:
+    start = {"merge": {"kind": "stack", "models": adapters}}
+    read = load_recipe(recipe(start, models["one"]))
+    (before,) = inputs_of(read.stages, print).values()
+    factors = Path(adapters[0]) / "adapter" / "adapter_model.safetensors"
+    assert str(factors) in before
+    assert str(Path(models["base"]) / "model.safetensors") in before  # what they are added to
+    assert list(Average(models=adapters).beside()) == []
+    kept = factors.read_bytes()
+    factors.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    try:
+        assert [name for name, facts in inputs_of(read.stages, print)["main"].items() if facts != before[name]] == [
+            str(factors)
+        ]
+    finally:
+        factors.write_bytes(kept)
 
 
 def recipe(start: dict[str, Any], teacher: str, **more: Any) -> dict[str, Any]:

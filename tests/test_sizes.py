@@ -188,3 +188,22 @@ def test_a_run_keeps_its_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert kept["micro_tokens"] < 64
     assert (kept["batch_tokens"], kept["slots"], kept["compile"]) == (8192, None, False)
     assert "memory ran out" in (run.directory / "log.txt").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_plan_for_a_gpu(tmp_path: Path, device: str) -> None:
+    """However the device is named: sizes that fit it, and which layers are one kernel."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1 ="}\n', encoding="utf-8")
+    model = save_tiny(tmp_path / "model")
+    recipe = {
+        "student": {"model": model},
+        "teachers": {"teacher": model},
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "eval": {"prompts": 0},
+        "device": device,
+    }
+    (plan,) = make_plan(load_recipe(recipe))
+    assert "micro-batches of 32,768 tokens" in plan.sizes
+    assert "RMS norms" in plan.fused
+    assert not plan.unfused

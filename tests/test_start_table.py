@@ -70,6 +70,17 @@ def test_each_planted_mismatch_is_named_and_no_other(planted: str, tmp_path: Pat
     assert run.summary["stages"][0]["start"] == [found]
 
 
+def test_text_that_goes_past_the_chat_template_is_named(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    for text, told in (("5 6 7", True), ("<eos>5 6 7", False), ([{"role": "user", "content": "5 6"}], False)):
+        rows.write_text(json.dumps({"prompt": text}) + "\n")
+        prompts = [{"source": str(rows), "domain": "sums"}]
+        here = tmp_path / str(len(os.listdir(tmp_path)))
+        _, found = started(here, {"kind": "self"}, prompts=prompts)
+        words = [line for line in found["warnings"] if line.startswith("prompts without the chat template: 1 of")]
+        assert bool(words) == told
+
+
 def test_the_student_as_its_own_teacher_is_at_distance_zero(tmp_path: Path) -> None:
     _, found = started(tmp_path, {"kind": "self"})
     assert found["kl"] == pytest.approx(0, abs=1e-6)

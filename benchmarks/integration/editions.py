@@ -111,7 +111,7 @@ def smol(directory: Path) -> Edition:
         rates={"distil": [3e-4, 1e-3], "rl": [5e-5, 2e-4]},
         counts={"train": 4000, "screen": 200, "tune": 300, "report": 1000},
         student={"lora": {"rank": 32, "alpha": 64}}, train={"micro_tokens": 8192}, sampler={"slots": 256},
-        device="cuda", dtype="bfloat16",
+        device="cuda", dtype="bfloat16", curve_prompts=40,  # of six domains: one batch of slots
     )  # fmt: skip
 
 

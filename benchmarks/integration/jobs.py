@@ -24,7 +24,7 @@ def work(job: dict[str, Any]) -> None:
     """Carry out one job in this process and write its entry."""
     import opd
 
-    started, out, entry = time.monotonic(), Path(job["out"]), Path(job["entry"])
+    started, out = time.monotonic(), Path(job["out"])
     found: dict[str, Any] = {"arm": job["arm"], "seed": job["seed"], "settings": job["settings"]}
     model = str(job.get("model", ""))
     if "recipe" in job:
@@ -42,14 +42,22 @@ def work(job: dict[str, Any]) -> None:
             model = str(job["pack"])
         if job.get("save"):
             opd.load_model(model).save(Path(job["save"]))
+    _measure(job, model, found, started)
+    for other in job.get("references", ()):  # further splits of the same model: one process less for each
+        _measure(other, model, {key: other[key] for key in ("arm", "seed", "settings")}, time.monotonic())
+    if "recipe" in job and not job.get("keep"):
+        shutil.rmtree(out, ignore_errors=True)  # hundreds of megabytes; the entry has what is needed
+
+
+def _measure(job: dict[str, Any], model: str, found: dict[str, Any], started: float) -> None:
+    """Marks of the job's split; with them the entry is complete."""
     found["split"] = job["split"]
     found |= marks(model, Path(job["data"]), job["domains"], job["split"], job["measure"])
     found["seconds"] = round(time.monotonic() - started, 1)
+    entry = Path(job["entry"])
     partial = entry.with_suffix(".partial")
     partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
     partial.replace(entry)
-    if "recipe" in job and not job.get("keep"):
-        shutil.rmtree(out, ignore_errors=True)  # hundreds of megabytes; the entry has what is needed
 
 
 def cost(run: Any, *, scored: bool) -> dict[str, int]:

@@ -33,9 +33,12 @@ def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, A
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     tuning: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in everything:
-        same = entry["settings"].get("steps", edition.steps) == edition.steps
-        if same and not entry["arm"].startswith(REFERENCES):
-            (runs if entry["split"] == "report" else tuning)[entry["arm"]].append(entry)
+        if entry["arm"].startswith(REFERENCES):
+            continue
+        if entry["split"] != "report":
+            tuning[entry["arm"]].append(entry)
+        elif entry["settings"].get("steps", edition.steps) == edition.steps:
+            runs[entry["arm"]].append(entry)
     whole = [edition.prompts] * len(edition.domains)
     complete = {
         arm: kept

@@ -10,7 +10,7 @@ from opd.config.plain_data import shown
 from opd.errors import RecipeError, RunDirectoryError
 from opd.files import SEALS, read_sealed
 
-RESULT = "result.json"  # what `runner.resume` writes when a stage has ended
+RESULT = "result.json"  # what the runner writes when a stage has ended
 
 
 def model_of_run(directory: Path, stage: str | None) -> str:
@@ -26,6 +26,18 @@ def model_of_run(directory: Path, stage: str | None) -> str:
     if not (folder / RESULT).is_file():
         raise RecipeError(f"{what}: stage {name!r} is not finished. Let it come to its end: opd resume {directory}")
     try:
-        return str(folder / read_sealed(folder / RESULT)["checkpoint"])
+        return output_of(directory, name)
     except RunDirectoryError as error:
         raise RecipeError(f"{what}: {error}") from None
+
+
+def output_of(directory: Path, stage: str) -> str:
+    """What a finished stage of a run ended with: its last checkpoint, or, where it was passed over, what it would have started from."""
+    folder = directory / "checkpoints" / stage
+    ended = read_sealed(folder / RESULT)
+    if ended["checkpoint"] is not None:
+        return str(folder / ended["checkpoint"])
+    start: str = ended["passed_over"]
+    if start.startswith("stage:"):
+        return output_of(directory, start.removeprefix("stage:"))
+    return str(directory / "merged" / start.removeprefix("merge:")) if start.startswith("merge:") else start

@@ -97,8 +97,10 @@ def divergence(
             compute, scale = partial(chunked_divergence, job, detached, rows, plan.chunk, sink), scale_
         else:
             from opd.divergences.triton_modes import triton_divergence, triton_scale_
+            from opd.divergences.triton_sparse import sparse_divergence
 
-            compute, scale = partial(triton_divergence, job, detached, rows, plan, sink), triton_scale_
+            by_tiles = triton_divergence if truncation.support == "full" else sparse_divergence
+            compute, scale = partial(by_tiles, job, detached, rows, plan, sink), triton_scale_
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
@@ -185,19 +187,26 @@ def _check(
         raise ValueError(
             f"support {truncation.support!r}, ids {'given' if ids is not None else 'missing'}: they go together"
         )
-    for name, given in (("ids", ids), ("tokens", tokens)):
-        if given is not None and given.numel() and int(given.max()) >= size:
-            raise ValueError(f"{name}: id {int(given.max())} is outside the vocabulary of {size} ids")
+    for name, given in (("ids: ", ids), ("tokens: ", tokens)):
+        if given is not None:
+            _require_known(given, size, name)
     if truncation.support == "topk" and truncation.k is None and truncation.side != "teacher":
         raise ValueError(f"support 'topk' of side {truncation.side!r} needs k")
+
+
+def _require_known(ids: Tensor, size: int, name: str = "") -> None:
+    """On a GPU the device itself stops at an id that does not exist: to look would be to wait for all that is queued."""
+    if ids.is_cuda:
+        torch._assert_async((ids < size).all(), f"{name}an id is outside the vocabulary of {size} ids")
+    elif ids.numel() and int(ids.max()) >= size:
+        raise ValueError(f"{name}id {int(ids.max())} is outside the vocabulary of {size} ids")
 
 
 @without_autocast
 def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
     """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass."""
     size = projection.vocabulary
-    if ids.numel() and int(ids.max()) >= size:
-        raise ValueError(f"id {int(ids.max())} is outside the vocabulary of {size} ids")
+    _require_known(ids, size)
     job = Job(None, size, merge, temperature, tokens=ids)
     plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias

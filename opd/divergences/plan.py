@@ -60,23 +60,45 @@ def kernel_plan(
     if backend == "triton" and obstacle:
         raise ValueError(f"backend triton: {obstacle}; use backend='chunked' or 'auto'")
     if backend == "chunked" or obstacle:
-        if student.hidden.is_cuda:  # a GPU wants more rows at once than a processor's cache does
-            chunk_bytes *= 8
-        if memory is not None:  # raw logits of both sides and the temporaries of a block
-            chunk_bytes = min(chunk_bytes, max(memory // 8, 1))
-        return KernelPlan("chunked", obstacle or "asked for", chunk_tokens(student.count, job.size, chunk_bytes))
-    return triton_plan(student, job.size, memory)
+        return KernelPlan("chunked", obstacle or "asked for", _chunk(job, student, memory, chunk_bytes))
+    plan = triton_plan(student, job.size, memory)
+    if plan.mode == "small" and job.truncation.support != "full":
+        return KernelPlan(
+            "chunked", "a support needs whole rows, and they do not fit", _chunk(job, student, memory, chunk_bytes)
+        )
+    return plan
+
+
+def _chunk(job: Job, student: Projection, memory: int | None, chunk_bytes: int) -> int:
+    if student.hidden.is_cuda:  # a GPU wants more rows at once than a processor's cache does
+        chunk_bytes *= 8
+    if memory is not None:  # raw logits of both sides and the temporaries of a block
+        chunk_bytes = min(chunk_bytes, max(memory // 8, 1))
+    return chunk_tokens(student.count, job.size, chunk_bytes)
 
 
 def triton_obstacle(job: Job, student: Projection, teacher: Source | TopRows) -> str:
     """Why the CUDA backend cannot run this; empty if it can."""
-    if job.truncation.support != "full" or isinstance(teacher, TopRows):
-        return f"support {job.truncation.support!r} runs in torch"
+    if isinstance(teacher, TopRows):
+        return "a teacher of likeliest ids alone runs in torch"
     if job.overlap:
         return "top-k overlap needs whole sorted rows, which run in torch"
     if job.formula is not None and job.formula.kind not in KINDS:
         return f"divergence {job.formula.kind!r} has no kernel"
-    return mixture_obstacle(teacher) or heads_obstacle(_heads(student, teacher))
+    heads = _heads(student, teacher)
+    return mixture_obstacle(teacher) or support_obstacle(job, heads) or heads_obstacle(heads)
+
+
+def support_obstacle(job: Job, heads: Sequence[Projection]) -> str:
+    """Why the CUDA backend cannot choose part of the vocabulary here; empty if it can."""
+    truncation = job.truncation
+    if truncation.support == "full":
+        return ""
+    if any(head.bias is not None or head.scale <= 0 for head in heads):  # raw products would be in another order
+        return f"support {truncation.support!r} of a head with a bias runs in torch"
+    if truncation.support == "topk" and (truncation.k is None or 2 * truncation.k > job.size):
+        return "support 'topk' of most of the vocabulary runs in torch"
+    return ""
 
 
 def mixture_obstacle(teacher: Source | None) -> str:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from opd.divergences.lanes import evenly
+from opd.divergences.upload import upload
 
 # Finite stand-in for log 0: probabilities become exactly 0 while 0 * (log p - log q) stays 0 instead of NaN.
 LOG_ZERO = -1e30
@@ -101,7 +103,7 @@ def merge_events(logits: Tensor, merge: MergeGroups) -> Tensor:
     for group in merge:
         ids = [index for index in dict.fromkeys(group) if index < logits.shape[-1]]
         if len(ids) > 1:
-            columns = torch.tensor(ids, device=logits.device)
+            columns = upload(np.array(ids, dtype=np.int64), logits.device)
             merged = logits[:, columns].logsumexp(-1, keepdim=True)
             rest = torch.full_like(merged, LOG_ZERO).expand(-1, len(ids) - 1)
             logits = logits.index_copy(-1, columns, torch.cat([merged, rest], dim=-1))
@@ -113,7 +115,7 @@ def canonical_ids(ids: Tensor, merge: MergeGroups) -> Tensor:
     for group in merge:
         members = list(dict.fromkeys(group))
         if len(members) > 1:
-            ids = torch.where(torch.isin(ids, torch.tensor(members, device=ids.device)), members[0], ids)
+            ids = torch.where(torch.isin(ids, upload(np.array(members), ids.device)), members[0], ids)
     return ids
 
 

@@ -6,9 +6,11 @@ Everything here is plain torch on (n, V) arrays small enough to stay in a cache;
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from opd.divergences.formulas import Formula, entropy
 from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
 from opd.divergences.supports import TopRows, Truncation, closed, gather, largest
+from opd.divergences.upload import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +199,17 @@ class Events:
         if not groups:
             return None
         device = logits.device
-        member = torch.tensor([index for group in groups for index in group], device=device)
-        event = torch.tensor([group[0] for group in groups for _ in group], device=device)
+        member, event = (
+            upload(np.array(numbers, dtype=np.int64), device)
+            for numbers in (
+                [index for group in groups for index in group],
+                [group[0] for group in groups for _ in group],
+            )
+        )
         member_logits, shares = logits[:, member], []
         logits[:, member] = LOG_ZERO
-        for group in groups:
-            of_group = member_logits[:, torch.isin(member, torch.tensor(group, device=device))]
+        for group, end in zip(groups, itertools.accumulate(map(len, groups)), strict=True):
+            of_group = member_logits[:, end - len(group) : end]
             logits[:, group[0]] = of_group.logsumexp(-1)
             shares.append(of_group.softmax(-1))
         return cls(member, event, torch.cat(shares, -1), member_logits)

@@ -10,10 +10,12 @@ Axis legend: n = rows of a tile, C = its columns, E = merged events, M = their m
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from opd.divergences.plan import KernelPlan, aligned
 from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
 from opd.divergences.rows import Events, Job, RowStatistics, transform_, untransform_
 from opd.divergences.triton_tiles import LOG2_E, LogitReading, Tile, initial_state, project
+from opd.divergences.upload import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +60,13 @@ class TileEngine:
         self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
         self.groups = [list(dict.fromkeys(index for index in group if index < job.size)) for group in job.merge]
         self.groups = [group for group in self.groups if len(group) > 1]
+        self._members: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.part_lse = self._part_normalisers()
         self.merged = self._merge() if self.groups else None
         self.state = self._start(self.empty(8, self.count))
         self.token_logits = None if job.tokens is None else self.empty(2, self.count)
-        self.phi, self.slope = self.empty(2, self.count).zero_()
+        # apart: a kernel is compiled anew for an address that is no multiple of 16
+        self.phi, self.slope = self.empty(self.count).zero_(), self.empty(self.count).zero_()
 
     def release(self) -> None:
         """Give the tiles back before the gradients are cast."""
@@ -151,8 +156,8 @@ class TileEngine:
     # Merged events
 
     def _merge(self) -> Merged:
-        member = torch.tensor([index for group in self.groups for index in group], device=self.device)
-        event = torch.tensor([number for number, group in enumerate(self.groups) for _ in group], device=self.device)
+        member = self._on_device([index for group in self.groups for index in group])
+        event = self._on_device([number for number, group in enumerate(self.groups) for _ in group])
         student, events = self._event_logits(self.student, member)
         if self.teacher is None:
             teacher = student
@@ -160,7 +165,7 @@ class TileEngine:
             teacher = self._mixture_events(self.teacher, member)
         else:
             teacher = self._event_logits(self.teacher, member)[0]
-        first = torch.tensor([group[0] for group in self.groups], device=self.device)
+        first = self._on_device([group[0] for group in self.groups])
         return Merged(member, event, first, student, teacher, events.share, events.logit)
 
     def _event_logits(self, source: Projection, member: Tensor) -> tuple[Tensor, Events]:
@@ -168,7 +173,7 @@ class TileEngine:
         bias = None if source.bias is None else source.bias[member]
         few = replace(source, weight=source.weight[member], bias=bias, size=None)
         logits = transform_(matmul(few.hidden, few.weight.T), few, self.job.temperature)
-        ends = torch.tensor([len(group) for group in self.groups]).cumsum(0).tolist()
+        ends = itertools.accumulate(len(group) for group in self.groups)
         groups = [range(end - len(group), end) for group, end in zip(self.groups, ends, strict=True)]
         events = Events.merge_(logits, groups)
         assert events is not None
@@ -188,10 +193,15 @@ class TileEngine:
 
     def _members_in(self, columns: slice) -> tuple[Tensor, Tensor]:
         """Positions in `merged.member`, and ids, of the members among these columns."""
-        assert self.merged is not None
-        member = self.merged.member
-        where = ((member >= columns.start) & (member < columns.stop)).nonzero().squeeze(-1)
-        return where, member[where]
+        key = columns.start, columns.stop
+        if key not in self._members:
+            every = enumerate(index for group in self.groups for index in group)
+            found = [(place, index) for place, index in every if columns.start <= index < columns.stop]
+            self._members[key] = self._on_device([place for place, _ in found]), self._on_device([i for _, i in found])
+        return self._members[key]
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        return upload(np.array(numbers, dtype=np.int64), self.device)
 
     # Passes over tiles
 
@@ -328,32 +338,37 @@ class TileEngine:
         if self.merged is not None:
             _, mean, outer = self.observe(tile.rows)
             _, slope, s = self._event_terms(tile.rows)
-            self._event_gradient_(grad, tile, (slope - s * mean[:, None]) * (outer * weight)[:, None])
+            self.event_gradient_(grad, tile, (slope - s * mean[:, None]) * (outer * weight)[:, None])
         return grad
 
-    def logprob_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
-        """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
+    def spread_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
+        """(n, C) gradient of log-probs (n,) of columns, likewise, without merged events; a `target` of -1 is none of them."""
         grad = self._over(tile)
         tile.launch(
             kernels.logprob_kernel,
             self.state[:, tile.rows],
             self.state.stride(0),
-            target - tile.columns.start,
+            target,
             upstream * (self.student.scale / self.job.temperature),
             grad,
             grad.stride(0),
         )
+        return grad
+
+    def logprob_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
+        """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
+        grad = self.spread_gradient_(tile, target - tile.columns.start, upstream)
         if self.merged is not None:
             s = (self.merged.student[tile.rows] - self.normalisers()[0][tile.rows, None]).exp()
             hit = (target[:, None] == self.merged.first).to(s.dtype)
-            self._event_gradient_(grad, tile, (hit - s) * upstream[:, None])
+            self.event_gradient_(grad, tile, (hit - s) * upstream[:, None])
         return grad
 
     def _over(self, tile: Tile) -> Tensor:
         self._held = None
         return tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
 
-    def _event_gradient_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
+    def event_gradient_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
         """From the gradient in the events' logits (n, E) to that of their members among these columns."""
         assert self.merged is not None
         where, ids = self._members_in(tile.columns)

@@ -135,7 +135,7 @@ def _fold(state_ptr, stride, lane_max, lane_sum, lane_logit, lane_gap, GAP: tl.c
         tl.store(state_ptr, tl.load(state_ptr) * old_scale + tl.sum(lane_gap * lane_scale, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
 def statistics_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, columns_total,
     s_scale, s_cap, t_scale, t_cap,
@@ -174,7 +174,7 @@ def statistics_kernel(
         _fold(state + 4 * state_stride, state_stride, t_max, t_sum, t_logit, t_gap, FORWARD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
 def sums_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, columns_total, a,
     s_scale, s_cap, t_scale, t_cap,
@@ -200,7 +200,7 @@ def sums_kernel(
     tl.store(slope_ptr + row, tl.load(slope_ptr + row) + tl.sum(slopes, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
 def gradient_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, factor_ptr,
     grad_ptr, grad_stride, columns_total, a, s_scale, s_cap, t_scale, t_cap,
@@ -240,7 +240,7 @@ def gradient_kernel(
         tl.store(grad_row + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
 def logprob_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, target_ptr, factor_ptr,
     grad_ptr, grad_stride, columns_total, s_scale, s_cap, t_scale, t_cap,

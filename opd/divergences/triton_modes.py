@@ -38,7 +38,7 @@ def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[
 def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
     student, size, given = engine.student, engine.job.size, engine.job.weight
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-    totals = _Totals(student, needs, size)
+    totals = HeadTotals(student, needs, size)
     weight = engine.empty(engine.count).fill_(1)
     if isinstance(given, Tensor):
         weight.copy_(given)
@@ -60,7 +60,7 @@ def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]
     return loss, totals.finish()
 
 
-class _Totals:
+class HeadTotals:
     """Gradients of hidden states, head and bias, summed over chunks of tokens; the head's in fp32."""
 
     def __init__(self, student: Projection, needs: tuple[bool, ...], size: int) -> None:
@@ -165,7 +165,7 @@ class TritonLogprobs(torch.autograd.Function):
         hidden, weight, bias, state = ctx.saved_tensors
         projection, job, plan = ctx.static
         detached = replace(projection, hidden=hidden, weight=weight, bias=bias).detach()
-        engine, totals = TileEngine(job, detached, None, plan), _Totals(detached, ctx.needs_input_grad[:3], job.size)
+        engine, totals = TileEngine(job, detached, None, plan), HeadTotals(detached, ctx.needs_input_grad[:3], job.size)
         engine.state = state
         targets = canonical_ids(job.tokens, engine.groups)
         for rows in engine.row_slices():

@@ -121,7 +121,10 @@ class Packed:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if softcap is None and sinks is None and varlen.fits_varlen(query, value):
-            return varlen.attend_varlen(query[0], key[0], value[0], self.bounds, max(self.lengths), scale, window)[None]
+            query, key, value = (
+                tensor.squeeze(0) for tensor in (query, key, value)
+            )  # [0] has a gradient to be filled in
+            return varlen.attend_varlen(query, key, value, self.bounds, max(self.lengths), scale, window)[None]
         return self.attend_padded(query, key, value, scale, window, softcap, sinks)
 
     def attend_padded(

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from opd.models.varlen import OLDEST
+
 HALF = (torch.bfloat16, torch.float16)
 NORMS = ((0.0, True), (0.0, False), (1.0, False))  # what is added to the weight; whether rounding comes before it
 GATED = {"gate_proj", "up_proj", "down_proj"}
@@ -41,7 +43,18 @@ def fuse_layers(module: nn.Module) -> str:
 
 def kernels_on(device: torch.device | str) -> bool:
     """Whether fused kernels run there."""
-    return torch.device(device).type == "cuda" and importlib.util.find_spec("triton") is not None
+    return torch.device(device).type == "cuda" and not why_stock(device)
+
+
+@cache
+def why_stock(device: torch.device | str) -> str:
+    """Why a GPU computes layers as their classes are written, kernel by kernel; nothing where it does not."""
+    if torch.device(device).type != "cuda":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    found = torch.cuda.get_device_capability(device)
+    return f"compute capability {found[0]}.{found[1]}, and kernels want 8.0" if found < OLDEST else ""
 
 
 def stock_layers(module: nn.Module) -> None:
@@ -129,8 +142,13 @@ def _is_gated(child: nn.Module) -> bool:
     alone = len(inspect.signature(type(child).forward).parameters) == 2
     if not alone or not all(isinstance(parts[name], nn.Linear) for name in GATED):
         return False
-    probe = copy.copy(child)
-    small = {"gate_proj": nn.Linear(8, 6), "up_proj": nn.Linear(8, 6), "down_proj": nn.Linear(6, 8)}
+    probe, generator = copy.copy(child), torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}
+    small = {
+        name: nn.utils.skip_init(nn.Linear, *shape) for name, shape in shapes.items()
+    }  # nobody's seed is drawn from
+    for parameter in nn.ModuleDict(small).parameters():
+        nn.init.uniform_(parameter, -1, 1, generator)
     vars(probe)["_modules"] = parts | small
     x = torch.linspace(-3, 3, 32).view(4, 8)
     with torch.no_grad():

@@ -30,6 +30,7 @@ from opd.models.tokenizers import stop_ids, vocabulary_size
 from opd.types import WeightsRef
 
 if TYPE_CHECKING:
+    from opd.models.graphed import PassGraphs
     from opd.models.packing import Row
     from opd.models.settings import Lora
 
@@ -42,6 +43,10 @@ class LanguageModel:
     spread = False  # over ranks, which then make as many passes
 
     passes_alone = True  # whether a pass takes nobody but this process, so that it may make more of them
+
+    stays = True  # whether its weights lie where they are, so that passes may be recorded
+
+    graphs: PassGraphs | None = None  # of passes that are recorded; a copy has none
 
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
@@ -83,7 +88,10 @@ class LanguageModel:
 
     def predict(self, batch: Row) -> Projection:
         """The distribution of every response token of a batch: row t - 1 predicts token t."""
-        return self.project(take(self.hidden(batch.ids_T, batch.layout), batch.predicting_N))
+        hidden = None if self.graphs is None else self.graphs.hidden(batch.ids_T, batch.layout)
+        if hidden is None:
+            hidden = self.hidden(batch.ids_T, batch.layout)
+        return self.project(take(hidden, batch.predicting_N))
 
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:
@@ -134,7 +142,7 @@ class LanguageModel:
         converted = dtype not in (None, self.dtype)  # weights of another type are all written at every load
         copied = {name for name, _ in plain.named_parameters() if converted or name in moving}
         clone.module = share_module(plain, copied if own else ())
-        clone.adapter, clone._plain = None, None
+        clone.adapter, clone._plain, clone.graphs = None, None, None
         adapted = set() if self.adapter is None else moving
         for name, parameter in clone.module.named_parameters():
             if dtype not in (None, parameter.dtype):
@@ -145,10 +153,14 @@ class LanguageModel:
         plain_layers(clone.module)
         return clone
 
+    def copied(self, dtype: torch.dtype | None, wanted: bool) -> LanguageModel | None:
+        """An `inference_copy` for who wants one; where weights are spread over ranks, all have to ask."""
+        return self.inference_copy(dtype)
+
     def base(self) -> LanguageModel:
         """The model below the adapters; every tensor is shared."""
         clone = copy.copy(self)
-        clone.module, clone.adapter, clone._plain = share_module(self._plain), None, None
+        clone.module, clone.adapter, clone._plain, clone.graphs = share_module(self._plain), None, None, None
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
         return clone
@@ -170,6 +182,7 @@ class LanguageModel:
                     tensor = tensor.to("cpu" if whole else tensor.device, copy=True)
                 memo.setdefault(id(parameter), nn.Parameter(tensor, requires_grad=False))
         clone = copy.copy(self)
+        clone.graphs = None
         clone.adapter, clone.module, clone._plain = copy.deepcopy((self.adapter, self.module, self._plain), memo)
         return clone
 

@@ -42,6 +42,10 @@ class Merge(Choice):
     def reads(self) -> list[str]:
         return list(dict.fromkeys([*([] if self.start is None else [self.start]), *self.models]))
 
+    def beside(self) -> Iterator[str]:
+        """Directories that are read besides those of `reads`."""
+        yield from ()
+
     def coefficients(self, given: float | Sequence[float]) -> list[float]:
         """One for each model."""
         return list(given) if isinstance(given, Sequence) else [given] * len(self.models)
@@ -201,6 +205,13 @@ class Stack(Merge):
     def _one_each(self) -> Stack:
         _require_one_each(self.models, self.weights)
         return self
+
+    def beside(self) -> Iterator[str]:
+        for name in self.models:
+            found = None if name.startswith("stage:") else locate(name, None)
+            directory = None if found is None or found.adapter is not None else found.directory
+            if directory is not None and is_adapter(directory / "adapter"):
+                yield str(directory / "adapter")
 
     def require(self, named: Named) -> None:
         from opd.models.adapted import check_adapter

@@ -77,4 +77,4 @@ Route = PackedRoute | StockRoute
 
 def _packed(backbone: Any, ids_T: Tensor, layout: Packed) -> Tensor:
     out = backbone(input_ids=ids_T[None], position_ids=layout.positions[None], use_cache=False, layout=layout)
-    return out.last_hidden_state[0]
+    return out.last_hidden_state.squeeze(0)

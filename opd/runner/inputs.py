@@ -119,6 +119,8 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:
     """(name, revision, role) of every model that no earlier stage of the run makes."""
     found = [(start, stage.student.revision, "student") for start in stage.starts]
+    if stage.student.merge is not None:
+        found += [(path, None, "student") for path in stage.student.merge.beside()]
     found += [
         (ref.model, ref.revision, f"teacher {name}") for name, kind in stage.teachers.items() for ref in kind.reads()
     ]

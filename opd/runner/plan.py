@@ -15,7 +15,7 @@ from opd.config.stage import WEIGHTS
 from opd.data.prompts import DOMAIN
 from opd.data.source import PromptSource
 from opd.models import load_config, lora_parameter_count, parameter_count
-from opd.models.fused import fuse_layers, kernels_on
+from opd.models.fused import fuse_layers, kernels_on, why_stock
 from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
@@ -54,6 +54,7 @@ class Plan:
     elsewhere: dict[str, int] = field(default_factory=dict)  # other device -> bytes of teachers on it
     sizes: str = ""
     fused: str = ""  # parts of the student's layers that are one kernel each
+    unfused: str = ""  # why a GPU has none
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -62,6 +63,7 @@ class Plan:
             f"stage {self.stage} on {self.device}, precision {self.precision}",
             f"  student    {self.student}: {in_short(self.parameters)} parameters, {in_short(self.trained)} trained",
             *([f"  layers     one kernel each: {self.fused}"] if self.fused else []),
+            *([f"  layers     as their classes are written: {self.unfused}"] if self.unfused else []),
             *(f"  teacher    {name}: {in_short(count)} parameters" for name, count in self.teachers.items()),
             *([f"  pool       {self.pool}"] if self.pool else []),
             *self._routes(),
@@ -126,6 +128,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
         sizes=sizes_in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
+        unfused=why_stock(checked.device),
     )  # fmt: skip
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from opd.config import Recipe
+from opd.config.runs import RESULT, output_of
 from opd.errors import RunDirectoryError, StoreError
 from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
 from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
@@ -32,7 +34,7 @@ from opd.teachers.pool import restore_teachers
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
-RESULT, BEFORE = "result.json", "before.json"
+BEFORE = "before.json"
 TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
 
 
@@ -104,7 +106,9 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
     tidy(folder)
     whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
-    if ended is not None:
+    if ended is not None and ended["checkpoint"] is None:
+        found = _passed_over(folder, StageResult.restored(ended["result"], folder), say)
+    elif ended is not None:
         output = folder / ended["checkpoint"]
         if output not in whole:
             raise damaged.get(output) or RunDirectoryError(
@@ -129,6 +133,15 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
         if found.result is not None and found.result.best == path:
             found.result.best = None
     return found
+
+
+def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) -> Standing:
+    """A stage that trained nothing has no checkpoint of its own. Where what it passed on is gone, it begins again."""
+    try:
+        return Standing(Path(output_of(folder.parent.parent, folder.name)), result=result)
+    except RunDirectoryError as error:
+        say(f"{error} Stage {folder.name!r}, which was passed over, begins again.")
+        return Standing()
 
 
 def _sorted_out(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, RunDirectoryError]]:
@@ -202,6 +215,12 @@ def write_result(folder: Path, result: StageResult, checkpoint: Path) -> None:
     write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": checkpoint.name})
 
 
+def write_passed_over(folder: Path, result: StageResult, start: str) -> None:
+    """Nothing was trained: the stage is finished with what it would have started from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sealed(folder / RESULT, {"result": result.state(), "checkpoint": None, "passed_over": start})
+
+
 def write_before(folder: Path, result: StageResult) -> None:
     """The evaluation before the first step, kept until a checkpoint holds it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +238,8 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     """Student, optimiser, teachers, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
     run.student.restore(checkpoint)
-    run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
+    with safe_open(checkpoint / TENSORS, "pt") as stored:
+        run.optimiser.restore(StoredTensors(stored), state["updates"])
     followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
     restore_teachers(run.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none that move
     run.stream.restore(state["stream"])
@@ -228,6 +248,23 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     run.trajectories.newest = list(state.get("newest", ()))  # older checkpoints do not say
     run.publish(version=state["version"])
     set_random_state(state["random"], run.device)
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Of an open file, each read when it is looked at: a rank that keeps a part of each never holds all of them."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened, self._names = opened, list(opened.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

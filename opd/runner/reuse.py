@@ -1,6 +1,6 @@
 """Finished stages of another run that are used again: those whose settings and inputs, by content, are the same here.
 
-A stage's key is a hash of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
+A stage's key is a hash of opd's version, of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
 change is felt by the stage it is made in and by those behind it, and by no other.
 """
 
@@ -16,25 +16,27 @@ from typing import Any
 
 from opd.config import Recipe, Stage, load_recipe
 from opd.config.graph import edges
+from opd.config.stage import MERGED
 from opd.errors import RunDirectoryError, UserError
 from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
 from opd.rewards.callables import callables
 from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
+from opd.runner.merges import merged_directory
 from opd.runner.resume import LINES, RESULT
 
 REUSED = "reused.json"  # beside the result: where a stage was taken from
 WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
 
 
-def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs]) -> dict[str, str]:
-    """Name -> key of every stage."""
+def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs], version: str) -> dict[str, str]:
+    """Name -> key of every stage, as this version of opd carries it out."""
     keys: dict[str, str] = {}
     for stage in recipe.stages:  # each behind those that it needs
         facts = sorted(inputs[stage.name].items())  # with their names: two files may have changed places
         needs = sorted((edge.key, keys[edge.stage]) for edge in edges(stage))
         settings = _settings(stage)
-        whole = json.dumps([settings, facts, needs], sort_keys=True)
+        whole = json.dumps([version, settings, facts, needs], sort_keys=True)
         keys[stage.name] = hashlib.sha256(whole.encode()).hexdigest()
     return keys
 
@@ -57,7 +59,7 @@ class EarlierStages:
         recipe = load_recipe(recipe_file)
         if recipe.plugins:
             raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
-        keys = {} if sealed.get("inputs") is None else stage_keys(recipe, sealed["inputs"])
+        keys = {} if sealed.get("inputs") is None else stage_keys(recipe, sealed["inputs"], sealed["opd"])
         self.by_key = {key: name for name, key in keys.items() if (self.folder(name) / RESULT).is_file()}
 
     def folder(self, stage: str) -> Path:
@@ -69,12 +71,14 @@ def reuse_stages(
     say: Callable[[str], None],
 ) -> list[str]:  # fmt: skip
     """Put finished stages of other runs into this one's directory; `without`: those that are to run in any case."""
+    from opd import __version__
+
     if earlier and recipe.plugins:
         raise UserError("--reuse: the recipe has plugins, whose code no key covers. Drop --reuse.")
     if earlier and any(True for stage in recipe.stages for _ in callables(stage.rewards)):
         raise UserError("reuse: rewards are Python callables, whose code no key covers. Drop reuse, or rewards.")
     runs = [EarlierStages(path) for path in earlier]
-    keys = stage_keys(recipe, inputs)
+    keys = stage_keys(recipe, inputs, __version__)
     found = {name: next((run for run in runs if key in run.by_key), None) for name, key in keys.items()}
     taken = {name: run for name, run in found.items() if run is not None and name not in without}
     while (
@@ -102,6 +106,10 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
         if checkpoint is not None and (folder / checkpoint).is_dir():
             verify_checkpoint(folder / checkpoint)
             shutil.copytree(folder / checkpoint, partial / checkpoint, copy_function=_linked)
+    if (ended.get("passed_over") or "").startswith(MERGED):  # its output is the merge itself
+        shutil.copytree(
+            merged_directory(run.directory, there), merged_directory(directory, name), copy_function=_linked
+        )
     for file in LINES:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole

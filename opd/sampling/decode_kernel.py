@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-"""Attention of one new token per slot, straight from the slot cache: one Triton kernel, and one that joins its parts.
+"""One new token per slot: its key and value into the slot cache, and attention straight from there; one Triton kernel each.
 
 A program reads the columns in use of one slot and key/value head, for all query heads that share it; nothing is
 gathered, repeated or masked. Few slots are cut into parts along their columns, so that the whole device has work.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -13,6 +15,7 @@ LOG2_E = 1.4426950408889634
 PROGRAMS = 512  # enough to fill a large device
 COLUMNS = 64  # read at a time
 FEWEST = 256  # columns that a part is worth
+RESERVED = 24 * 1024  # bytes of shared memory for queries, weights and what Triton needs itself
 
 
 @triton.jit
@@ -83,6 +86,32 @@ def join_kernel(
     tl.store(out + row * WIDTH + lanes, found.to(out.dtype.element_ty), mask=lanes < WIDTH)
 
 
+@triton.jit
+def store_kernel(
+    key, value, keys, values, column, key_slot, key_head, value_slot, value_head,
+    keys_slot, keys_head, keys_column, values_slot, values_head, values_column,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """All heads of one slot."""
+    slot, heads, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[:, None], tl.arange(0, LANES)[None, :]
+    real = (heads < GROUPS) & (lanes < WIDTH)
+    at = tl.load(column + slot)
+    new = tl.load(key + slot * key_slot + heads * key_head + lanes, mask=real)
+    tl.store(keys + slot * keys_slot + heads * keys_head + at * keys_column + lanes, new, mask=real)
+    new = tl.load(value + slot * value_slot + heads * value_head + lanes, mask=real)
+    tl.store(values + slot * values_slot + heads * values_head + at * values_column + lanes, new, mask=real)
+
+
+def store_slots(keys, values, key, value, column):
+    """key and value (B, G, D) of one token per slot into caches (S, G, W, D), at the column (B,) of each."""
+    slots, groups, width = key.shape
+    store_kernel[(slots,)](
+        key, value, keys, values, column, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        GROUPS=groups, PADDED=_power_of_2(groups), WIDTH=width, LANES=_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+
+
 def attend_slots(query, key, value, column, span, scale, window=None):
     """query (B, H, D), caches (S, G, W, D) whose first B slots are meant, column (B,) of each token -> (B, H, D)."""
     slots, heads, width = query.shape
@@ -97,12 +126,23 @@ def attend_slots(query, key, value, column, span, scale, window=None):
         key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
         span, 0 if window is None else window, GROUP=heads // groups, ROWS=rows, WIDTH=width, LANES=lanes,
         PARTS=parts, WINDOWED=window is not None, BLOCK=COLUMNS, SCALE=scale * LOG2_E, num_warps=4,
+        num_stages=stages_in(_shared_memory(query.device), lanes, query.element_size()),
     )  # fmt: skip
     if parts > 1:
         join_kernel[(slots * heads,)](
             halves, top, mass, out, PARTS=parts, COUNT=_power_of_2(parts), WIDTH=width, LANES=lanes, num_warps=1
         )  # fmt: skip
     return out
+
+
+@cache
+def _shared_memory(device):
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+def stages_in(room, width, size):
+    """How many tiles of keys and values, so wide and of so many bytes each, are on their way at once in `room` bytes."""
+    return max(1, min(3, (room - RESERVED) // (2 * COLUMNS * width * size)))
 
 
 def _power_of_2(number):

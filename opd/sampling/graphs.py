@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.models.capture import record, waits_for_the_device
 from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
 from opd.sampling.sampling import Drawn, RowSettings, draw
@@ -124,10 +125,10 @@ class Steps:
         self._all_slots = torch.arange(settings.slots, device=self.device)
         self._chunk = torch.arange(chunk, device=self.device)
         self._graphs: dict[Hashable, Any] = {}
-        self._recorded = False  # a call of this model, as a graph: so none of its layers waits for the device
+        self._graphed: bool | None = None  # whether calls are graphs: not where a layer waits for the device
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
-        self._decode_kernel = fused_decoding(self.device)
+        self._decode_kernels = fused_decoding(self.device, compiled)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
         self._span_step, self._span_doubles = CPU_SPAN, False
@@ -216,12 +217,12 @@ class Steps:
     def _decode_step(self, span: int, filtered: bool) -> None:
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
-        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernels=self._decode_kernels)
         hidden = self._decode_hidden(token[:, None], layout)
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernel=self._decode_kernel)
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernels=self._decode_kernels)
         other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
         drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
@@ -321,6 +322,8 @@ class Steps:
         The warm-up really steps, so what it changes is put back: slot state only. What it writes into the cache is
         what the replay writes again, with the same inputs and to the same columns.
         """
+        if self._graphed is False:
+            return None
         state = [self.token, self.column, *vars(self.slot_settings).values()]
         saved = [tensor.clone() for tensor in state]
 
@@ -330,44 +333,25 @@ class Steps:
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
+        waits = ""
         with torch.cuda.stream(side):
             step(span, filtered)
             restore()
-            waits = ""
-            if self._recorded:
+            if self._graphed:
                 step(span, filtered)
-            else:  # asked once: it makes every thread's waiting an error, and another may be training later on
-                waits = _waits_for_the_device(lambda: step(span, filtered))
+            else:
+                waits = waits_for_the_device(lambda: step(span, filtered))
             restore()
         torch.cuda.current_stream().wait_stream(side)
+        self._graphed = not waits
         if waits:
             log.warning(
                 "%s: a step waits for the device (%s), so it runs without CUDA graphs, slower", self.model.name, waits
             )
             return None
-        graph = torch.cuda.CUDAGraph()
-        # One pool: graphs never run at the same time. Thread-local: another thread may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step(span, filtered)
+        graph = record(lambda: step(span, filtered), self._pool)
         torch.cuda.synchronize()
-        self._recorded = True
         return graph
-
-
-def _waits_for_the_device(call: Callable[[], None]) -> str:
-    """Run it; the first thing in it that would need the host to wait (some rotary embeddings, some experts), or
-    nothing.
-    """
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        return str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return ""
 
 
 def _store(out: Tensor, drawn: Drawn) -> None:

@@ -8,28 +8,33 @@ Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H =
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-DecodeKernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor
-]  # see `decode_kernel.attend_slots`
-WIDEST = 256  # head dimension that it takes
+from opd.models.fused import kernels_on
+
+WIDEST = 256  # head dimension that kernels take
 
 
-def fused_decoding(device: torch.device) -> DecodeKernel | None:
-    """The fused attention of decode steps, where there is one."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+class DecodeKernels(NamedTuple):
+    """For one token per slot, in order: see `decode_kernel`."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None  # None: as torch does
+
+
+def fused_decoding(device: torch.device, compiled: bool) -> DecodeKernels | None:
+    """The kernels of decode steps, where there are any. What torch compiles, it stores by itself."""
+    if not kernels_on(device):
         return None
     from opd.sampling import decode_kernel
 
-    return decode_kernel.attend_slots
+    return DecodeKernels(decode_kernel.attend_slots, None if compiled else decode_kernel.store_slots)
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -45,18 +50,23 @@ class SlotLayout:
     """
 
     def __init__(
-        self, slots: Tensor, columns: Tensor, span: int, in_order: bool, kernel: DecodeKernel | None = None
+        self, slots: Tensor, columns: Tensor, span: int, in_order: bool, kernels: DecodeKernels | None = None
     ) -> None:
         self.slots = slots  # (B,) int64
         self.columns = columns  # (B, Q) int64
         self.span = span
         self.in_order = in_order  # slots are 0, 1, … B - 1: the cache is read in place, not gathered
-        self.kernel = kernel  # for one token per slot, in order
+        self.kernels = kernels  # for one token per slot, in order
         self._masks: dict[int | None, Tensor] = {}
 
-    def write(self, cache: Tensor, new: Tensor) -> None:
-        """new (B, G, Q, D) into cache (S, G, W, D). Rows of one call are all written before any is read."""
-        cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
+    def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+        """key and value (B, G, Q, D) into caches (S, G, W, D). Rows of one call are all written before any is read."""
+        store = None if self.kernels is None else self.kernels.store
+        if store is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
+            store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
+            return
+        for cache, new in ((keys, key), (values, value)):
+            cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
 
     def read(self, cache: Tensor) -> Tensor:
         """(B, G, span, D)"""
@@ -79,8 +89,9 @@ class SlotLayout:
         """
         rows, heads, queries, _ = query.shape
         groups = key.shape[1]
-        if self.kernel is not None and softcap is None and sinks is None and _takes(query, key, value):
-            return self.kernel(query[:, :, 0], key, value, self.columns[:, 0], self.span, scale, window)[:, None]
+        if self.kernels is not None and softcap is None and sinks is None and _takes(query, key, value):
+            found = self.kernels.attend(query[:, :, 0], key, value, self.columns[:, 0], self.span, scale, window)
+            return found[:, None]
         folded = query.reshape(rows, groups, heads // groups * queries, -1)
         mask = self._mask(window, heads // groups, query.dtype)
         near_key, near_value = self.read(key), self.read(value)
@@ -152,8 +163,7 @@ class SlotLayer(CacheLayerMixin):
         assert layout is not None
         assert self.keys is not None
         assert self.values is not None
-        layout.write(self.keys, key_states)
-        layout.write(self.values, value_states)
+        layout.write(self.keys, self.values, key_states, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

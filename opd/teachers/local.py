@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Projection
+from opd.models.graphed import PassGraphs
 from opd.models.language_model import LanguageModel
 from opd.teachers.scoring import Page, ScoringTeacher
 from opd.types import Rendered, SignalNeed
@@ -25,6 +26,7 @@ class LocalTeacher(ScoringTeacher):
         self._model, self.context = model, model.context
         self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices than its own
         model.module.requires_grad_(False)
+        model.graphs = model.graphs or PassGraphs.of(model)
 
     @property
     def model(self) -> LanguageModel:

@@ -220,6 +220,8 @@ def _settle(device: torch.device) -> None:
 class PagedModel(LanguageModel):
     """A model whose weights are here while they are used: all of them for hidden states, the head alone for a loss."""
 
+    stays = False
+
     def __init__(self, model: LanguageModel, stay: Stay, pager: Pager) -> None:
         vars(self).update(vars(model))
         self.stay, self._pager = stay, pager

@@ -78,6 +78,7 @@ class Pair:
     origin: float | None = None  # cosine between the weights
     aligned: float | None = None  # share of the text's bytes in spans, where tokenizers differ
     memory: int | None = None  # bytes that it holds beside the student's
+    plain: int = 0  # prompts that are text alone, where the student has a chat template
     tokens: int = 0  # measured on
 
     @property
@@ -107,6 +108,7 @@ def _measured(
     stop_ids: tuple[int, ...],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {} if model is None else _of_models(student, model)
+    found["plain"] = _plain_prompts(student, probe)
     rollouts = [rollout for rollout in probe.rollouts if rollout.response_ids.size]
     seen = texts_for(view, rollouts, probe.prompts, probe.groups, teacher.context)
     shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
@@ -131,6 +133,15 @@ def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
         "origin": same_origin(student, model),
         "memory": held(model, student),
     }
+
+
+def _plain_prompts(student: LanguageModel, probe: Samples) -> int:
+    """Texts that hold a special token are templates filled in already."""
+    if not student.tokenizer.chat_template:
+        return 0
+    texts = [probe.prompts[rollout.prompt_id].text or "" for rollout in probe.rollouts]
+    special = [token for token in student.tokenizer.all_special_tokens if token]
+    return sum(bool(text) and not any(token in text for token in special) for text in texts)
 
 
 def _divergence(
@@ -229,7 +240,7 @@ def _template(
 
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two; None where no tensors have the same shapes, or nobody has them whole."""
-    if model.spread:
+    if model.spread or not student.passes_alone:
         return None
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
     before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
@@ -253,7 +264,7 @@ def _part(weights: Tensor) -> Tensor:
 
 def held(model: LanguageModel, student: LanguageModel) -> int:
     """Bytes of weights that are not the student's as well."""
-    shared = {parameter.data_ptr() for parameter in student.module.parameters()}
+    shared = {parameter.data_ptr() for parameter in student.module.parameters()} if student.passes_alone else set()
     own = {part.data_ptr(): part for parameter in model.module.parameters() for part in stored_parts(parameter)}
     return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
 
@@ -303,6 +314,12 @@ def _findings(pair: Pair) -> Iterator[Finding]:
             "another chat template",
             f"{pair.template:.2g} nats per token",
             "Put the templates right, or let it read its own: view: {chat_template: teacher}.",
+        )
+    if pair.plain:
+        yield Finding(
+            "prompts without the chat template",
+            f"{pair.plain} of those looked at",
+            "Text goes to the student as it is. If it answers in chats, give messages: [{role: user, content: …}].",
         )
     yield from _about_stops(pair)
     yield from _about_distance(pair)

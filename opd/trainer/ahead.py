@@ -26,6 +26,7 @@ import torch
 from opd.config import Stage
 from opd.data.stream import PromptStream, Visit
 from opd.errors import Stopped
+from opd.models.varlen import beside_training
 from opd.trainer.gather import Gathered, reward_stored, score
 from opd.trainer.metrics import Clock
 from opd.trainer.trajectories import Trajectories
@@ -160,7 +161,7 @@ class Ahead:
         with clock("sample"):
             sampler.take_over()
             visits = stream.take(run.spec.rollout.prompts)
-            written = trajectories.collect(visits, sampler.version)
+            written = trajectories.collect(visits, sampler.version, durable=False)
         return Sampled(
             step,
             visits,
@@ -177,6 +178,7 @@ class Ahead:
         """Rewards as soon as a batch is in the store; scores while the batch before it is trained on."""
         clock = Clock()
         with _device(run.device):
+            run.store.commit(sync=True)  # nothing is used before it is durable; the producer goes on meanwhile
             with clock("reward"):
                 taken_up = bool(sampled.used or sampled.continued)
                 gathered = reward_stored(run, sampled.visits, sampled.written, taken_up)
@@ -225,5 +227,6 @@ def _device(device: torch.device, own_stream: bool = False) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device) if own_stream else None):
+    stream = torch.cuda.Stream(device) if own_stream else None
+    with beside_training(), torch.cuda.device(device), torch.cuda.stream(stream):
         yield

@@ -14,6 +14,7 @@ import torch
 from opd.config import Rollouts, Train
 from opd.config.stage import WEIGHTS
 from opd.errors import RecipeError, UserError
+from opd.models.graphed import PassGraphs
 from opd.models.language_model import LanguageModel
 from opd.objective.batch import RewardsById, TrainingBatch
 from opd.objective.objective import Objective
@@ -50,6 +51,8 @@ class Trainer:
         self._require_precision()
         self._refuse()
         self.optimiser = self.world.optimiser(student.trainable(), self.train)
+        if self.world.size == 1:
+            student.graphs = PassGraphs.of(student)
         self.steps = 0  # the newest
         self._budget = MicroBudget(self.train.micro_budget, told)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
