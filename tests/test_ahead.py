@@ -129,7 +129,7 @@ def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
 
 
 SLOWLY: dict[str, Any] = {  # bfloat16 on a CPU
-    "rollout": {"prompts": 2, "max_new_tokens": 3, "staleness": 2},
+    "rollout": {"prompts": 2, "max_new_tokens": 2, "staleness": 2},
     "sampler": {"dtype": "bfloat16", "slots": 2, "prefill_rows": 1, "prefill_chunk": 8},
 }
 

@@ -29,6 +29,7 @@ SMALLEST = {
     "gradient_variance": "--teachers 1 5 --rollouts 10 --batches 2",
     "recovery": "--directory {run} --steps 1 --rollouts 8 --prompts 4 --rates 1e-3 1e-3 --seeds 1 --workers 0",
     "labs": "--directory {run} --workers 1 --labs labs/qwen3 --set train.steps=1 stages.off-policy.train.steps=1 rollout.prompts=8 eval.prompts=2 eval.k=2",
+    "monitors": "--directory {run} --workers 1 --recipes quickstart --set train.steps=1 rollout.prompts=8 eval.prompts=2 eval.teachers=false eval.weight_average=false",
     "diagnose_ranking": "--steps 1 --prompts 4 --domains 1 --asked 4",
     "self_distillation": "--tiny --steps 2 --seeds 1 --prompts 8 --workers 0",
     "smol": "--run {run}",

@@ -396,5 +396,5 @@ class Pipeline:
         write_summary(self._recipe, self._directory, self._results, status)
         self._reports.page()
         if status in ("done", "partial"):
-            for shown in told(self._recipe, self._results):
+            for shown in told(self._recipe, self._directory, self._results):
                 self._progress.say(shown) if isinstance(shown, str) else self._progress.show(shown)
