@@ -48,7 +48,7 @@ def recipe(changes: dict[str, Any], seed: int, args: argparse.Namespace) -> dict
     plain["train"] |= {"steps": args.steps, "epochs": args.epochs}
     plain["rollout"] |= {"prompts": args.prompts}
     plain["eval"] = {"prompts": args.questions, "teachers": False}
-    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # a batch at a time: what is drawn does not depend on it
+    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # as sampling ahead has by itself
     return plain | {"seed": seed}
 
 

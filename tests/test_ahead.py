@@ -111,6 +111,15 @@ def test_weights_that_come_in_flight(in_flight: str) -> None:
                 assert token.logprob == pytest.approx(known[token.version], abs=1e-4)
 
 
+def test_a_small_model_takes_a_batch_at_a_time() -> None:
+    small, own = tiny_model("llama_tied"), BuiltInSampler(slots=32)
+    wide = BuiltInSampler().for_batches(100, small)
+    assert isinstance(wide, BuiltInSampler)
+    assert (wide.slots, wide.prefill_rows) == (100, 64)
+    assert BuiltInSampler().for_batches(6, small) == BuiltInSampler()
+    assert own.for_batches(100, small) is own
+
+
 # Runs
 
 
