@@ -55,7 +55,7 @@ test-families: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m families
 
 test-scale: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m scale
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m scale
 
 test-ray: $(VENV)/.dev
 	$(PIP) -e '.[ray]'

@@ -128,7 +128,7 @@ class Steps:
         self._graphed: bool | None = None  # whether calls are graphs: not where a layer waits for the device
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
-        self._decode_kernels = fused_decoding(self.device)
+        self._decode_kernels = fused_decoding(self.device, compiled)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
         self._span_step, self._span_doubles = CPU_SPAN, False

@@ -25,16 +25,16 @@ class DecodeKernels(NamedTuple):
     """For one token per slot, in order: see `decode_kernel`."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
-    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None  # None: as torch does
 
 
-def fused_decoding(device: torch.device) -> DecodeKernels | None:
-    """The kernels of decode steps, where there are any."""
+def fused_decoding(device: torch.device, compiled: bool) -> DecodeKernels | None:
+    """The kernels of decode steps, where there are any. What torch compiles, it stores by itself."""
     if not kernels_on(device):
         return None
     from opd.sampling import decode_kernel
 
-    return DecodeKernels(decode_kernel.attend_slots, decode_kernel.store_slots)
+    return DecodeKernels(decode_kernel.attend_slots, None if compiled else decode_kernel.store_slots)
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -61,8 +61,9 @@ class SlotLayout:
 
     def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """key and value (B, G, Q, D) into caches (S, G, W, D). Rows of one call are all written before any is read."""
-        if self.kernels is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
-            self.kernels.store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
+        store = None if self.kernels is None else self.kernels.store
+        if store is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
+            store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
             return
         for cache, new in ((keys, key), (values, value)):
             cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
