@@ -11,12 +11,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.servers import ServeProcess
 
 torch.set_num_threads(1)
-settings.register_profile("opd", deadline=None, max_examples=25)
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a loaded machine is no mistake
+settings.register_profile("opd", max_examples=25, derandomize=True, **PATIENT)  # the same examples on every machine
+settings.register_profile("search", max_examples=1000, **PATIENT)  # --hypothesis-profile search looks for others
 settings.load_profile("opd")
 
 

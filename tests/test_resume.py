@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
         opd.run(spec, out=tmp_path / "run")
     run = opd.Run(tmp_path / "run")
     assert [path.name for path in run.checkpoints] == ["step-000002", "step-000003"]
-    for name in ("optimiser.safetensors", "manifest.json", "trainer.json", "model.safetensors"):
+    for name in ("manifest.json", "model.safetensors"):
         copy = tmp_path / name
         shutil.copytree(run.directory, copy, symlinks=True)
         _flip(copy / "checkpoints" / "main" / "step-000003" / name)
