@@ -41,7 +41,8 @@ class StageSamplers:
         self._own = self._opened(copied, kind=kind) if opens and copied is not None else None
         self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
         self.student = world.student_sampler(self._own, kind.led, spec, copied or student, max_length, stop_ids)
-        self._ahead = self._opened(student.inference_copy(self._dtype, own=True)) if ahead else None
+        wide = spec.sampler.for_batches(spec.rollout.prompts * spec.rollout.samples, student)
+        self._ahead = self._opened(student.inference_copy(self._dtype, own=True), kind=wide) if ahead else None
         self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
         if self._ahead is not None:
             self.ahead = AheadSampler(self._ahead, student, spec.rollout.in_flight)
