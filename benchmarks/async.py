@@ -11,7 +11,8 @@ above the synchronous mean less twice the standard error of the difference over 
 
     python benchmarks/async.py --name async-wait-cpu.json --workers 2 --seeds 2 --steps 40 --questions 8
 
-Waiting and tokens per second, measured again where each run has cores enough: the figure shows these.
+Waiting and tokens per second, measured again where each run has cores enough: the figure shows these. With
+`--name async-wait-epochs-cpu.json --epochs 3` the trainer passes over each batch three times, so that it is the slower one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from runs import FIGURES, RESULTS, carry_out, save
 
 import opd
 
-NAME, WAITING = "async-cpu.json", "async-wait-cpu.json"
+NAME, WAITING, BUSY = "async-cpu.json", "async-wait-cpu.json", "async-wait-epochs-cpu.json"
 MARGIN, LEVEL_Z = 0.05, 1.6449
 ARMS: dict[str, dict[str, Any]] = {
     "8, keep": {"rollout": {"staleness": 8, "in_flight": "keep"}},
@@ -44,10 +45,10 @@ def recipe(changes: dict[str, Any], seed: int, args: argparse.Namespace) -> dict
     plain: dict[str, Any] = yaml.safe_load((Path(opd.__file__).parent / "recipes" / "quickstart.yaml").read_text())
     for key, values in changes.items():
         plain[key] |= values
-    plain["train"] |= {"steps": args.steps}
+    plain["train"] |= {"steps": args.steps, "epochs": args.epochs}
     plain["rollout"] |= {"prompts": args.prompts}
     plain["eval"] = {"prompts": args.questions, "teachers": False}
-    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # a batch at a time: what is drawn does not depend on it
+    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # as sampling ahead has by itself
     return plain | {"seed": seed}
 
 
@@ -144,11 +145,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="*", default=[], choices=list(ARMS), help="beside the bounds")
     parser.add_argument("--steps", type=int, default=190)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--questions", type=int, default=500, help="of each domain")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; each has two busy threads")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
-    parser.add_argument("--name", default=NAME, choices=[NAME, WAITING], help="of the file with the results")
+    parser.add_argument("--name", default=NAME, choices=[NAME, WAITING, BUSY], help="of the file with the results")
     parser.add_argument("--plot", action="store_true", help="only draw what was measured")
     args = parser.parse_args()
     if args.plot:
@@ -171,7 +173,17 @@ def main() -> None:
             found[arm] = [facts(job.result()) for job in waiting]
             print(json.dumps(row(arm, found[arm], found["0"])), flush=True)
     rows = [row(arm, runs, found["0"]) for arm, runs in found.items()]
-    save(args.name, {"margin": MARGIN, "steps": args.steps, "seeds": args.seeds, "workers": args.workers, "rows": rows})
+    save(
+        args.name,
+        {
+            "margin": MARGIN,
+            "steps": args.steps,
+            "epochs": args.epochs,
+            "seeds": args.seeds,
+            "workers": args.workers,
+            "rows": rows,
+        },
+    )
     if args.name == NAME:
         plot(rows)
 

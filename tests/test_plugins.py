@@ -238,7 +238,7 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     for name, text in (("recipe", HOSTILE), ("run", HOSTILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(text)
-    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 1}}
+    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 3}}
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
     with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
         load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.calm=2"])
