@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,12 @@ def server() -> Iterator[ServeProcess]:
     found = ServeProcess(*names, options=limits)
     yield found
     found.terminate()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage has to walk through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -110,7 +110,7 @@ FAILING: dict[str, Callable[[Path], dict[str, Any]]] = {
     "prefix": lambda folder: {
         "objective": {"gate": "too_late"},
         "train": {"steps": 24},
-        "monitors": {"watch": {"kind": "prefix", "every": 5, "answers": 24}},
+        "monitors": {"watch": {"kind": "prefix", "every": 5, "answers": 24, "window": 10}},
     },
     "conflict": two_teachers,
     "diversity": lambda folder: {  # a teacher that says nearly always the same
@@ -191,8 +191,11 @@ def test_a_run_built_to_fail_raises_the_alarm(name: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_probes_are_quiet_where_the_student_learns(tmp_path: Path) -> None:
     """The same two runs without what is built into them."""
-    watch = [{"kind": "prefix", "every": 5, "answers": 24}, {"kind": "conflict", "every": 4}]
+    watch = [{"kind": "prefix", "every": 5, "answers": 24, "window": 10}, {"kind": "conflict", "every": 4}]
     prompts = [SUMS, {"source": "task:reverse", "domain": "b"}]
     run = carried_out("conflict", tmp_path, prompts=prompts, monitors={"watch": watch})
     assert {"cosine/a", "cosine/b", "takeover/first", "takeover/late"} <= {key for line in run.metrics for key in line}
     assert [line["monitor"] for line in run.monitors] == []
+    shorter = {"train": {"steps": 6, "lr": 5e-4}, "eval": {"prompts": 0}, "monitors": "off"}
+    off = carried_out("conflict", tmp_path / "off", prompts=prompts, **shorter)
+    assert [line["loss"] for line in off.metrics] == [line["loss"] for line in run.metrics[:6]]  # probes change no bit

@@ -100,7 +100,7 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     "conflict": [
         ({"cosine/a": [-0.4, -0.3, -0.2], "eval/a": steps((None, 2), (0.4, 1)), "eval_stderr/a": steps((None, 2), (0.02, 1))}, ACROSS),
     ],
-    "prefix": [({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 20))}, {})],
+    "prefix": [({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {})],
 }  # fmt: skip
 HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
     "kl": [
@@ -135,9 +135,10 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"cosine/a": [0.4, 0.3, 0.2], "eval/a": steps((None, 2), (0.4, 1)), "eval_stderr/a": steps((None, 2), (0.02, 1))}, ACROSS),
     ],
     "prefix": [
-        ({"takeover/first": TAKEN, "takeover/late": steps((0.2, 3)), "reward": steps((0.5, 20))}, {}),
-        ({"takeover/first": steps((0.02, 3)), "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 20))}, {}),  # no gap is left
-        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 10), (0.9, 10))}, {}),
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.2, 3)), "reward": steps((0.5, 40))}, {}),
+        ({"takeover/first": steps((0.02, 3)), "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {}),  # no gap is left
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 6), (0.9, 34))}, {}),
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40)), "eval/a": evaluated("a", 0.7), "eval_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
 }  # fmt: skip
 
@@ -266,6 +267,11 @@ def test_a_run_that_fails_is_told_once_stopped_and_taken_up(tmp_path: Path) -> N
     assert recipe.stages[0].train.lr == pytest.approx(0.1)
     assert recipe.stages[0].train.steps == 5 - (0 if base is None else int(base.name[-6:]))
     assert make_plan(recipe)
+
+    few = failing("warn") | {"checkpoint": {"every": 1, "keep": 1, "background": False}}
+    kept = opd.run(few, out=tmp_path / "kept")  # the checkpoint that it would go back to has made room
+    written = load_recipe(kept.directory / kept.monitors[0]["recipe"])
+    assert Path(written.stages[0].student.model).is_dir()
 
     stopped = opd.run(failing("stop"), out=tmp_path / "stopped")
     assert stopped.summary["status"] == "stopped"

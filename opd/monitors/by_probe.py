@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Fraction, Positive, StageView
 
 PROBES = 3  # the newest ones are looked at together
+START = 5  # steps that say where rewards began
 COSINE = "cosine/"
 AT_FIRST, LATE = "takeover/first", "takeover/late"
 
@@ -39,7 +40,7 @@ class FlawedPrefix(Monitor):
     errors: float = Field(
         2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
     )
-    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+    window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if "teacher" not in view.roles:
@@ -51,11 +52,9 @@ class FlawedPrefix(Monitor):
     def alarm(self, history: History) -> Alarm | None:
         first, late = history.last(AT_FIRST, PROBES), history.last(LATE, PROBES)
         rewards = history.apart("reward", self.window)
-        if not first or not late or rewards is None:
+        if not first or not late or rewards is None or mean(first) <= self.gap or mean(late) >= self.takeover:
             return None
-        noise = (standard_error(rewards[0]) ** 2 + standard_error(rewards[1]) ** 2) ** 0.5
-        learns = mean(rewards[1]) > mean(rewards[0]) + self.errors * noise
-        if learns or mean(first) <= self.gap or mean(late) >= self.takeover:
+        if self._rises(*rewards) or self._scores(history):
             return None
         return Alarm(
             mean(late),
@@ -63,6 +62,18 @@ class FlawedPrefix(Monitor):
             f"from the beginning the teacher is right {mean(first):.0%} more often than the student, and only {mean(late):+.0%} behind "
             f"{self.depth:.0%} of what the student wrote, while rewards do not rise: its advice comes too late to mend anything",
         )
+
+    def _rises(self, first: Sequence[float], now: Sequence[float]) -> bool:
+        start = first[:START]  # who learns fast has done so within the first window
+        noise = (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
+        return mean(now) > mean(start) + self.errors * noise
+
+    def _scores(self, history: History) -> bool:
+        """More on held-out prompts than at first, where that is known: rewards of a step also follow which domains it drew."""
+        if len(history.evaluations) < 2:
+            return False
+        before, now = history.evaluations[0], history.evaluations[-1]
+        return now.mean > before.mean + self.errors * (before.mean_stderr**2 + now.mean_stderr**2) ** 0.5
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         rollout = stage["rollout"]
