@@ -8,6 +8,11 @@ second, how far tokens lagged behind, and whether the lengths of the answers are
 the means, within 5 %, level 5 %; beside it the largest gap between the two distributions). A score counts as within noise if it is
 above the synchronous mean less twice the standard error of the difference over seeds and questions.
 `--arms`: further settings beside the bounds. Writes benchmarks/results/async-cpu.json and docs/figures/async.svg.
+
+    python benchmarks/async.py --name async-wait-cpu.json --workers 2 --seeds 2 --steps 40 --questions 8
+
+Waiting and tokens per second, measured again where each run has cores enough: the figure shows these. With
+`--name async-wait-epochs-cpu.json --epochs 3` the trainer passes over each batch three times, so that it is the slower one.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from runs import FIGURES, RESULTS, carry_out, save
 
 import opd
 
-NAME = "async-cpu.json"
+NAME, WAITING, BUSY = "async-cpu.json", "async-wait-cpu.json", "async-wait-epochs-cpu.json"
 MARGIN, LEVEL_Z = 0.05, 1.6449
 ARMS: dict[str, dict[str, Any]] = {
     "8, keep": {"rollout": {"staleness": 8, "in_flight": "keep"}},
@@ -40,10 +45,10 @@ def recipe(changes: dict[str, Any], seed: int, args: argparse.Namespace) -> dict
     plain: dict[str, Any] = yaml.safe_load((Path(opd.__file__).parent / "recipes" / "quickstart.yaml").read_text())
     for key, values in changes.items():
         plain[key] |= values
-    plain["train"] |= {"steps": args.steps}
+    plain["train"] |= {"steps": args.steps, "epochs": args.epochs}
     plain["rollout"] |= {"prompts": args.prompts}
     plain["eval"] = {"prompts": args.questions, "teachers": False}
-    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # a batch at a time: what is drawn does not depend on it
+    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # as sampling ahead has by itself
     return plain | {"seed": seed}
 
 
@@ -101,6 +106,10 @@ def equivalence(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return list(json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"])
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
     import matplotlib
 
@@ -115,6 +124,9 @@ def plot(rows: list[dict[str, Any]]) -> None:
         quality.plot([place] * len(found["scores"]), found["scores"], "o", color="tab:blue", ms=4, alpha=0.5)
     quality.plot(places, [found["mean"] for found in bounds], color="tab:blue", label="mean over domains, each seed")
     quality.set(xlabel="rollout.staleness", ylabel="final pass@1", ylim=(0, 1.02), xticks=places, xticklabels=names)
+    if (RESULTS / WAITING).is_file():
+        bounds = [found for found in rows_of(WAITING) if found["arm"].isdigit()]
+    places, names = range(len(bounds)), [found["arm"] for found in bounds]
     speed.plot(places, [found["tokens_per_s"] for found in bounds], "o-", color="tab:green")
     speed.set(
         xlabel="rollout.staleness", ylabel="trained tokens per second", ylim=(0, None), xticks=places, xticklabels=names
@@ -133,14 +145,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="*", default=[], choices=list(ARMS), help="beside the bounds")
     parser.add_argument("--steps", type=int, default=190)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--questions", type=int, default=500, help="of each domain")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time; each has two busy threads")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    parser.add_argument("--name", default=NAME, choices=[NAME, WAITING, BUSY], help="of the file with the results")
     parser.add_argument("--plot", action="store_true", help="only draw what was measured")
     args = parser.parse_args()
     if args.plot:
-        plot(json.loads((RESULTS / NAME).read_text(encoding="utf-8"))["rows"])
+        plot(rows_of(NAME))
         return
     changes = {str(bound): {"rollout": {"staleness": bound}} for bound in sorted({0, *args.staleness})}
     changes |= {name: ARMS[name] for name in args.arms}
@@ -159,8 +173,19 @@ def main() -> None:
             found[arm] = [facts(job.result()) for job in waiting]
             print(json.dumps(row(arm, found[arm], found["0"])), flush=True)
     rows = [row(arm, runs, found["0"]) for arm, runs in found.items()]
-    save(NAME, {"margin": MARGIN, "steps": args.steps, "seeds": args.seeds, "workers": args.workers, "rows": rows})
-    plot(rows)
+    save(
+        args.name,
+        {
+            "margin": MARGIN,
+            "steps": args.steps,
+            "epochs": args.epochs,
+            "seeds": args.seeds,
+            "workers": args.workers,
+            "rows": rows,
+        },
+    )
+    if args.name == NAME:
+        plot(rows)
 
 
 if __name__ == "__main__":

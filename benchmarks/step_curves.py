@@ -34,7 +34,7 @@ CURVES: dict[str, list[tuple[float, Case, list[str]]]] = {
         for millions, shape in ((135, "135M"), (600, "0.6B"), (1700, "1.7B"), (4000, "4B"))
     ],
 }
-SMALLEST = {"teachers": [(2, CASES["tiny"], [])]}
+SMALLEST: dict[str, list[tuple[float, Case, list[str]]]] = {"teachers": [(2, CASES["tiny"], [])]}
 PLOTTED = {"slots": ("sample",), "new tokens of an answer": ("sample", "update"), "teachers": ("score", "total"),
            "parameters, millions": ("sample", "score", "update", "total")}  # fmt: skip
 

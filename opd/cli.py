@@ -210,6 +210,12 @@ def evaluate(
     rewards: Annotated[
         str | None, typer.Option(help="How answers are rewarded, as in a recipe: a kind, YAML, or a file with it.")
     ] = None,
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin", metavar="FILE.py|MODULE", help="With rewards or sources of your own; repeat for several."
+        ),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the samples of --k; default 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
@@ -231,6 +237,7 @@ def evaluate(
         seed=seed,
         split=split.value if split else None,
         rewards=rewards,
+        plugins=plugins or (),
     )
     for note in measured.notes:
         print(note, file=sys.stderr)

@@ -116,6 +116,8 @@ CHOICES: dict[str, str] = {
     "monitor.calibration": "opd.monitors.by_metrics:Miscalibrated",
     "monitor.together": "opd.monitors.by_evaluation:FallingTogether",
     "monitor.saturation": "opd.monitors.by_evaluation:Saturation",
+    "monitor.conflict": "opd.monitors.by_probe:TeachersInConflict",
+    "monitor.prefix": "opd.monitors.by_probe:FlawedPrefix",
     "gate.correct": "opd.objective.reward_gates:Correct",
     "gate.wrong": "opd.objective.reward_gates:Wrong",
     "gate.all_wrong": "opd.objective.reward_gates:AllWrong",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,12 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.servers import ServeProcess
 
 torch.set_num_threads(1)
-settings.register_profile("opd", deadline=None, max_examples=25)
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a loaded machine is no mistake
+settings.register_profile("opd", max_examples=25, derandomize=True, **PATIENT)  # the same examples on every machine
+settings.register_profile("search", max_examples=1000, **PATIENT)  # --hypothesis-profile search looks for others
 settings.load_profile("opd")
 
 
@@ -28,6 +31,12 @@ def server() -> Iterator[ServeProcess]:
     found = ServeProcess(*names, options=limits)
     yield found
     found.terminate()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage has to walk through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing.process
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 import opd
 import opd.trainer.ranks  # slow to import: once, in the process that the others are forked from
@@ -28,11 +29,14 @@ class Job:
     recipe: Any = None
     overrides: Sequence[str] = ()
     stop_after: int | None = None  # steps
+    bug_after: int | None = None  # steps, on the first rank
 
-    def carry_out(self) -> opd.Run:
+    def carry_out(self) -> Any:
         def on_step(run: Any, metrics: dict[str, Any]) -> None:
             if metrics["step"] == self.stop_after:
                 run.stop()
+            if metrics["step"] == self.bug_after:
+                raise KeyError("planted")
 
         if self.recipe is None:
             return opd.resume(self.out, on_step=on_step)
@@ -43,6 +47,7 @@ class Job:
 class Group:
     ranks: list[multiprocessing.process.BaseProcess]
     log: Path
+    store: dist.TCPStore  # by which the ranks find each other: the launcher's, so that it outlives them
 
     def codes(self, timeout: float = 300) -> list[int | None]:
         for rank in self.ranks:
@@ -59,14 +64,12 @@ class Group:
 
 def start(size: int, log: Path, *what: Job | str) -> Group:
     """Ranks that carry out jobs one after the other, or (of texts) call the command line with them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     log.touch()
-    ranks = [FORKS.Process(target=_rank, args=(rank, size, port, what, log)) for rank in range(size)]
+    ranks = [FORKS.Process(target=_rank, args=(rank, size, store.port, what, log)) for rank in range(size)]
     for rank in ranks:
         rank.start()
-    return Group(ranks, log)
+    return Group(ranks, log, store)
 
 
 def together(size: int, log: Path, *jobs: Job) -> None:
@@ -78,6 +81,7 @@ def together(size: int, log: Path, *jobs: Job) -> None:
 def _rank(rank: int, size: int, port: int, what: Sequence[Job | str], log: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -29,8 +29,9 @@ def make_run(
     samples: int = 4,
     rollouts: int = 0,
     ended: bool = True,
+    alarm: str | None = None,
 ) -> Path:
-    """`text`: what the student wrote; `samples`: steps of which a completion was written down; `rollouts`: in the store."""
+    """`alarm`: what a monitor said; `text`: what the student wrote; `samples`: steps of which a completion was written down; `rollouts`: in the store."""
     root.mkdir(parents=True)
     teachers = {"a": {"kind": "frozen", "model": "tiny/arithmetic"}}
     stage = {
@@ -39,6 +40,7 @@ def make_run(
         "teachers": teachers,
         "objective": [{"form": "direct"}],
         "train": {"steps": steps},
+        "monitors": {"action": "warn", "watch": [{"kind": "kl"}, {"kind": "token"}], "ignore": []},
     }
     (root / "resolved.yaml").write_text(yaml.safe_dump({"name": "made-up", "stages": [stage]}), encoding="utf-8")
     (root / "recipe.yaml").write_text("student: tiny/generalist\n", encoding="utf-8")
@@ -47,7 +49,11 @@ def make_run(
          "response_length": 4.0, f"kl/{domain}": 0.5, "kl/b": 0.25, "time/sample": 1.0, "time/score": 0.5, "time/update": 2.0}
         for step in range(1, steps + 1)
     ]  # fmt: skip
-    lines = {"metrics": metrics, "samples": [], "tokens": [], "answers": []}
+    lines = {"metrics": metrics, "samples": [], "tokens": [], "answers": [], "monitors": []}
+    if alarm is not None:
+        lines["monitors"] = [
+            {"step": 3, "stage": "main", "monitor": "kl", "value": 12.6, "threshold": 0.7, "words": alarm, "remedy": alarm, "action": "warn", "recipe": "remedy-main-kl.yaml"}
+        ]  # fmt: skip
     for step in range(1, samples + 1):
         lines["samples"] += [sample(step, domain, text, step % 2), sample(step, "b", f"{text} too", 0)]
         lines["tokens"] += [tokens(step, domain, text, teacher="a"), tokens(step, "b", f"{text} too", teacher="b")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import threading
@@ -15,13 +16,15 @@ import yaml
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, TrainingError
+from opd.errors import RecipeError, StoreError, TrainingError
 from opd.models.attention import Packed
+from opd.runner import pipeline
 from opd.sampling.ahead import AheadSampler
 from opd.sampling.collect import collect
 from opd.sampling.engine import Engine
 from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
+from opd.store.files import AppendFile, Files
 from opd.trainer.ahead import Ahead
 from opd.types import SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.crash import RECIPE, durable, ended, kept, start
@@ -81,6 +84,7 @@ def test_its_weights_are_its_own() -> None:
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "wait"])
 def test_weights_that_come_in_flight(in_flight: str) -> None:
     student, sampler = opened(in_flight)
+    first = tiny_model("llama_tied")  # the weights that it begins with
     sampler.load(student.weights(0))
     tokens: dict[str, list[SampledToken]] = {}
     finished = []
@@ -97,12 +101,23 @@ def test_weights_that_come_in_flight(in_flight: str) -> None:
     assert any(0 < sum(found) < len(found) for found in versions.values()) == (in_flight != "wait")
     for request in requests():
         ids = torch.tensor([*request.prompt_ids.tolist(), *(token.token for token in tokens[request.id])])
-        with torch.no_grad():
-            logits = read(student, ids)  # as the new weights read everything that was written
-        known = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][request.prompt_ids.size - 1 :]
-        for token, logprob in zip(tokens[request.id], known.tolist(), strict=True):
-            if token.version == 1 and token.token != EOS and in_flight == "recompute":
-                assert token.logprob == pytest.approx(logprob, abs=1e-4)
+        places = torch.arange(request.prompt_ids.size - 1, len(ids) - 1)
+        with torch.no_grad():  # as old and new weights read everything that was written
+            old, new = (
+                read(model, ids).log_softmax(-1)[places, ids[places + 1]].tolist() for model in (first, student)
+            )
+        for token, *known in zip(tokens[request.id], old, new, strict=True):
+            if token.token != EOS and (token.version == 0 or in_flight == "recompute"):
+                assert token.logprob == pytest.approx(known[token.version], abs=1e-4)
+
+
+def test_a_small_model_takes_a_batch_at_a_time() -> None:
+    small, own = tiny_model("llama_tied"), BuiltInSampler(slots=32)
+    wide = BuiltInSampler().for_batches(100, small)
+    assert isinstance(wide, BuiltInSampler)
+    assert (wide.slots, wide.prefill_rows) == (100, 64)
+    assert BuiltInSampler().for_batches(6, small) == BuiltInSampler()
+    assert own.for_batches(100, small) is own
 
 
 # Runs
@@ -123,7 +138,7 @@ def test_a_run_ahead_of_itself(tmp_path: Path) -> None:
 
 
 SLOWLY: dict[str, Any] = {  # bfloat16 on a CPU
-    "rollout": {"prompts": 2, "max_new_tokens": 3, "staleness": 2},
+    "rollout": {"prompts": 2, "max_new_tokens": 2, "staleness": 2},
     "sampler": {"dtype": "bfloat16", "slots": 2, "prefill_rows": 1, "prefill_chunk": 8},
 }
 
@@ -134,19 +149,18 @@ SLOWLY: dict[str, Any] = {  # bfloat16 on a CPU
     [
         {"student": {"model": "tiny/generalist", "lora": {"rank": 4}}, **SLOWLY},
         {
-            "train": {"steps": 4, "lr": 1e-3, "precision": "mixed", "epochs": 2},
+            "train": {"steps": 3, "lr": 1e-3, "precision": "mixed", "minibatches": 2},
             "objective": {"form": "policy_gradient"},
             **SLOWLY,
         },
         {"teachers": {"teacher": {"kind": "ema", "rate": 0.5, "view": {"kind": "instruction", "instruction": "Add."}}}},
-        {"train": {"steps": 4, "learn": False}},
-        {"eval": {"prompts": 4, "every": 1, "teachers": False}},
+        {"train": {"steps": 3, "learn": False}},
     ],
-    ids=["lora", "mixed", "ema", "scores", "evaluated"],
+    ids=["lora", "mixed", "ema", "scores"],
 )
 def test_other_students_and_teachers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    run = opd.run(AHEAD | changes, out=tmp_path / "run")
-    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    run = opd.run(AHEAD | changed(train={"steps": 3}) | changes, out=tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
     assert all(line["staleness/max"] <= 2 for line in run.metrics)
 
 
@@ -197,6 +211,37 @@ def test_killed_while_both_work(tmp_path: Path) -> None:
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     assert len(found) == 24
     assert all(item.stop is not None for item in found.values())
+
+
+class FullFile(AppendFile):
+    left = 0
+
+    def write(self, data: bytes) -> None:
+        FullFile.left -= len(data)
+        if FullFile.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(data)
+
+
+class FullFiles(Files):
+    def append(self, path: Path) -> AppendFile:
+        return FullFile(path)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("room", [3000, 14000])
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(FullFile, "left", room)
+    monkeypatch.setattr(pipeline, "RolloutStore", lambda place: RolloutStore(place, files=FullFiles()))
+    with pytest.raises(StoreError, match="disk is full"):
+        opd.run(AHEAD, out=tmp_path / "run")
+    assert not [thread for thread in threading.enumerate() if thread.name == "opd-sampler"]
+    monkeypatch.undo()
+    before = durable(tmp_path / "run")
+    run = opd.resume(tmp_path / "run")
+    found = durable(tmp_path / "run")
+    kept(before, found)
+    assert (len(found), len(run.metrics)) == (24, 4)
 
 
 @pytest.mark.parametrize(

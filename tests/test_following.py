@@ -189,3 +189,7 @@ def test_what_is_published_is_taken_and_what_is_risky_is_said() -> None:
     risky = {"kind": "refresh", "view": INSTRUCTED}
     (plan,) = make_plan(load_recipe({**RECIPE, "teachers": {"t": risky}, "objective": FORWARD}))
     assert any("collapsed at every refresh" in note for note in plan.notes)
+    for rate, told in ((0.5, True), (0.05, False)):
+        mean = {"kind": "ema", "rate": rate, "view": INSTRUCTED}
+        (plan,) = make_plan(load_recipe({**RECIPE, "teachers": {"t": mean}}))
+        assert any("follows the student within 2 steps" in note for note in plan.notes) == told

@@ -17,7 +17,7 @@ from opd import families
 from opd.config import load_recipe
 from opd.errors import RecipeError
 from opd.monitors.history import Evaluated, History, StageFacts
-from opd.monitors.monitor import Monitors
+from opd.monitors.monitor import Monitor, usual_monitors
 from opd.runner.plan import make_plan
 from opd.trainer.metrics import calibration_error, spread_metrics
 from opd.types import Author, Rollout
@@ -31,13 +31,17 @@ ALARMS = {"collapse": {"kl", "stopping", "diversity"}, "collapse of stopping": {
 ACROSS = {"before": lambda: Evaluated(0, {"a": 0.5}, {"a": 0.02}, {"a": 0.8}, {"a": 0.02})}
 
 
+def every_monitor() -> list[Monitor]:
+    return [families.find("monitor", name)() for name in families.names("monitor")]  # type: ignore[misc]
+
+
 def fired(columns: Mapping[str, Sequence[float | None]], only: str | None = None, **facts: Any) -> dict[str, int]:
     """Monitor -> the first step at which it had a reason to speak."""
     history, found = History(StageFacts(**facts)), dict[str, int]()
     for number in range(max(map(len, columns.values()))):
         line = {name: values[number] for name, values in columns.items() if number < len(values)}
         history.add({"step": number + 1, "stage": "main"} | line)
-        for monitor in Monitors().completed().watch:
+        for monitor in every_monitor():
             if only in (None, monitor.name) and (alarm := monitor.alarm(history)) is not None:
                 assert math.isfinite(alarm.value + alarm.threshold)
                 assert alarm.words
@@ -63,6 +67,7 @@ def evaluated(name: str, *values: float, every: int = 2) -> list[float | None]:
     return [value for number in values for value in (*steps((None, every - 1)), number)]
 
 
+TAKEN = steps((0.3, 3))
 FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
     "kl": [
         ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33]}, {}),
@@ -82,23 +87,32 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     "token": [({"kl_top": steps((0.6, 10)), "kl_largest": steps((8.0, 10))}, {})],
     "mismatch": [({"mismatch_outside": steps((0.03, 10))}, {}), ({"mismatch": steps((0.3, 10))}, {})],
     "staleness": [({"staleness/max": [1, 3, 5]}, {})],
-    "calibration": [({"ece": steps((0.10, 20), (0.17, 20))}, {})],
+    "calibration": [
+        ({"ece": steps((0.10, 20), (0.17, 20))}, {}),
+        ({"ece/teacher": steps((0.10, 5), (0.17, 5))}, {}),
+    ],
     "together": [
         ({"reverse_kl": [0.5, 0.5, 0.4, 0.4, 0.3, 0.3], "eval/a": evaluated("a", 0.45, 0.4, 0.3)}, ACROSS),
     ],
     "saturation": [
         ({"eval/a": evaluated("a", 0.5, 0.51), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, {"self_taught": True, **ACROSS}),
     ],
+    "conflict": [
+        ({"cosine/a": [-0.4, -0.3, -0.2], "eval/a": steps((None, 2), (0.4, 1)), "eval_stderr/a": steps((None, 2), (0.02, 1))}, ACROSS),
+    ],
+    "prefix": [({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {})],
 }  # fmt: skip
 HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
     "kl": [
         ({"reverse_kl": [1.7, 1.8, 1.7, 0.32, 1.6, 1.7]}, {}),  # one odd batch
         ({"reverse_kl": [0.01, 0.011, 0.01, 0.001, 0.001]}, {}),  # too little to fall from
+        ({"reverse_kl": [0.045, 0.0045, 0.028, 0.02, 0.028, 0.049, 0.055, 0.0034, 0.0025]}, {}),  # it scatters
         ({"reverse_kl": steps((0.01, 50), (0.05, 9))}, {}),
     ],
     "diversity": [
         ({"entropy": steps((0.30, 10), (0.10, 10)), "reward": steps((0.5, 10), (0.9, 10))}, {}),
         ({"entropy": steps((0.30, 10), (0.10, 10))}, {}),  # learning looks like this, too
+        ({"entropy": steps((0.02, 10), (0.01, 10)), "reward": steps((0.98, 20))}, {}),  # sure of itself already
         ({"eval/a": evaluated("a", 0.7), "eval_k/a": evaluated("a", 0.78), "eval_k_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
     "stopping": [({"truncated": steps((0.9, 30)), "response_length": steps((10, 30))}, {})],
@@ -115,6 +129,16 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     "saturation": [
         ({"eval/a": evaluated("a", 0.5, 0.51), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, ACROSS),
         ({"eval/a": evaluated("a", 0.6, 0.7), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, {"self_taught": True, **ACROSS}),
+    ],
+    "conflict": [
+        ({"cosine/a": [-0.4, -0.3, -0.2], "eval/a": steps((None, 2), (0.49, 1)), "eval_stderr/a": steps((None, 2), (0.02, 1))}, ACROSS),
+        ({"cosine/a": [0.4, 0.3, 0.2], "eval/a": steps((None, 2), (0.4, 1)), "eval_stderr/a": steps((None, 2), (0.02, 1))}, ACROSS),
+    ],
+    "prefix": [
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.2, 3)), "reward": steps((0.5, 40))}, {}),
+        ({"takeover/first": steps((0.02, 3)), "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {}),  # no gap is left
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 6), (0.9, 34))}, {}),
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40)), "eval/a": evaluated("a", 0.7), "eval_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
 }  # fmt: skip
 
@@ -144,7 +168,7 @@ def test_remedies_load() -> None:
     for shipped in ("quickstart", "methods/thinking-machines", "methods/refresh", "methods/grpo"):
         (stage,) = load_recipe(shipped).model_dump(mode="json")["stages"][:1]
         before = json.dumps(stage)
-        for monitor in Monitors().completed().watch:
+        for monitor in every_monitor():
             if any(loads([changed]) and changed != stage for changed in monitor.remedies(stage)):
                 found.setdefault(monitor.name, set()).add(shipped)
         assert json.dumps(stage) == before
@@ -157,7 +181,7 @@ def test_remedies_load() -> None:
 def test_settings_are_read_and_mistakes_refused() -> None:
     plain = load_recipe("quickstart").stages[0].monitors
     assert plain.action == "warn"
-    assert [monitor.name for monitor in plain.watch] == families.names("monitor")
+    assert [monitor.name for monitor in plain.watch] == usual_monitors()
     assert load_recipe("quickstart", ["monitors=off"]).stages[0].monitors.watch == []
     own = load_recipe("quickstart", ["monitors={watch: [{kind: kl, fall: 9, action: stop}], ignore: token}"])
     first, *others = own.stages[0].monitors.watch
@@ -243,6 +267,11 @@ def test_a_run_that_fails_is_told_once_stopped_and_taken_up(tmp_path: Path) -> N
     assert recipe.stages[0].train.lr == pytest.approx(0.1)
     assert recipe.stages[0].train.steps == 5 - (0 if base is None else int(base.name[-6:]))
     assert make_plan(recipe)
+
+    few = failing("warn") | {"checkpoint": {"every": 1, "keep": 1, "background": False}}
+    kept = opd.run(few, out=tmp_path / "kept")  # the checkpoint that it would go back to has made room
+    written = load_recipe(kept.directory / kept.monitors[0]["recipe"])
+    assert Path(written.stages[0].student.model).is_dir()
 
     stopped = opd.run(failing("stop"), out=tmp_path / "stopped")
     assert stopped.summary["status"] == "stopped"

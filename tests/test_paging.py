@@ -193,6 +193,12 @@ def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     assert views["c"].stride() == tensors["c"].stride()
 
 
+@pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="nobody says how much memory is free")
+def test_more_than_the_memory_that_is_free_is_not_pinned() -> None:
+    with pytest.raises(TrainingError, match=r"needs 1073741824\.0 GiB .* Set pool\.keep: disk"):
+        pinned(1 << 60, 1 << 28, torch.device("cpu"))
+
+
 @pytest.mark.gpu
 def test_pinned_pieces_are_read_by_the_device_itself() -> None:
     device = torch.device("cuda")

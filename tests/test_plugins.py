@@ -21,6 +21,7 @@ from opd.config import load_recipe, recipe_schema
 from opd.errors import DataError, RecipeError, RunDirectoryError, TrainingError
 from opd.files import read_sealed
 from opd.rewards import Rewarder
+from opd.runner.evaluate import evaluate_model
 from opd.runner.plan import make_plan
 from opd.types import Prompt, Sample
 
@@ -237,7 +238,7 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     for name, text in (("recipe", HOSTILE), ("run", HOSTILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(text)
-    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 1}}
+    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 3}}
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
     with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
         load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.calm=2"])
@@ -246,6 +247,17 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
     found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
+
+
+def test_evaluation_knows_them_too(tmp_path: Path) -> None:
+    (tmp_path / "moody.py").write_text(HOSTILE.replace('"moody"', '"calm"'))
+    settings: dict[str, Any] = {"k": 0, "count": 2, "max_new_tokens": 2, "device": "cpu", "seed": 0}
+    found = evaluate_model(
+        "tiny/generalist", ["task:addition"], rewards="calm", plugins=[str(tmp_path / "moody.py")], **settings
+    )
+    assert found.domains["arithmetic"].value == 1.0
+    with pytest.raises(RecipeError, match=r"nowhere\.py cannot be read"):
+        evaluate_model("tiny/generalist", ["task:addition"], plugins=["nowhere.py"], **settings)
 
 
 def test_a_sampler_of_ones_own_draws_the_same_tokens(recipe: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_means_of_the_student_count_as_memory_and_as_something_to_save(models: d
     assert plan.memory["teachers"] == plan.parameters * (2 + 4)
     run = open_stage(spec, tmp_path)
     unused: Any = None
-    saving = StageCheckpoints(run, StageResult("main"), tmp_path, Saver(), unused, 0.0)
+    saving = StageCheckpoints(run, StageResult("main"), tmp_path, Saver(), unused, 0.0, load_recipe(spec))
     beside = (*run.optimiser.tensors().values(), *run.teachers["a"].state().values())
     size = sum(tensor.nbytes for tensor in (*run.student.module.parameters(), *beside))
     assert saving._save_seconds() == size / SAVE_RATE

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -17,11 +20,13 @@ import torch
 import yaml
 
 import opd
-from opd.cluster.ray_run import require_ray, why_ended
+from opd.cluster.ray_ranks import RayRanks
+from opd.cluster.ray_run import RayPlaces, carry_out_on, local_cluster, require_ray
+from opd.cluster.ray_workers import LOST, STUCK, Restarts, WorkerEnded, WorkerGroup, why_ended
 from opd.cluster.remote_sampler import SamplerWorker, _array, _tensor
 from opd.cluster.served_stage import served_models, served_name, served_stage
 from opd.config import load_recipe
-from opd.errors import RecipeError, UserError
+from opd.errors import RanksLost, RecipeError, UserError
 from opd.models import load_model
 from opd.store import RolloutStore
 from opd.trainer.messages import read_message, write_message
@@ -89,6 +94,10 @@ def test_the_rank_that_tells_is_waited_for() -> None:
     assert told is not None
     assert (str(told), told.exit_code) == ("prompts: none", 2)
     assert why_ended([(1, "")], over=True) is not None
+    lost = why_ended([(1, ""), (LOST, "rank 0 lost touch")], over=False)
+    assert isinstance(lost, RanksLost)
+    first = why_ended([(LOST, "rank 0 lost touch"), (1, "KeyError: 'planted'")], over=False)
+    assert str(first) == "KeyError: 'planted'"  # whoever tells of an error goes before who was lost by it
     assert why_ended([(0, ""), (0, "")], over=True) is None
 
 
@@ -107,6 +116,35 @@ def test_a_sampler_of_a_later_stage_is_another_one() -> None:
         assert len(events) == room - 4 + 1
 
 
+def test_ranks_that_are_lost_at_the_same_step_again_and_again_do_not_start_for_ever(tmp_path: Path) -> None:
+    metrics, restarts = tmp_path / "metrics.jsonl", Restarts(tmp_path)
+    for _ in range(STUCK - 1):
+        restarts.count("a segmentation fault")
+    metrics.write_text("{}\n{}\n")  # two steps: as if nothing had been
+    for _ in range(STUCK):
+        restarts.count("a segmentation fault")
+    metrics.write_text("{}\n")  # the next begins from a checkpoint
+    with pytest.raises(RanksLost, match=r"further than 2 steps: a segmentation fault"):
+        restarts.count("a segmentation fault")
+
+
+def test_trainers_open_no_samplers_beside_those_of_ray() -> None:
+    assert not RayRanks(None, 0, 2, 0, ["a worker"], {}).opens_sampler(led=False)
+    assert RayRanks(None, 1, 2, 1, [], {}).opens_sampler(led=False)
+    assert not RayRanks(None, 1, 2, 1, [], {}).opens_sampler(led=True)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """One cluster for all tests that need no command line."""
+    with local_cluster(4, 0) as found:
+        yield found
+
+
+def group(ray: Any) -> WorkerGroup:
+    return WorkerGroup(ray, None, {}, load_recipe(RECIPE).stages[0].cluster, print)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_weights_of_any_shape_travel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -117,15 +155,64 @@ def test_weights_of_any_shape_travel(shape: tuple[int, ...], dtype: torch.dtype)
 
 
 @pytest.mark.ray
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    rollout = {**RECIPE["rollout"], "max_prompt_tokens": 1}  # type: ignore[dict-item]
-    recipe.write_text(yaml.safe_dump({**RECIPE, "rollout": rollout}), encoding="utf-8")
-    command = [sys.executable, "-m", "opd", "run", str(recipe), "--on", "ray", "--out", str(tmp_path / "run")]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
-    assert found.returncode == 2, found.stderr
-    assert "max_prompt_tokens" in found.stderr
-    assert "start again" not in found.stderr
+def test_an_error_that_nobody_expected_comes_through(ray: Any) -> None:
+    @ray.remote(num_cpus=0)
+    def bug() -> None:
+        raise KeyError("planted")
+
+    @ray.remote(num_cpus=0)
+    def waits() -> tuple[int, str]:
+        time.sleep(60)
+        return 0, ""
+
+    with pytest.raises(WorkerEnded, match="planted"):
+        group(ray)._wait([waits.remote(), bug.remote()], [], [])
+
+
+@pytest.mark.ray
+def test_a_second_interrupt_leaves_at_once(ray: Any) -> None:
+    @ray.remote(num_cpus=0)
+    def deaf() -> tuple[int, str]:
+        time.sleep(600)
+        return 0, ""
+
+    def interrupt() -> None:
+        for _ in range(2):
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        group(ray)._wait([deaf.remote()], [], [])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.ray
+def test_a_server_that_cannot_start_tells_why(ray: Any, tmp_path: Path) -> None:
+    recipe = {**RECIPE, "cluster": {"trainers": 1, "servers": 1}}
+    place = tmp_path / "recipe.yaml"
+    place.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        cluster = load_recipe(recipe).stages[0].cluster
+        placed = RayPlaces(cluster, dict.fromkeys(("tiny/arithmetic", "tiny/spelling"), address), 1, "float32")
+        with pytest.raises(WorkerEnded, match=r"a server of teachers has ended \(2\)(.|\n)*cannot be listened on"):
+            carry_out_on(ray, (str(place), (), str(tmp_path / "run")), load_recipe(recipe), placed, print)
+
+
+@pytest.mark.ray
+def test_a_mistake_is_told_once(ray: Any, tmp_path: Path) -> None:
+    place, said = tmp_path / "recipe.yaml", list[str]()
+    recipe = {**RECIPE, "rollout": {"prompts": 16, "max_new_tokens": 16, "max_prompt_tokens": 1}}
+    place.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    loaded = load_recipe(recipe)
+    with pytest.raises(WorkerEnded, match="max_prompt_tokens") as found:
+        carry_out_on(ray, (str(place), (), str(tmp_path / "run")), loaded, RayPlaces.of(loaded), said.append)
+    assert found.value.exit_code == 2
+    assert not any("start again" in line for line in said)
 
 
 @pytest.mark.ray
@@ -149,6 +236,8 @@ def test_every_kind_of_worker_may_be_killed(tmp_path: Path) -> None:
     assert not differences(tmp_path / "one", run, 1e-4)
     ours, theirs = opd.Run(run).summary, opd.Run(tmp_path / "one").summary
     assert ours["status"] == theirs["status"] == "done"
+    scores = [[found["after"] for found in one["stages"][0]["evals"].values()] for one in (ours, theirs)]
+    assert scores[0] == pytest.approx(scores[1], abs=0.051)  # one question of 20
     stores = [RolloutStore(place / "rollouts", read_only=True).entries for place in (run, tmp_path / "one")]
     assert set(stores[0]) == set(stores[1])
 

@@ -307,8 +307,10 @@ def validator() -> jsonschema.Draft202012Validator:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_fits_the_schema(name: str, validator: jsonschema.Draft202012Validator) -> None:
     text = shipped_recipes()[name].read_text(encoding="utf-8")
-    validator.validate(parse_yaml(text, name))
-    validator.validate(yaml.safe_load(text))  # as other tools read YAML
+    ours, theirs = parse_yaml(text, name), yaml.safe_load(text)
+    validator.validate(ours)
+    if theirs != ours:  # as other tools read YAML
+        validator.validate(theirs)
     validator.validate(yaml.safe_load(load_recipe(name).to_yaml()))
 
 

@@ -144,7 +144,7 @@ def test_a_server_that_is_away_is_waited_for_until_the_patience_ends() -> None:
     while not told and asking.is_alive():
         time.sleep(0.005)
     with serving(lambda path, body: plainly("second"), port):
-        asking.join(30)
+        asking.join(300)
     assert found == ["second"]
     assert remote.returns == 1
 

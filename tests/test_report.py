@@ -181,7 +181,7 @@ def test_the_live_page_is_for_who_has_its_address(tmp_path: Path) -> None:
     def get(path: str, **headers: str) -> tuple[int, bytes]:
         request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=120) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()

@@ -283,10 +283,10 @@ def test_whatever_a_verification_does_costs_one_sample(own_module: str) -> None:
 
 
 def test_a_regular_expression_that_explodes_is_not_a_zero() -> None:
-    rewards = rewarder({"kind": "format", "pattern": "(a+)+$", "time_limit": 0.5})
+    rewards = rewarder({"kind": "format", "pattern": "(a+)+$", "time_limit": 1})
     hung, fine = rewards([sample("a" * 50 + "b"), sample("aaa")])
     assert (hung.reward, fine.reward) == (None, 1.0)
-    assert "longer than 0.5 seconds" in hung.error
+    assert "longer than 1 seconds" in hung.error
 
 
 def test_rewards_are_cached_by_content(own_module: str) -> None:
@@ -708,14 +708,14 @@ def everything() -> dict[str, Any]:
 
 
 COUNTS = {
-    "exact": 10_000,
-    "numeric": 10_000,
+    "exact": 3_000,
+    "numeric": 3_000,
     "sum": 1_000,
     "format": 1_000,
     "json": 1_000,
-    "code": 300,
-    "maths": 40,
-    "gym": 40,
+    "code": 100,
+    "maths": 20,
+    "gym": 20,
 }
 
 
@@ -727,9 +727,9 @@ def test_malformed_outputs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(COUNTS))
 def test_many_malformed_outputs(name: str) -> None:
-    """Ten thousand; of those that run apart, each in processes of its own, as many as take a minute."""
-    apart = {"code": 1_000, "maths": 600, "gym": 600}
-    shower(name, malformed(int(os.environ.get("COUNT") or apart.get(name, 10_000))))
+    """COUNT of each, ten thousand by hand; by default as many as take some seconds."""
+    apart = {"code": 500, "maths": 150, "gym": 150}
+    shower(name, malformed(int(os.environ.get("COUNT") or apart.get(name, 4_000))))
 
 
 def shower(name: str, texts: list[str]) -> None:

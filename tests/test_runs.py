@@ -346,6 +346,16 @@ def _refuse(name: str) -> None:
 # A directory that is closed to us
 
 
+@pytest.fixture(scope="module")
+def crashed(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("crashed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        strike(patch, SAMPLED, 2, Crash)
+        with pytest.raises(Crash):
+            opd.run(small(models, eval={"prompts": 0}), out=directory)
+    return directory
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -359,12 +369,8 @@ def _refuse(name: str) -> None:
         "metrics.jsonl",
     ],
 )
-def test_what_is_no_file_or_no_directory_is_named(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    strike(monkeypatch, SAMPLED, 2, Crash)
-    with pytest.raises(Crash):
-        opd.run(small(models, eval={"prompts": 0}), out=tmp_path / "run")
+def test_what_is_no_file_or_no_directory_is_named(crashed: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(crashed, tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / name
     if path.is_dir():
         shutil.rmtree(path)

@@ -52,7 +52,7 @@ def total(directory: Path, seed: int, acts: int = ACTS) -> int:
 
 def test_cut_at_every_byte_of_the_last_records(tmp_path: Path) -> None:
     end = total(tmp_path / "whole", 0, acts=24)
-    for budget in range(end - 500, end + 1):
+    for budget in range(end - 250, end + 1):
         files, torn = LossyFiles(budget), tmp_path / f"torn{budget}"
         life = live(tmp_path / f"live{budget}", files, 0, acts=24)
         files.after_power_loss(torn, random.Random(budget), keep=1.0)
@@ -62,7 +62,7 @@ def test_cut_at_every_byte_of_the_last_records(tmp_path: Path) -> None:
 def test_power_fails_at_random_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "INDEX_ROWS", 2)  # so that the index is saved on the way, too
     ends = [total(tmp_path / f"whole{seed}", seed) for seed in range(10)]
-    for number in range(200):
+    for number in range(100):
         rng, seed = random.Random(number), number % len(ends)
         files, lost = LossyFiles(rng.randrange(ends[seed] + 1)), tmp_path / f"lost{number}"
         life = live(tmp_path / f"live{number}", files, seed)

@@ -13,6 +13,7 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, StoreError, TrainingError, UserError
 from opd.report.browse import RolloutBrowser
 from opd.runner import pipeline
+from opd.runner.saving import StageCheckpoints
 from opd.store import RolloutStore, iterate
 from opd.store.repair import check_log, repair
 from tests.lossy import LossyFiles, PowerCut
@@ -195,6 +196,36 @@ def test_a_run_gives_back_what_no_checkpoint_needs(tmp_path: Path, monkeypatch: 
     assert len(run.rollouts) == 30
     assert set(range(24, 30)) <= set(rows)
     assert 0 not in rows
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_stage_that_is_halfway_keeps_its_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    step = pipeline.run_step
+
+    def fails(run: Any, number: int) -> Any:
+        if run.spec.name == "one" and number == 3:
+            run.trajectories.collect(run.stream.take(6), run.version)  # sampled, and not trained on
+            raise TrainingError("enough")
+        return step(run, number)
+
+    monkeypatch.setattr(pipeline, "RolloutStore", lambda place: RolloutStore(place, segment_bytes=SEGMENT))
+    monkeypatch.setattr(pipeline, "run_step", fails)
+    monkeypatch.setattr(StageCheckpoints, "rescue", lambda *_: "")  # as if the process had been killed
+    stages = [
+        {"name": "one", "train": {"steps": 3}, "checkpoint": {"every": every}},
+        {"name": "two", "student": "tiny/generalist"},
+    ]
+    with pytest.raises(TrainingError, match="enough"):
+        opd.run(RECIPE | {"stages": stages}, out=tmp_path / "run")
+    monkeypatch.setattr(pipeline, "run_step", step)
+    sampled = readable(opd.Run(tmp_path / "run").rollouts)
+    opd.resume(tmp_path / "run", only="two")
+    run = opd.resume(tmp_path / "run")
+    assert len(run.rollouts) == 18 + 30
+    assert {name: ids for name, ids in readable(run.rollouts).items() if name in sampled}.items() <= sampled.items()
+    assert [line["step"] for line in run.metrics if line["stage"] == "one"] == [1, 2, 3]
 
 
 def test_what_gives_back_too_much() -> None:

@@ -57,3 +57,19 @@ def test_letters_in_several_tokens_are_shown_whole() -> None:
         answer.take(SampledToken("x", token, -0.5, -0.5, -9.0, 0))
     answer.flush()
     assert shown == [("a", 0.5), ("é", 2.5)]
+
+
+def test_letters_are_whole_across_looks_of_the_teacher() -> None:
+    """A letter of three tokens lies across the place where the teacher looks; and one that never becomes whole is shown at the end."""
+    text = "abcdef€gé".encode() + b"\xe2\x82"
+    shown: list[str] = []
+    answer = Watched(
+        lambda piece, ratio: shown.append(piece),
+        lambda tokens: np.full(len(tokens), -1.0),
+        lambda ids: bytes(ids).decode(errors="replace"),
+        frozenset(),
+    )
+    for byte in text:
+        answer.take(SampledToken("x", byte, -0.5, -0.5, -9.0, 0))
+    answer.flush(last=True)
+    assert shown == ["a", "b", "c", "d", "e", "f", "€", "g", "é", "\ufffd"]

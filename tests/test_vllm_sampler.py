@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -123,16 +124,20 @@ def test_nobody_waits_for_engines_that_are_away_after_a_stop(monkeypatch: pytest
     engine.close()
 
 
-def test_an_engine_that_takes_no_weights_of_this_size_says_so(tmp_path: Path) -> None:
+def test_an_engine_that_takes_no_weights_of_this_size_or_has_no_vllm_says_so(tmp_path: Path) -> None:
     command = [sys.executable, str(SERVER), "--port", "0", "--max-gib", "0.001"]
     environment = {**os.environ, "OPD_TOKEN": TOKEN}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         port = json.loads(process.stdout.readline())["port"]
         (tmp_path / "large").write_bytes(bytes(32 << 20))
+        replica = Replica(f"http://127.0.0.1:{port}", TOKEN)
         try:
             with pytest.raises(RemoteError, match="413: a body of 33554432 bytes"):
-                Replica(f"http://127.0.0.1:{port}", TOKEN).put(0, tmp_path / "large")
+                replica.put(0, tmp_path / "large")
+            if importlib.util.find_spec("vllm") is None:
+                with pytest.raises(RemoteError, match=r"No module named 'vllm'.*under sampler\.python"):
+                    replica.ask("POST", "/open", {"cache": None})
         finally:
             process.kill()
 

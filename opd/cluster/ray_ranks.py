@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opd.cluster.ray_workers import LOST
 from opd.cluster.remote_sampler import RemoteSampler
 from opd.cluster.served_stage import TeacherPlaces, served_stage
 from opd.config import Stage
@@ -24,6 +25,12 @@ class RayRanks(Ranks):
 
     def placed(self, spec: Stage) -> Stage:
         return served_stage(spec, self._places)
+
+    def opens_sampler(self, led: bool) -> bool:
+        return not self._samplers and super().opens_sampler(led)
+
+    def samples_everywhere(self, led: bool) -> bool:
+        return not self._samplers and super().samples_everywhere(led)
 
     def student_sampler(
         self,
@@ -76,8 +83,8 @@ class TrainerWorker:
 
         try:
             run(recipe, overrides=overrides, out=out, resume=True, join=lambda: joined_ranks(make))
-        except RanksLost:
-            os._exit(1)  # as the rank that was lost: the whole group is started again
+        except RanksLost as error:
+            return LOST, str(error)  # the whole group is started again
         except AnotherRank as error:
             return error.exit_code, ""  # that one tells of it
         except Stopped:

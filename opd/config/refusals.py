@@ -100,8 +100,10 @@ def _staleness(stage: Stage) -> Iterator[str]:
         yield f"{key} lets sampling run ahead of training, but the student writes nothing. Set it to 0."
     of_teachers = [name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name)]
     of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
+    of_teachers = [f"rollout.{name}" for name in of_teachers]
+    of_teachers += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
     for name in of_teachers:
-        yield f"{key} with rollout.{name}: a teacher would have to sample and score at once. Set one of them to 0."
+        yield f"{key} with {name}: a teacher would have to sample and score at once. Set one of them to 0."
     for name in ("rescue", "experience", "demonstrations"):
         if getattr(rollout, name) is not None:
             yield f"{key} with rollout.{name}, which follows from a batch's rewards and the weights of its step. Drop one of them."
@@ -163,6 +165,8 @@ def _choices(stage: Stage) -> Iterator[str]:
     view = StageView.of(stage)
     yield from stage.sampler.refuse(view)
     yield from stage.shares.refuse(view)
+    for monitor in stage.monitors.watch:
+        yield from (f"monitors.watch: {mistake}" for mistake in monitor.refuse(view))
     for key, writer in stage.rollout.writers_by_key.items():
         yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
     for number, source in enumerate(stage.prompts):
@@ -224,6 +228,7 @@ def _offers(stage: Stage) -> Iterator[str]:
         drawn.append("rollout.experience")
     if stage.eval.prompts and stage.eval.weight_average:
         drawn.append("eval.weight_average")
+    drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
     yield from stage.pool.refuse(stage.teachers, drawn)
     yield from stage.cluster.refuse(stage.teachers, stage.pool, drawn, stage.eval.prompts > 0 and stage.eval.teachers)
     for key in drawn:
@@ -258,6 +263,7 @@ def _crossing(stage: Stage) -> Iterator[str]:
                     "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, or gold."
                 )
         drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+        drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
         for key in [*drawn, *(["eval.weight_average"] if stage.eval.prompts and stage.eval.weight_average else [])]:
             if kind.role == "teacher":
                 yield f"{key} needs a teacher with the student's tokenizer, and teachers.{name} has another (view bytes). Drop it."

@@ -23,7 +23,7 @@ def load_complete(architecture: Any, path: str | Path, name: str, **arguments: A
             f"model {name!r}: its checkpoint lacks {_some(info['missing_keys'])}, which would be random numbers. "
             "Download or save it again, or correct its config.json."
         )
-    denied = _denied(module, info["unexpected_keys"])
+    denied = denied_tensors(module, info["unexpected_keys"])
     if denied:
         raise ModelError(
             f"model {name!r}: its checkpoint has {_some(denied)}, for which {type(module).__name__} with its config has no place, "
@@ -45,7 +45,7 @@ def _no_report() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _denied(module: Any, extra: set[str]) -> list[str]:
+def denied_tensors(module: Any, extra: set[str]) -> list[str]:
     """Biases of linear layers that the config says have none, and layers beyond its number of them.
 
     Anything else that is left over (a vision tower, a value head, old buffers) takes no part in the language model, nor do

@@ -153,6 +153,10 @@ class LanguageModel:
         plain_layers(clone.module)
         return clone
 
+    def copied(self, dtype: torch.dtype | None, wanted: bool) -> LanguageModel | None:
+        """An `inference_copy` for who wants one; where weights are spread over ranks, all have to ask."""
+        return self.inference_copy(dtype)
+
     def base(self) -> LanguageModel:
         """The model below the adapters; every tensor is shared."""
         clone = copy.copy(self)

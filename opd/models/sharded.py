@@ -7,7 +7,7 @@ whole, tied or not. Every rank has to make the same number of passes, since each
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,21 +44,8 @@ class ShardedModel(LanguageModel):
         self._most, self._leads = most, leads
         self._template = _template(model)
         self._last: Projection | None = None  # of the newest pass
-        ignored = set() if self.adapter is None else {p for p in self.module.parameters() if not p.requires_grad}
-        settings: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            "ignored_params": ignored,  # below adapters: the sampler holds the same tensors, whole
-        }
-        if self.adapter is None and self._one_call:
-            for layer in decoder_layers(self.module):
-                fully_shard(layer, **settings)
-        fully_shard(self.module, **settings)
-        for part in self._parts:
-            part.set_gradient_divide_factor(1.0)  # weights are those of the whole batch: gradients add up
-            part.set_force_sum_reduction_for_comms(True)
-        self.module.inside = _call
-        register_fsdp_forward_method(self.module, "inside")
+        frozen = set() if self.adapter is None else {p for p in self.module.parameters() if not p.requires_grad}
+        shard_module(self.module, mesh, layers=self.adapter is None and self._one_call, ignored=frozen)
         self._weights = dict(self.module.named_parameters())
 
     @property
@@ -68,7 +55,7 @@ class ShardedModel(LanguageModel):
 
     @property
     def _parts(self) -> list[FSDPModule]:
-        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+        return fsdp_parts(self.module)
 
     @property
     def sharded_weights(self) -> dict[str, DTensor]:
@@ -188,6 +175,27 @@ def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collection[nn.Parameter] = ()) -> None:
+    """`layers`: each by itself, too. `ignored`: below adapters; the sampler holds the same tensors, whole."""
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        "ignored_params": set(ignored),
+    }
+    for layer in decoder_layers(module) if layers else ():
+        fully_shard(layer, **settings)
+    fully_shard(module, **settings)
+    for part in fsdp_parts(module):
+        part.set_gradient_divide_factor(1.0)  # weights are those of the whole batch: gradients add up
+        part.set_force_sum_reduction_for_comms(True)
+    module.inside = _call
+    register_fsdp_forward_method(module, "inside")
+
+
+def fsdp_parts(module: Any) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def _call(compute: Callable[[], T]) -> T:

@@ -18,9 +18,12 @@ from opd.monitors.changes import (
     without,
 )
 from opd.monitors.history import History, mean, median, slope, standard_error
-from opd.monitors.monitor import Alarm, Monitor, RecipeStage
+from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Positive
 
+WARMER = 1.25  # than a teacher is by itself
+LEVELS = 20  # steps whose lowest KL a fall is held against
+PROBES = 5  # at the beginning and at the end that are compared
 SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
 
 
@@ -40,12 +43,14 @@ class DivergenceJump(Monitor):
     )
     fall: float = Field(5.0, gt=1, description="of kl: times by which it falls from one step to the next two")
     rise: float = Field(3.0, gt=1, description="of kl: times its lowest level, over three steps")
-    least: float = Field(0.02, ge=0, description="of kl: nats below which nothing is a fall")
+    least: float = Field(0.02, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, beside `rise`")
 
     def alarm(self, history: History) -> Alarm | None:
         earlier, now = history.last("reverse_kl", 3, skip=2), history.last("reverse_kl", 2)
-        if earlier and median(earlier) > self.least and max(now) < median(earlier) / self.fall:
+        before = history.recent("reverse_kl")[-LEVELS - 2 : -2]
+        fallen = bool(earlier) and median(earlier) > self.least and max(now) < median(earlier) / self.fall
+        if fallen and max(now) < min(before) / 2:  # where it scatters widely, a few low values are none
             return Alarm(
                 max(now),
                 median(earlier) / self.fall,
@@ -90,6 +95,7 @@ class LostDiversity(Monitor):
     fall: float = Field(
         0.3, gt=0, lt=1, description="of diversity: share of entropy, or of distinct pairs, that is lost"
     )
+    least: float = Field(0.1, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
 
     def alarm(self, history: History) -> Alarm | None:
@@ -121,7 +127,7 @@ class LostDiversity(Monitor):
             for name, pair in found.items()
             if pair
             for first, now in [pair]
-            if mean(first) > 0
+            if mean(first) > (self.least if name == "entropy" else 0)  # who is sure already has little to lose
         }
         fallen = {name: share for name, share in kept.items() if share < 1 - self.fall}
         enough = bool(fallen) if rewards is not None else len(fallen) == 2
@@ -317,30 +323,38 @@ class Stale(Monitor):
 
 
 class Miscalibrated(Monitor):
-    """The student's confidence drifts away from how often it is right: the expected calibration error over the answers of a step
-    is 0.05 above where it began (H). Confidence is the geometric mean of an answer's token probabilities (H).
+    """Confidence drifts away from how often answers are right: the expected calibration error of the student over the answers of a
+    step, or of its teachers on them, is 0.05 above where it began (H). Confidence is the geometric mean of token probabilities (H).
     """
 
     name = "calibration"
-    reads = ("ece",)
+    reads = ("ece", "ece/teacher")
     remedy = "a temperature above 1 for the teacher's distribution"
     rise: float = Field(
         0.05, gt=0, le=1, description="of calibration: above the error at first; of stopping: see there"
     )
     window: Positive = Field(20, le=60, description="steps at the beginning and at the end that are compared")
+    every: Positive = Field(10, description="of prefix, conflict and calibration: steps from one probe to the next")
+    answers: Positive = Field(128, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
+
+    def measure(self, probe: StepProbe) -> dict[str, float]:
+        return {} if probe.step % self.every else probe.teachers_calibration(self.answers)
 
     def alarm(self, history: History) -> Alarm | None:
-        found = history.apart("ece", self.window)
-        if found is None or mean(found[1]) <= mean(found[0]) + self.rise:
-            return None
-        return Alarm(
-            mean(found[1]),
-            mean(found[0]) + self.rise,
-            f"the student's confidence is {mean(found[1]):.0%} off from how often it is right ({mean(found[0]):.0%} at first)",
-        )
+        for who, name, count in (("the student", "ece", self.window), ("the teacher", "ece/teacher", PROBES)):
+            found = history.apart(name, count)
+            if found is not None and mean(found[1]) > mean(found[0]) + self.rise:
+                return Alarm(
+                    mean(found[1]),
+                    mean(found[0]) + self.rise,
+                    f"{who}'s confidence in the student's answers is {mean(found[1]):.0%} off from how often they are right "
+                    f"({mean(found[0]):.0%} at first)",
+                )
+        return None
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def warmer(kind: dict[str, object]) -> dict[str, object] | None:
-            return {**kind, "temperature": 1.25} if kind.get("temperature") == 1 else None
+            given = kind.get("temperature")
+            return {**kind, "temperature": WARMER} if isinstance(given, (int, float)) and given < WARMER else None
 
         return offered(with_teachers(stage, warmer))

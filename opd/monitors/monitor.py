@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -26,6 +26,26 @@ class Alarm:
     words: str
 
 
+class StepProbe(Protocol):
+    """A step that has just been trained on, for monitors that have to look at more than its metrics. Nothing is computed unasked."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out prompts are asked on the way."""
+
+    def cosines(self, answers: int) -> dict[str, float]:
+        """Domain -> the cosine between its gradient, over so many answers, and that of all others; nothing below two teachers."""
+
+    def teachers_calibration(self, answers: int) -> dict[str, float]:
+        """The expected calibration error of teachers on so many answers of the student, from what they have said of them already."""
+
+    def taken_over(self, answers: int, depth: float) -> dict[str, float]:
+        """How much more often the teacher is right than the student: from the beginning on, and behind a part of its answers."""
+
+
 class Monitor(Choice):
     """Asked after every step. An alarm is raised once, and again only after it has been quiet for a while."""
 
@@ -33,7 +53,12 @@ class Monitor(Choice):
     usual: ClassVar[bool] = True  # watches without being asked, since what it reads is there anyway
     reads: ClassVar[tuple[str, ...]]  # metrics; without them it stays quiet
     remedy: ClassVar[str]  # what is published against it, in words
+    samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
     action: Literal["warn", "stop"] | None = Field(None, description="of one monitor; default: that of all")
+
+    def measure(self, probe: StepProbe) -> dict[str, float]:
+        """Metrics that it adds to those of a step; most have all they need."""
+        return {}
 
     @abstractmethod
     def alarm(self, history: History) -> Alarm | None:

@@ -42,12 +42,19 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "samples": shown,
         "tokens": _within(tokens, {line.get("id") for line in shown}, None if whole else TOKEN_BYTES),
         "answers": answers,
-        "monitors": monitors,
+        "monitors": [line for line in monitors if "words" in line],
+        "watched": _watched(resolved),
         "diagnose": _json(root / "diagnose.json"),
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
     }
     return {**found, "words": in_words(found)}
+
+
+def _watched(resolved: Mapping[str, Any]) -> list[str]:
+    """Monitors of all stages; runs from before there were any have none."""
+    found = [one for stage in resolved["stages"] for one in stage.get("monitors", {}).get("watch", ())]
+    return list(dict.fromkeys(str(one["kind"]) for one in found))
 
 
 def _yaml(path: Path) -> dict[str, Any]:

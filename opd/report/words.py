@@ -32,7 +32,7 @@ def in_words(run: Mapping[str, Any]) -> str:
         told += (
             "Nothing was measured on held-out prompts (eval.prompts), so only the distance to the teacher is known. "
         )
-    return (told + " ".join(_signs(run["metrics"], stages[-1]["name"]))).strip()
+    return (told + " ".join([*_signs(run["metrics"], stages[-1]["name"]), *_alarms(run)])).strip()
 
 
 def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
@@ -100,6 +100,14 @@ def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
         yield f"{found[1]:.0%} of the last answers were cut off at the length limit ({found[0]:.0%} of the first)."
     if (found := ends("response_length")) is not None and found[0] > 0 and not 0.7 < found[1] / found[0] < 1.5:
         yield f"Answers went from {found[0]:.0f} to {found[1]:.0f} tokens."
+
+
+def _alarms(run: Mapping[str, Any]) -> Iterator[str]:
+    raised = list(dict.fromkeys(str(line["monitor"]) for line in run["monitors"]))
+    if raised:
+        yield f"Monitors raised an alarm: {_listed(raised)}."
+    elif run["watched"]:
+        yield f"None of {len(run['watched'])} monitors raised an alarm."
 
 
 def _moved(first: float, last: float) -> str:

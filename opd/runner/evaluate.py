@@ -18,6 +18,7 @@ from opd.data.sources import open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Measures, Question, evaluate
 from opd.models import load_model
+from opd.plugins import load_plugins
 from opd.rewards import Rewards, check_rewards
 from opd.rewards.settings import spelt_out
 from opd.runner.checks import pick_device
@@ -54,8 +55,13 @@ def evaluate_model(
     seed: int,
     split: Split | None = None,
     rewards: str | None = None,
+    plugins: Sequence[str] = (),
 ) -> Evaluation:
-    """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise."""
+    """Files are measured whole and tasks on their held-out prompts, unless `split` and `count` (per domain) say otherwise.
+
+    `plugins`: Python files or modules with rewards and sources of prompts of one's own.
+    """
+    load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
     if temperature is not None and not k:
         raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
     specs, chosen = [prompt_source(source) for source in sources], parse_rewards(rewards)

@@ -87,7 +87,7 @@ class Pipeline:
         self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
-        self._started = 0.0  # when the stage would have begun, had it run in one go
+        self._begun = 0.0  # when the stage would have begun, had it run in one go
 
     def run(self, resume: bool = False) -> None:
         """Every stage in turn. Whatever happens, the run directory is left complete up to that moment."""
@@ -185,7 +185,7 @@ class Pipeline:
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
         self._progress.start_stage(spec.name, spec.train.steps, result.steps, every)
-        self._started = time.monotonic() - result.seconds
+        self._begun = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with plugin_errors(), explain_memory(lambda: self._phase):
             self._on_phase("loading")
@@ -193,7 +193,7 @@ class Pipeline:
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
-        saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._started)
+        saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         if self.world.leads:
             self._reports.open(spec, result)
@@ -216,7 +216,7 @@ class Pipeline:
         finally:
             run.close()
             self.live.enter(spec.name, result.steps, None)
-            result.seconds = time.monotonic() - self._started
+            result.seconds = time.monotonic() - self._begun
 
     def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
@@ -364,7 +364,7 @@ class Pipeline:
         final = saved.keep(better)
         saved.wait()
         self._outputs[run.spec.name] = final
-        result.seconds = time.monotonic() - self._started
+        result.seconds = time.monotonic() - self._begun
         self._consumed = run.trajectories.consumed
         if self.world.leads:
             write_result(final.parent, result, final)
@@ -396,5 +396,5 @@ class Pipeline:
         write_summary(self._recipe, self._directory, self._results, status)
         self._reports.page()
         if status in ("done", "partial"):
-            for shown in told(self._recipe, self._results):
+            for shown in told(self._recipe, self._directory, self._results):
                 self._progress.say(shown) if isinstance(shown, str) else self._progress.show(shown)

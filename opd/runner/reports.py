@@ -32,6 +32,7 @@ class Reports:
 
     def open(self, spec: Stage, result: StageResult) -> None:
         """A stage begins. Trackers see a run once its first one has loaded: a start that fails is nobody's experiment."""
+        self._settle()
         self._watch = StageWatch(self._recipe, spec, self._directory, result, self._progress.say, self._stop)
         if self._track is None:
             log, config = self._recipe.stages[0].log, self._recipe.model_dump(mode="json")
@@ -63,10 +64,16 @@ class Reports:
 
     def page(self) -> None:
         """report.html. A run that has ended well does not fail for it."""
+        self._settle()
         try:
             write_report([self._directory])
         except UserError as error:
             self._progress.say(f"WARNING: there is no report: {error}")
+
+    def _settle(self) -> None:
+        """A stage has saved for the last time."""
+        if self._watch is not None:
+            self._watch.settle()
 
     def _write_samples(self, run: StageRun, step: int, progress: float) -> None:
         """A few of this step's completions, so that one can read what the numbers mean. `progress`: share of the run."""

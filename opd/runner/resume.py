@@ -12,13 +12,14 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from opd.config import Recipe
@@ -237,7 +238,8 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     """Student, optimiser, teachers, sampler, prompt stream and random state, as they were when the checkpoint was saved."""
     state = read_state(checkpoint)
     run.student.restore(checkpoint)
-    run.optimiser.restore(load_file(checkpoint / TENSORS), state["updates"])
+    with safe_open(checkpoint / TENSORS, "pt") as stored:
+        run.optimiser.restore(StoredTensors(stored), state["updates"])
     followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
     restore_teachers(run.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none that move
     run.stream.restore(state["stream"])
@@ -246,6 +248,23 @@ def restore(run: StageRun, checkpoint: Path) -> None:
     run.trajectories.newest = list(state.get("newest", ()))  # older checkpoints do not say
     run.publish(version=state["version"])
     set_random_state(state["random"], run.device)
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Of an open file, each read when it is looked at: a rank that keeps a part of each never holds all of them."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened, self._names = opened, list(opened.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

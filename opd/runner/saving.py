@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from opd.config import Stage
+from opd.config import Recipe, Stage
 from opd.errors import Preempted, Stopped
 from opd.runner.checkpoint import (
     Saver,
@@ -22,7 +23,7 @@ from opd.runner.checkpoint import (
 )
 from opd.runner.live import Callbacks
 from opd.runner.results import StageResult
-from opd.runner.resume import Boundary, drop_before, sync_lines
+from opd.runner.resume import RESULT, Boundary, drop_before, sync_lines
 from opd.runner.stage import StageRun
 from opd.teachers.pool import teacher_tensors
 from opd.text import inline_code
@@ -31,13 +32,24 @@ SAVE_RATE = 50e6  # bytes per second a save is trusted to reach before one has b
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage. `started`: when it would have begun, had it run in one go."""
+    """The checkpoints of one stage. `started`: when it would have begun, had it run in one go.
+
+    Another stage of the recipe may be halfway, and what it has in the store is its own.
+    """
 
     def __init__(
-        self, run: StageRun, result: StageResult, root: Path, saver: Saver, callbacks: Callbacks, started: float
+        self,
+        run: StageRun,
+        result: StageResult,
+        root: Path,
+        saver: Saver,
+        callbacks: Callbacks,
+        started: float,
+        recipe: Recipe,
     ) -> None:
         self._run, self._result, self._root, self._saver = run, result, root, saver
         self._callbacks, self._started = callbacks, started
+        self._recipe = recipe
         self._boundary = Boundary.of(run)
         self._untold: list[Path] = []  # saved or being saved, and not yet announced
         self.metrics: dict[str, Any] = {}  # of the newest step
@@ -143,11 +155,20 @@ class StageCheckpoints:
     def _give_back(self, folder: Path) -> None:
         """Segments of the store that no checkpoint needs to go on from, and that the recipe does not ask to keep."""
         spec, kept = self._run.spec, self._run.spec.store.retain
-        states = [read_state(path) for path in steps_in(folder)] if kept is not None else []
+        if kept is None:
+            return
+        others = [folder.with_name(stage.name) for stage in self._recipe.stages if stage.name != spec.name]
+        halfway = {path.name: steps_in(path) for path in others if not (path / RESULT).exists()}
+        if any(not saved and self._has_begun(name) for name, saved in halfway.items()):
+            return  # it goes on from its first rollout
+        states = [read_state(path) for path in chain(steps_in(folder), *halfway.values())]
         counts = [state["rollouts"] for state in states]
-        if kept is not None and counts and None not in counts:  # else the log was repaired, and nobody knows
+        if counts and None not in counts:  # else the log was repaired, and nobody knows
             until = min(state["store"]["segment"] for state in states)  # where their resuming looks for a frame
             self._run.store.reclaim(min(counts) - kept * spec.rollout.prompts * spec.rollout.samples, until)
+
+    def _has_begun(self, stage: str) -> bool:
+        return any(id.startswith(f"{stage}/") for id in self._run.store.entries)
 
     def _directory(self, step: int) -> Path:
         return checkpoint_directory(self._root, self._run.spec.name, step)

@@ -50,12 +50,17 @@ class StageModels:
     def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
         """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
         key = name, revision, dtype, device, _ = self._key(ModelRef(spec.student.model, spec.student.revision))
+        checkpointing = spec.student.gradient_checkpointing
+        if spec.student.lora is None:
+            parted = self._world.load_student(name, dtype, device, revision, spec.cluster, checkpointing)
+            if parted is not None:
+                return parted
         model = load_model(
             name,
             dtype=dtype,
             revision=revision,
             lora=spec.student.lora,
-            gradient_checkpointing=spec.student.gradient_checkpointing,
+            gradient_checkpointing=checkpointing,
             device=device,
         )
         if spec.student.lora is not None and not sharded:

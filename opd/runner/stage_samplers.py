@@ -28,17 +28,21 @@ class StageSamplers:
     ) -> None:
         self._world, self._check_stop = world, check_stop
         self._spec, self._model, self._models = spec, student, teachers
-        self._max_length, self._stop_ids = max_length, stop_ids
+        self.max_length, self._stop_ids = max_length, stop_ids
         self._teachers: dict[str, TokenSampler] = {}
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
-        self.copy = student.inference_copy(self._dtype)  # what the student samples with
         ahead, kind = bool(spec.rollout.staleness), spec.sampler
         kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
-        self._own = self._opened(self.copy, kind=kind) if world.leads or not kind.led else None
+        opens = world.opens_sampler(kind.led)
+        copied = student.copied(self._dtype, opens)  # what the student samples with
+        # a copy that every rank has, and may pass through by itself
+        self.copy = copied if student.passes_alone or world.samples_everywhere(kind.led) else None
+        self._own = self._opened(copied, kind=kind) if opens and copied is not None else None
         self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
-        self.student = world.student_sampler(self._own, kind.led, spec, self.copy, max_length, stop_ids)
-        self._ahead = self._opened(student.inference_copy(self._dtype, own=True)) if ahead else None
+        self.student = world.student_sampler(self._own, kind.led, spec, copied or student, max_length, stop_ids)
+        wide = spec.sampler.for_batches(spec.rollout.prompts * spec.rollout.samples, student)
+        self._ahead = self._opened(student.inference_copy(self._dtype, own=True), kind=wide) if ahead else None
         self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
         if self._ahead is not None:
             self.ahead = AheadSampler(self._ahead, student, spec.rollout.in_flight)
@@ -60,7 +64,7 @@ class StageSamplers:
     def of(self, model: LanguageModel) -> TokenSampler:
         """Of a model that does not learn, in its own precision. What the student is shown may be longer than it can read."""
         copy = model.inference_copy(None)
-        length = min(self._max_length, model.context)
+        length = min(self.max_length, model.context)
         return self._world.sampler(self._spec.sampler.beside().open(copy, length, merge_stop=self._stop_ids))
 
     def load(self, weights: WeightsRef) -> None:
@@ -85,6 +89,6 @@ class StageSamplers:
         self, model: LanguageModel, partner: Partner | None = None, kind: SamplerKind | None = None
     ) -> TokenSampler:
         kind = kind or self._spec.sampler
-        sampler = kind.open(model, self._max_length, merge_stop=self._stop_ids, partner=partner)
+        sampler = kind.open(model, self.max_length, merge_stop=self._stop_ids, partner=partner)
         kind.heed(sampler, self._check_stop)
         return sampler

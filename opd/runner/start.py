@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,16 @@ def start_table(run: StageRun) -> list[Pair]:
     asked = [name for name, kind in run.spec.teachers.items() if kind.scores_any and run.teachers[name].offers]
     probe = probe_of(run, asked) if asked else None
     found = []
-    student = run.samplers.copy if run.world.sharded else run.student  # whole
+    student = (
+        (run.samplers.copy or run.student) if run.world.sharded else run.student
+    )  # whole, where all ranks have it so
     for name in asked if probe is not None and probe.rollouts else []:
         assert probe is not None
         kind, teacher = run.spec.teachers[name], run.teachers[name]
         chosen = chooser(run.routes[kind.role], run.spec.route)
         part = probe.of(lambda prompt, chosen=chosen, name=name: chosen(prompt) == name)  # type: ignore[misc]
         part = replace(part, groups=run.groups_for(name, part.groups))
-        found.append(compare(student, name, teacher, kind.view, part, run.stop_ids))
+        found.append(student.inside(partial(compare, student, name, teacher, kind.view, part, run.stop_ids)))
         run.check_stop()
     return found
 

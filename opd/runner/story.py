@@ -10,23 +10,36 @@ from rich.table import Table
 
 from opd.config import Recipe
 from opd.evaluation import Measures
-from opd.files import json_text, write_whole
+from opd.files import json_text, lines_checked, read_lines, write_whole
 from opd.runner.results import StageResult, results_table
+from opd.runner.watching import MONITORS
 from opd.text import plain
 
 NOISE = 2.0  # standard errors of a difference that count as none
 
 
 def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
-    """summary.json: every stage's result, and of a pipeline the story."""
-    summary = {"recipe": recipe.name, "status": status, "stages": [result.to_json() for result in results]}
+    """summary.json: every stage's result, alarms of monitors, and of a pipeline the story."""
+    summary: dict[str, Any] = {
+        "recipe": recipe.name,
+        "status": status,
+        "stages": [result.to_json() for result in results],
+    }
     if story := story_of(recipe, results):
         summary["story"] = story
+    if alarms := alarms_of(directory):
+        kept = ("stage", "step", "monitor", "words", "remedy", "recipe")
+        summary["alarms"] = [{key: line[key] for key in kept} for line in alarms]
     write_whole(directory / "summary.json", json_text(summary, indent=1))
 
 
-def told(recipe: Recipe, results: Sequence[StageResult]) -> Iterator[str | Table]:
-    """What is shown at the end: a table per stage, and of a pipeline the story."""
+def alarms_of(directory: Path) -> list[dict[str, Any]]:
+    """What monitors have said so far."""
+    return read_lines(directory / MONITORS, checked=lines_checked(directory)).whole
+
+
+def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
+    """What is shown at the end: a table per stage, of a pipeline the story, and alarms once more."""
     for result in results:
         if result.before:
             yield ""
@@ -34,6 +47,14 @@ def told(recipe: Recipe, results: Sequence[StageResult]) -> Iterator[str | Table
     if story := story_of(recipe, results):
         yield ""
         yield from story_lines(story)
+    if alarms := alarms_of(directory):
+        yield ""
+        yield (
+            f"{len(alarms)} alarms of monitors; see monitors.jsonl and the report"
+            if len(alarms) > 1
+            else "an alarm of a monitor"
+        )
+        yield from (f"  {line['stage']}, step {line['step']}, {line['monitor']}: {line['words']}" for line in alarms)
 
 
 def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:

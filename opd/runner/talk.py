@@ -21,6 +21,8 @@ from opd.text import plain, printable
 from opd.types import Prompt, SampledToken, SampleRequest, SignalNeed
 
 CHUNK = 8  # tokens between two looks of the teacher
+LETTER = 4  # tokens that one may be cut into: UTF-8 has no longer ones
+CUT = "\ufffd"  # where a letter is not whole yet
 STYLES = ((3.0, "black on dark_orange"), (1.0, "dark_orange"), (0.3, "orange3"), (-0.3, ""), (-1.0, "sky_blue3"))
 MOST = "bold sky_blue2"  # liked more by a nat and over
 
@@ -34,32 +36,32 @@ class Watched:
     decode: Callable[[list[int]], str]
     stops: frozenset[int]
     tokens: list[SampledToken] = field(default_factory=list)
-    shown: int = 0
+    shown: int = 0  # tokens
     ratios: list[float] = field(default_factory=list)
+    _scored: int = 0
+    _text: str = ""  # of the tokens shown
 
     def take(self, token: SampledToken) -> None:
         self.tokens.append(token)
-        if len(self.tokens) - self.shown >= CHUNK:
+        if len(self.tokens) - self._scored >= CHUNK:
             self.flush()
 
-    def flush(self) -> None:
-        """Show what has come since. A letter may be cut into several tokens, which are shown together."""
-        new = self.tokens[self.shown :]
-        if not new:
-            return
-        if self.score is not None:
-            said = self.score(self.tokens)[self.shown :]
+    def flush(self, last: bool = False) -> None:
+        """Show what has come since. A letter may be cut into several tokens, which wait for each other; `last`: nothing comes any more."""
+        new = self.tokens[self._scored :]
+        if new and self.score is not None:
+            said = self.score(self.tokens)[self._scored :]
             self.ratios += [token.logprob - float(value) for token, value in zip(new, said, strict=True)]
-        held: list[int] = []
-        for number, token in enumerate(new, start=self.shown):
-            if token.token in self.stops:
+        self._scored = len(self.tokens)
+        for end in range(self.shown + 1, len(self.tokens) + 1):
+            ids = [token.token for token in self.tokens[:end] if token.token not in self.stops]
+            piece = self.decode(ids)[len(self._text) :]
+            waits = piece.endswith(CUT) and end - self.shown < LETTER and not (last and end == len(self.tokens))
+            if waits:
                 continue
-            held.append(token.token)
-            text = self.decode(held)
-            if not text.endswith("\ufffd") or number == len(self.tokens) - 1:
-                self.show(text, max(self.ratios[number - len(held) + 1 : number + 1]) if self.ratios else None)
-                held = []
-        self.shown = len(self.tokens)
+            if piece:
+                self.show(piece, max(self.ratios[self.shown : end]) if self.ratios else None)
+            self._text, self.shown = self._text + piece, end
 
 
 class Talk:
@@ -104,10 +106,14 @@ class Talk:
             return np.asarray(signal.values, dtype=np.float64)
 
         stops = frozenset(sampler.sampling.stop_ids)
-        answer = Watched(self._show, score if watched else None, lambda held: str(tokenizer.decode(held)), stops)
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+        answer = Watched(self._show, score if watched else None, decode, stops)
         self._console.print(Text(f"{who}> ", style="bold"), end="")
         (rollout,) = sampler.sample([prompt], on_token=answer.take)
-        answer.flush()
+        answer.flush(last=True)
         self._console.print()
         if answer.ratios:
             self._console.print(Text(self._summary(answer), style="dim"))

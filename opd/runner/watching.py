@@ -52,10 +52,14 @@ class StageWatch:
     def step(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The line of a step that has ended. Returns lines for monitors.jsonl."""
         lines = [self._raise(monitor, alarm, metrics) for monitor, alarm in self._look(metrics)]
+        self.settle()
+        return lines
+
+    def settle(self) -> None:
+        """Recipes go on from checkpoints that are there."""
         for path, (line, base) in list(self._bases.items()):
             if base is not None and not base.is_dir():  # it made room for newer ones
                 self._write(path, line)
-        return lines
 
     def _look(self, metrics: Mapping[str, Any]) -> list[tuple[Monitor, Alarm]]:
         """Monitors that have something new to say."""

@@ -61,6 +61,10 @@ class SamplerKind(Choice):
         """Whether terms that weigh by ratios get a correction: its log-probs are not the trainer's."""
         return False
 
+    def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
+        """What samples batches of so many in a thread of its own, where it should not be what the trainer waits for."""
+        return self
+
     def sequences(self) -> int:
         """How many it holds at once, as far as the plan can tell."""
         return 1
@@ -122,6 +126,13 @@ class BuiltInSampler(SamplerKind):
 
         assert isinstance(sampler, (Engine, PlainSampler))
         return sampler.manner
+
+    def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
+        from opd.sampling.engine import bound_by_overhead
+
+        if rollouts <= 64 or self.slots or self.prefill_rows or not bound_by_overhead(model):
+            return self
+        return self.model_copy(update={"slots": min(rollouts, 128), "prefill_rows": 64})
 
     def sequences(self) -> int:
         return self.slots or 64

@@ -96,8 +96,12 @@ class Host:
     def _made(self, asked: dict[str, Any]) -> Any:
         if asked["cache"] is not None:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["cache"])
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        try:
+            from vllm import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ModuleNotFoundError as error:
+            reason = f"{sys.executable} cannot import vLLM ({error}). Name the Python that has it under sampler.python"
+            raise Refused(501, reason) from None
 
         home = self._scratch / "model"
         home.mkdir(exist_ok=True)

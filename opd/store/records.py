@@ -45,8 +45,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (  # of a token, beside the rollout it be
 )
 ROW_COLUMNS: tuple[tuple[str, str], ...] = (("rollout", "<u4"), *COLUMNS)
 Row = tuple[int, int, float, float, float, int, int]  # a token in memory: the values of ROW_COLUMNS
-Columns = dict[str, np.ndarray]  # many of them: ROW_COLUMNS
-PACKED = np.dtype([(name, kind) for name, kind in COLUMNS])  # tokens of one rollout in memory
+Columns = dict[str, np.ndarray]  # many of them, read from a log: ROW_COLUMNS
+PACKED = np.dtype([(name, kind) for name, kind in ROW_COLUMNS], align=True)  # in memory, one behind the other
 
 
 @dataclass(frozen=True)
@@ -111,27 +111,27 @@ def prompt_of(record: Record) -> np.ndarray:
     return record.arrays([("prompt_ids", "<i4", (record.facts["prompt"],))])["prompt_ids"]
 
 
-def columns_of(rows: Sequence[Row]) -> Columns:
-    return {
-        name: np.array(column, dtype=kind)
-        for column, (name, kind) in zip(zip(*rows, strict=True), ROW_COLUMNS, strict=True)
-    }
+def packed(items: Sequence[Row | np.ndarray]) -> np.ndarray:
+    """Single tokens and pieces of many, in their order, `PACKED`."""
+    return one_behind_the_other(
+        [
+            part
+            for single, group in groupby(items, lambda item: type(item) is tuple)
+            for part in ([np.array(list(group), dtype=PACKED)] if single else cast("Iterator[np.ndarray]", group))
+        ]
+    )
 
 
-def as_columns(items: Sequence[Row | Columns]) -> Columns:
-    """Single tokens and whole columns of them, in their order, as columns."""
-    parts = [
-        part
-        for single, group in groupby(items, lambda item: type(item) is tuple)
-        for part in ([columns_of(cast("list[Row]", list(group)))] if single else cast("Iterator[Columns]", group))
-    ]
+def one_behind_the_other(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """As bytes: numpy would go through them field by field."""
     if len(parts) == 1:
         return parts[0]
-    return {name: np.concatenate([part[name] for part in parts]) for name, _ in ROW_COLUMNS}
+    return np.concatenate([part.view("u1") for part in parts]).view(PACKED)
 
 
-def tokens(columns: Columns) -> bytes:
-    return encode_record(TOKENS, columns["rollout"].size, None, [columns[name] for name, _ in ROW_COLUMNS])
+def tokens(rows: np.ndarray) -> bytes:
+    """`rows`: of whichever rollouts, `PACKED`."""
+    return encode_record(TOKENS, rows.size, None, [rows[name] for name, _ in ROW_COLUMNS])
 
 
 def rows_of(record: Record) -> dict[str, np.ndarray]:

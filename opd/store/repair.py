@@ -162,10 +162,10 @@ def _rewrite(store: RolloutStore, saved: Saved) -> None:
     names = names_of(whole)
     id = names["id"]
     store.begin(**names, prompt_ids=np.array(records.prompt_of(whole)))
-    columns = records.columns_of(saved.rows) if saved.rows else {}
+    columns: Any = records.packed(saved.rows) if saved.rows else None
     if saved.finish is not None:
         columns = records.finished_arrays(saved.finish)
-    if columns:
+    if columns is not None:
         *tokens, author = (columns[name] for name, _ in COLUMNS)
         store.append_many(TokenColumns(id, *tokens), author)
     for order in range(len(saved.calls)):

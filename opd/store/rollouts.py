@@ -19,7 +19,7 @@ from opd.store.index import STOPS
 from opd.store.log import SEGMENT_BYTES, Place, SegmentLog
 from opd.store.reading import INDEX, StoreReader
 from opd.store.reclaim import BASE, first_needed
-from opd.store.records import Columns, Row
+from opd.store.records import Row
 from opd.store.recover import finish_repair, pending_repair
 from opd.store.state import ENVIRONMENT, Live, Waiting
 from opd.types import (
@@ -119,6 +119,7 @@ class RolloutStore(StoreReader):
         """The same of many tokens at once, of one rollout or of whichever: nothing is done token by token but to find theirs."""
         self._writable()
         ids, values, *rest = tokens
+        rows = np.empty(len(values), dtype=records.PACKED)  # a copy: the caller's arrays may be used again
         if isinstance(ids, str):
             numbers: Any = self._taking(ids).number
         else:
@@ -126,11 +127,13 @@ class RolloutStore(StoreReader):
                 numbers = list(map(self._open.__getitem__, ids))
             except KeyError:
                 numbers = [self._taking(id).number for id in ids]  # which says whose
-        size = len(values)
-        given = zip(records.ROW_COLUMNS, (numbers, values, *rest, author), strict=True)
-        columns = {name: _column(value, kind, size) for (name, kind), value in given}
-        if size:
-            self._commit.add(columns)
+        given = (numbers, values, *rest, int(author) if isinstance(author, Author) else author)
+        for (name, _), column in zip(records.ROW_COLUMNS, given, strict=True):
+            if isinstance(column, (np.ndarray, list)) and np.shape(column) not in ((), rows.shape):
+                raise StoreError(f"a column of {np.shape(column)} values for {rows.size} tokens")
+            rows[name] = column  # one value stands for all
+        if rows.size:
+            self._commit.add(rows)
 
     def extend(self, id: str, response_ids: np.ndarray, author: Author, version: int) -> None:
         """Tokens nobody sampled here (a dataset's completion): they have no behaviour log-probs."""
@@ -268,7 +271,7 @@ class RolloutStore(StoreReader):
             raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
         self._saved_rows = len(self.index)
 
-    def _write(self, batch: list[Row | Columns | Waiting]) -> None:
+    def _write(self, batch: list[Row | np.ndarray | Waiting]) -> None:
         """One frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""
         rows = [item for item in batch if not isinstance(item, Waiting)]
         others = [item for item in batch if isinstance(item, Waiting)]
@@ -276,9 +279,9 @@ class RolloutStore(StoreReader):
             (item.encode(), item) for item in others if item.kind == records.BEGIN
         ]
         if rows:
-            columns = records.as_columns(rows)
-            parts.append((records.tokens(columns), None))
-            self._state.deal(columns)
+            tokens = records.packed(rows)
+            parts.append((records.tokens(tokens), None))
+            self._state.deal(tokens)
         parts += [(item.encode(), item) for item in others if item.kind != records.BEGIN]
         start = self._log.append(b"".join(part for part, _ in parts))
         frame, offset = Place(start.segment, self._log.end.frame), start.offset
@@ -313,13 +316,3 @@ class RolloutStore(StoreReader):
     def _writable(self) -> None:
         if self._read_only or self._closed:
             raise StoreError(f"{self.directory} was {'closed' if self._closed else 'opened read-only'}")
-
-
-def _column(given: Any, kind: str, size: int) -> np.ndarray:
-    """A copy, since the caller's arrays may be used again; one value stands for all."""
-    if not isinstance(given, (np.ndarray, list)) or np.ndim(given) == 0:
-        return np.full(size, given, dtype=kind)
-    column = np.array(given, dtype=kind)
-    if column.shape != (size,):
-        raise StoreError(f"a column of {column.shape} values for {size} tokens")
-    return column

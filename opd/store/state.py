@@ -14,7 +14,7 @@ from opd.store import records
 from opd.store.frames import Frame
 from opd.store.index import Index
 from opd.store.log import Place, Position
-from opd.store.records import COLUMNS, PACKED, Columns, Record
+from opd.store.records import PACKED, ROW_COLUMNS, Columns, Record
 
 ENVIRONMENT = "environment"
 NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pair")
@@ -42,13 +42,13 @@ class Live:
     def tokens(self) -> np.ndarray:
         """All of them, `PACKED`; their fields are the columns."""
         if len(self.parts) > 1:
-            self.parts = [np.concatenate([part.view("u1") for part in self.parts]).view(PACKED)]
+            self.parts = [records.one_behind_the_other(self.parts)]
         return self.parts[0] if self.parts else np.zeros(0, dtype=PACKED)
 
     def take_out(self) -> None:
         """Turn replayed frames into parts. Most rollouts are finished by the end of a log, and never need it."""
         for columns in self.frames:
-            self.parts.append(packed(columns, columns["rollout"] == self.number))
+            self.parts.append(_chosen(columns, columns["rollout"] == self.number))
         self.frames, self.replayed = [], 0
 
 
@@ -91,11 +91,11 @@ class State:
             self._numbers[names["id"]] = live.number
         return live
 
-    def deal(self, columns: Columns) -> None:
-        """Tokens of whichever rollouts, to each its own: what its finish record will hold."""
-        order = np.argsort(columns["rollout"], kind="stable")
-        tokens = packed(columns, order)
-        numbers, starts = np.unique(columns["rollout"][order], return_index=True)
+    def deal(self, rows: np.ndarray) -> None:
+        """Tokens of whichever rollouts, `PACKED`, to each its own: what its finish record will hold."""
+        order = np.argsort(rows["rollout"], kind="stable")
+        tokens = rows.view(f"V{PACKED.itemsize}")[order].view(PACKED)
+        numbers, starts = np.unique(tokens["rollout"], return_index=True)
         ends = [*starts[1:].tolist(), tokens.size]
         for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
             self.live[number].parts.append(tokens[start:end].copy())  # a view would keep everybody's in memory
@@ -185,9 +185,9 @@ class State:
             live.take_out()
 
 
-def packed(columns: Columns, chosen: np.ndarray) -> np.ndarray:
-    """Some of the tokens (a mask, or places), without the rollout they belong to."""
-    tokens = np.empty(columns["rollout"][chosen].size, dtype=PACKED)
-    for name, _ in COLUMNS:
-        tokens[name] = columns[name][chosen]
+def _chosen(columns: Columns, mask: np.ndarray) -> np.ndarray:
+    """Some of the tokens, `PACKED`."""
+    tokens = np.empty(np.count_nonzero(mask), dtype=PACKED)
+    for name, _ in ROW_COLUMNS:
+        tokens[name] = columns[name][mask]
     return tokens

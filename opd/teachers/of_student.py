@@ -69,6 +69,13 @@ class EmaTeacher(StudentTeacher):
     has_model = True
     rate: float = Field(0.01, gt=0, lt=1, description="of ema: 1 - decay; SDFT 0.01 to 0.05, SDPO 0.05, OPSD 0.001")
 
+    def warn(self, view: StageView) -> Iterable[str]:
+        if self.view.instructs and self.rate > 1 / LEAST and _asked(self, view, "reverse_kl"):
+            yield (
+                f"ema at rate {self.rate:g} under an instruction follows the student within {1 / self.rate:.0f} steps: copies renewed "
+                f"within {LEAST} collapsed in published runs. Prefer {1 / LEAST:g} or less"
+            )
+
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return each if each == FLOAT32 else each + FLOAT32  # means are kept in fp32
 

@@ -11,6 +11,7 @@ import mmap
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ THREADS = 8
 
 def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
     """Bytes in pieces of this size, each locked as a whole: a copy may not cross from one to the next. `unpin` them."""
+    free = _available()
+    if free is not None and size > free:
+        raise TrainingError(
+            f"pool.keep memory: the next teacher needs {bytes_in_words(size)} of host memory, and {bytes_in_words(free)} are free. "
+            "Set pool.keep: disk."
+        )
     pieces = list(_mapped(size).split(piece))
     number = (
         torch.cuda.current_device() if device.index is None else device.index
@@ -37,6 +44,13 @@ def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
             "pool.keep: disk, or raise the limit of locked memory (ulimit -l)."
         )
     return pieces
+
+
+def _available() -> int | None:
+    """Bytes of host memory that can be had; what is locked cannot be swapped out, and the system would end whoever has most."""
+    facts = Path("/proc/meminfo")
+    lines = facts.read_text(encoding="ascii").splitlines() if facts.is_file() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
 
 
 def unpin(pieces: list[Tensor]) -> None:

@@ -240,7 +240,7 @@ def _template(
 
 def same_origin(student: LanguageModel, model: LanguageModel) -> float | None:
     """Cosine between some weights of the two; None where no tensors have the same shapes, or nobody has them whole."""
-    if model.spread:
+    if model.spread or not student.passes_alone:
         return None
     ours = dict((student if student.adapter is None else student.base()).module.named_parameters())
     before = {f"{layer}.weight": weight for layer, weight in model.unquantised.items()}
@@ -264,7 +264,7 @@ def _part(weights: Tensor) -> Tensor:
 
 def held(model: LanguageModel, student: LanguageModel) -> int:
     """Bytes of weights that are not the student's as well."""
-    shared = {parameter.data_ptr() for parameter in student.module.parameters()}
+    shared = {parameter.data_ptr() for parameter in student.module.parameters()} if student.passes_alone else set()
     own = {part.data_ptr(): part for parameter in model.module.parameters() for part in stored_parts(parameter)}
     return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in shared)
 

@@ -161,7 +161,7 @@ class Ahead:
         with clock("sample"):
             sampler.take_over()
             visits = stream.take(run.spec.rollout.prompts)
-            written = trajectories.collect(visits, sampler.version)
+            written = trajectories.collect(visits, sampler.version, durable=False)
         return Sampled(
             step,
             visits,
@@ -178,6 +178,7 @@ class Ahead:
         """Rewards as soon as a batch is in the store; scores while the batch before it is trained on."""
         clock = Clock()
         with _device(run.device):
+            run.store.commit(sync=True)  # nothing is used before it is durable; the producer goes on meanwhile
             with clock("reward"):
                 taken_up = bool(sampled.used or sampled.continued)
                 gathered = reward_stored(run, sampled.visits, sampled.written, taken_up)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from opd.config import Stage, Train
@@ -27,6 +27,7 @@ from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, U
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
 from opd.models.sharded import ShardedModel
+from opd.models.sharded_parts import load_parted
 from opd.models.spread import load_spread
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
@@ -164,6 +165,12 @@ class Ranks(World):
 
     # Work
 
+    def opens_sampler(self, led: bool) -> bool:
+        return self.leads or not led
+
+    def samples_everywhere(self, led: bool) -> bool:
+        return not led
+
     def deal(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """By units, the longest first, each to whom has the fewest tokens so far."""
         self._batch = {rollout.id: rollout for rollout in rollouts}
@@ -178,11 +185,29 @@ class Ranks(World):
             loads[rank] += sizes[unit]
         return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
 
+    def load_student(
+        self, name: str, dtype: str, device: str, revision: str | None, cluster: Cluster, gradient_checkpointing: bool
+    ) -> LanguageModel | None:
+        return load_parted(
+            name,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=self._mesh(device, cluster),
+            most=self.most,
+            leads=self.leads,
+        )
+
     def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
+        if isinstance(student, ShardedModel):
+            return student
+        return ShardedModel(student, self._mesh(student.device.type, cluster), self.most, self.leads)
+
+    def _mesh(self, device: str, cluster: Cluster) -> DeviceMesh:
         group = self._group(cluster)
         sizes, names = ((self.size,), ("shard",)) if group == self.size else ((self.size // group, group), HYBRID)
-        mesh = init_device_mesh(student.device.type, sizes, mesh_dim_names=names)
-        return ShardedModel(student, mesh, self.most, self.leads)
+        return init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
 
     def _group(self, cluster: Cluster) -> int:
         """Ranks that share one copy of what is trained."""
@@ -312,21 +337,17 @@ def joined_ranks(make: Callable[[Any, int, int, int], Ranks] = Ranks) -> Iterato
             ranks.barrier()  # the leader saves longest, and a launcher that sees one end soon ends the others
         dist.destroy_process_group()
         raise
-    except OpdError as error:
-        code = ranks.first_code(error.exit_code)
-        if code is not None:
+    except Exception as error:  # also a bug: it comes through, and the others hear that somebody tells of it
+        lost = isinstance(error, RuntimeError) and _lost(error)
+        code = ranks.first_code(error.exit_code if isinstance(error, OpdError) else OpdError.exit_code)
+        if code is not None and (lost or isinstance(error, OpdError)):
             raise AnotherRank(code) from None
+        if lost:
+            raise RanksLost(
+                f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
+                f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
+            ) from None
         raise
-    except RuntimeError as error:
-        if not _lost(error):
-            raise
-        code = ranks.first_code(RanksLost.exit_code)
-        if code is not None:
-            raise AnotherRank(code) from None
-        raise RanksLost(
-            f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
-            f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
-        ) from None
     else:
         dist.destroy_process_group()
 

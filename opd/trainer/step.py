@@ -27,6 +27,7 @@ from opd.sampling.draws import request_key
 from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.halving import MicroBudget, micro_batches, once
 from opd.trainer.metrics import Clock, step_metrics
+from opd.trainer.probes import TrainedStep, take_probes
 from opd.trainer.samples import sampled_ids, traces_of
 from opd.trainer.world import World
 from opd.types import Rollout
@@ -50,6 +51,7 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
             batch = TrainingBatch(rollouts, signals, rewards, teacher_of=owners, traced=traced)
             result = run.trainer.step(batch, step)
             run.publish(step=step)
+        result.metrics |= take_probes(run, TrainedStep(run, step, gathered, batch, clock))
     run.traces = traces_of(result.statistics)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in gathered.counts.items()}

@@ -86,8 +86,11 @@ class Trajectories:
     )
     _replay: dict[str, DurableTokens] = field(default_factory=dict)
 
-    def collect(self, visits: Sequence[Visit], version: int) -> list[str]:
-        """Ids of the finished rollouts, in the order of the visits. Nothing is returned that is not in the store."""
+    def collect(self, visits: Sequence[Visit], version: int, *, durable: bool = True) -> list[str]:
+        """Ids of the finished rollouts, in the order of the visits. Nothing is returned that is not in the store.
+
+        `durable`: whether to wait for the disk. Who reads them waits for it anyway.
+        """
         planned: dict[str, Planned] = {}
         self.unshown = self.used = self.continued = 0
         for visit in visits:
@@ -97,13 +100,18 @@ class Trajectories:
                 if planned.setdefault(self.rollout_id(visit, sample), plan) is not plan:
                     raise _twice(visit.prompt)
         prompts = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
-        self.newest = self.carry_out(planned, version, prompts)
+        self.newest = self.carry_out(planned, version, prompts, durable=durable)
         return self.newest
 
     def carry_out(
-        self, planned: Mapping[str, Planned], version: int, prompts: Mapping[str, np.ndarray] | None = None
+        self,
+        planned: Mapping[str, Planned],
+        version: int,
+        prompts: Mapping[str, np.ndarray] | None = None,
+        *,
+        durable: bool = True,
     ) -> list[str]:
-        """Have rollouts written, by id, and return when they are durable. `prompts`: ids by prompt, where they are known."""
+        """Have rollouts written, by id. `prompts`: ids by prompt, where they are known."""
         sampled = [plan for plan in planned.values() if plan.visit.source not in self.replays]
         writers: dict[tuple[str, str], Writer] = {
             (plan.writer.source(plan.visit, self.desk), plan.writer.author): plan.writer for plan in sampled
@@ -111,7 +119,7 @@ class Trajectories:
         requests, self.used, self.continued = self.world.share(lambda: self._requests(planned, version, prompts))
         for (source, author), wanted in requests.items():
             self._sample(writers[source, author].sampler(source, self.desk), wanted, AUTHORS[author])
-        self.store.commit(sync=True)
+        self.store.commit(sync=durable)
         self.consumed = None if self.consumed is None else self.consumed + len(planned)
         return list(planned)
 

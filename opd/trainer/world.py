@@ -78,6 +78,12 @@ class World:
 
     # Models
 
+    def load_student(
+        self, name: str, dtype: str, device: str, revision: str | None, cluster: Cluster, gradient_checkpointing: bool
+    ) -> LanguageModel | None:
+        """One of which every rank reads a part; None: it is read whole, and sharded later."""
+        return None
+
     def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
         """The student to train. Copies of it have to be made before."""
         return student
@@ -96,6 +102,14 @@ class World:
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""
         return dict(tensors)
+
+    def opens_sampler(self, led: bool) -> bool:
+        """Whether this process opens a sampler of its own for the student. `led`: the leader's answers for all."""
+        return True
+
+    def samples_everywhere(self, led: bool) -> bool:
+        """Whether every rank opens one."""
+        return True
 
     def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
         """One that answers for all ranks: each samples its share, or the leader all (`led`), and all see every token."""

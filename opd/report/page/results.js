@@ -105,9 +105,13 @@ function cost(runs) {
 
 function alarms(runs) {
   const lines = runs.flatMap((run) => run.monitors.map((line) => ({ line, run })));
-  if (!lines.length) return null;
-  const told = (line) => Object.entries(line).filter(([key]) => !["step", "stage", "crc"].includes(key)).map(([key, value]) => `${key}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join(" · ");
-  return section("monitors", "Monitors", "What went out of bounds while it trained.", lines.map(({ line, run }) => el("div", { className: "alarm" }, el("b", {}, visible(`${runs.length > 1 ? run.label + ", " : ""}step ${line.step}`)), " ", visible(told(line)))));
+  const watched = unique(runs.flatMap((run) => run.watched));
+  if (!lines.length && !watched.length) return null;
+  const note = lines.length ? "What went out of bounds while it trained." : `${watched.length} ways in which runs fail were watched, and none was seen: ${legible(watched.join(", "))}.`;
+  return section("monitors", "Monitors", note, lines.map(({ line, run }) => el("div", { className: "alarm" },
+    el("div", {}, el("b", {}, visible(`${runs.length > 1 ? run.label + ", " : ""}${line.stage}, step ${line.step}: ${line.monitor}`)), el("span", { className: "muted" }, ` ${number(line.value)}, threshold ${number(line.threshold)}`)),
+    el("p", {}, visible(`${line.words}.`)), el("p", { className: "muted" }, visible(`What helps: ${line.remedy}.`)),
+    line.recipe ? el("p", { className: "muted" }, "The recipe that goes on with it from the last checkpoint: ", el("code", {}, visible(`opd run ${run.name}/${line.recipe}`))) : null)));
 }
 function diagnosis(runs) {
   const shown = runs.filter((run) => Object.keys(run.diagnose).length);

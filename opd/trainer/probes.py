@@ -1,0 +1,217 @@
+"""Probes that monitors ask for behind a step: gradients of single domains, and a teacher that goes on behind the student's words.
+
+They read weights and change nothing, so a run trains to the same bits with or without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opd.evaluation.passk import is_right
+from opd.models.packing import Pack
+from opd.objective.batch import TrainingBatch
+from opd.sampling.collect import collect
+from opd.sampling.draws import request_key
+from opd.teachers.views import texts_for
+from opd.trainer.gather import Gathered
+from opd.trainer.halving import micro_batches
+from opd.trainer.metrics import Clock, calibration_error
+from opd.types import Author, Rollout, Sample, SampleRequest, SignalNeed
+
+if TYPE_CHECKING:
+    from opd.runner.stage import StageRun
+
+VISIT = -4  # keys draws that nothing else makes
+PHASE = "probe"
+COMPARED = 1_000_000  # numbers of a gradient that are compared, at most
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step that has just been trained on."""
+
+    run: StageRun
+    step: int
+    gathered: Gathered
+    batch: TrainingBatch
+    clock: Clock
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.run.spec.eval.every and self.run.spec.eval.prompts)
+
+    # Gradients
+
+    def cosines(self, answers: int) -> dict[str, float]:
+        if len(set(self.batch.teacher_of.values())) < 2:
+            return {}
+        with self.clock(PHASE):
+            found = {domain: self._gradient(chosen) for domain, chosen in self._by_domain(answers).items()}
+            known = {domain: gradient for domain, gradient in found.items() if bool(gradient.any())}
+            if len(known) < 2:
+                return {}
+            whole = torch.stack(list(known.values())).sum(0)
+            return {
+                domain: float(torch.cosine_similarity(gradient, whole - gradient, dim=0))
+                for domain, gradient in known.items()
+            }
+
+    def _by_domain(self, answers: int) -> dict[str, list[Rollout]]:
+        """The first answers of each domain, in whole groups."""
+        found: dict[str, dict[str, list[Rollout]]] = {}
+        for rollout in self.batch.rollouts:
+            found.setdefault(rollout.domain, {}).setdefault(rollout.pair or rollout.group, []).append(rollout)
+        chosen: dict[str, list[Rollout]] = {}
+        for domain, groups in found.items():
+            for members in groups.values():
+                if len(chosen.setdefault(domain, [])) < answers:
+                    chosen[domain] += members
+        return chosen
+
+    def _gradient(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Of the objective on these alone, with respect to the last layer; of many weights every so many."""
+        run, train = self.run, self.run.spec.train
+        student, weights = run.student, last_layer(run.student.trainable())
+        stride = -(-sum(weight.numel() for weight in weights) // COMPARED)
+        batch = TrainingBatch(rollouts, self.batch.signals, self.batch.rewards, teacher_of=self.batch.teacher_of)
+        autocast = partial(torch.autocast, student.device.type, torch.bfloat16, enabled=train.precision == "autocast")
+
+        def cut(part: Sequence[Rollout]) -> list[Pack]:
+            return micro_batches(part, train.micro_budget, student.device, self.batch.teacher_of)
+
+        total = torch.zeros((), device=student.device)
+        with autocast():
+            prepared = run.objective.prepare(student, batch, self.step, cut, train.updates)
+        for micro in cut(rollouts):
+            with autocast():
+                loss, _ = run.objective(student, micro, prepared, prepared.weights(rollouts))
+            if loss.requires_grad:
+                parts = torch.autograd.grad(loss, weights, allow_unused=True)
+                total = (
+                    total
+                    + torch.cat([_flat(part, weight) for part, weight in zip(parts, weights, strict=True)])[::stride]
+                )
+            run.check_stop()
+        return total
+
+    # What teachers have said of the answers
+
+    def teachers_calibration(self, answers: int) -> dict[str, float]:
+        known = self._rewarded(answers)
+        if not known or self.run.pager is not None:  # their heads are not here any more
+            return {}
+        with self.clock(PHASE):
+            said = self._logprobs(known)
+        whole = [replace(rollout, logprob=said[rollout.id]) for rollout in known if rollout.id in said]
+        return {f"{name}/teacher": value for name, value in calibration_error(whole, self.batch.rewards).items()}
+
+    def _logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+        """Of the response tokens, where the teacher has something to say of all of them."""
+        signals = self.batch.signals.get(("teacher", "logprobs_at"))
+        hidden = self.batch.signals.get(("teacher", "hidden"))
+        if signals is None and hidden is None:
+            return {}
+        found = dict(signals or {})
+        if signals is None:
+            for name, mine in by_owner(rollouts, self.batch.teacher_of).items():
+                answers = self.run.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
+                found |= {rollout.id: signal for rollout, signal in zip(mine, answers, strict=True)}
+        values = {rollout.id: np.asarray(found[rollout.id].values, dtype=np.float32) for rollout in rollouts}
+        return {name: value for name, value in values.items() if not np.isnan(value).any()}
+
+    # Taking over
+
+    def taken_over(self, answers: int, depth: float) -> dict[str, float]:
+        asked = self._taken(answers)
+        if not asked:
+            return {}
+        with self.clock(PHASE):
+            first = self._gain(asked, 0.0)
+            late = self._gain(asked, depth)
+        return {"takeover/first": first, "takeover/late": late} if not np.isnan(first + late) else {}
+
+    def _taken(self, answers: int) -> list[tuple[Rollout, np.ndarray]]:
+        """Each with what its teacher reads in front of it."""
+        found = [(rollout, self._read(rollout)) for rollout in self._rewarded(answers)]
+        return [(rollout, ids) for rollout, ids in found if ids is not None]
+
+    def _rewarded(self, answers: int) -> list[Rollout]:
+        """Answers of the student that have a teacher and a reward, evenly out of the step."""
+        known = [
+            rollout
+            for rollout in self.batch.rollouts
+            if self.batch.teacher_of.get(rollout.id)
+            and self.batch.rewards.get(rollout.id) is not None
+            and (rollout.author == Author.STUDENT).all()
+        ]
+        return known[:: max(1, len(known) // answers)][:answers]
+
+    def _read(self, rollout: Rollout) -> np.ndarray | None:
+        """None: it reads nothing, with another tokenizer, or more than there is room for."""
+        run, prompts = self.run, self.gathered.prompts
+        name = run.teacher_for(prompts[rollout.prompt_id])
+        groups = run.groups_for(name, {rollout.group: self.gathered.groups[rollout.group]})
+        teacher = run.teachers[name]
+        (text,) = texts_for(run.spec.teachers[name].view, [rollout], prompts, groups, teacher.context)
+        if text is None or text.crossed or len(text.spans) != 1 or text.spans[0][0] != 0:
+            return None
+        ids = text.ids[: text.spans[0][2]]
+        return ids if ids.size + run.sampling.max_new_tokens <= min(run.samplers.max_length, teacher.context) else None
+
+    def _gain(self, asked: Sequence[tuple[Rollout, np.ndarray]], depth: float) -> float:
+        """How much more often teachers are right behind this part of the student's answers than the student was."""
+        run, prompts = self.run, self.gathered.prompts
+        by_teacher: dict[str, list[SampleRequest]] = {}
+        for rollout, ids in asked:
+            kept = rollout.response_ids[: int(depth * rollout.response_ids.size)]
+            key = request_key(run.spec.seed, rollout.id, VISIT, kept.size)
+            request = SampleRequest(rollout.id, ids, key, run.sampling, kept if kept.size else None)
+            by_teacher.setdefault(run.teacher_for(prompts[rollout.prompt_id]), []).append(request)
+        rollouts = {rollout.id: rollout for rollout, _ in asked}
+        texts = {
+            answer.id: run.text(answer)
+            for name, requests in by_teacher.items()
+            for answer in collect(run.samplers.teacher(name), requests, run.check_stop)
+        }
+        with run.rewarding:
+            results = run.rewarder([Sample(prompts[rollouts[name].prompt_id], text) for name, text in texts.items()])
+        gains = [
+            is_right(result) - is_right(replace(result, reward=self.batch.rewards[name]))
+            for name, result in zip(texts, results, strict=True)
+        ]
+        return float(np.nanmean(gains)) if not np.isnan(gains).all() else float("nan")
+
+
+def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
+    """What the monitors of a stage want to know beyond its metrics. Of several ranks none has the whole model, and none is asked."""
+    if run.world.size > 1:
+        return {}
+    return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
+
+
+def by_owner(rollouts: Sequence[Rollout], teacher_of: Mapping[str, str]) -> dict[str, list[Rollout]]:
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(teacher_of[rollout.id], []).append(rollout)
+    return found
+
+
+def last_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """What a pass backwards reaches first; all of them, where layers have no numbers."""
+    numbers = {name: int(found[-1]) for name in parameters if (found := LAYER.findall(name))}
+    last = max(numbers.values(), default=None)
+    return [parameter for name, parameter in parameters.items() if numbers.get(name) == last]
+
+
+def _flat(gradient: Tensor | None, weight: nn.Parameter) -> Tensor:
+    found = torch.zeros_like(weight) if gradient is None else gradient
+    return found.detach().float().flatten()

@@ -1,0 +1,201 @@
+"""Every monitor speaks on a short run of tiny models that is built to fail its way. Their thresholds are set on other runs."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+import opd
+from opd import families
+from opd.config import load_recipe
+from opd.models.catalog import TINY_ROOT
+from opd.monitors.monitor import usual_monitors
+from opd.objective.gates import Arrays, Gate, GateView
+from opd.sampling.samplers import BuiltInSampler
+from opd.types import TokenSampler, WeightsRef
+
+SUMS = {"source": "task:addition", "domain": "a"}
+
+
+class TooLate(Gate):
+    """The last quarter of an answer alone, where no advice helps any more."""
+
+    name = "too_late"
+
+    def factors(self, view: GateView) -> Arrays:
+        sizes = [rollout.response_ids.size for rollout in view.rollouts]
+        return [(np.arange(size) >= int(0.75 * size)).astype(float) for size in sizes]
+
+
+class Deaf:
+    """A sampler that new weights never reach."""
+
+    def __init__(self, inner: TokenSampler) -> None:
+        self.inner, self.loaded = inner, False
+
+    def load(self, weights: WeightsRef) -> None:
+        if not self.loaded:
+            self.inner.load(weights)
+        self.loaded = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class DeafSampler(BuiltInSampler):
+    name = "deaf"
+    by_default = False
+
+    def open(self, model: Any, *given: Any, **more: Any) -> Any:
+        apart = copy.copy(model)  # weights of its own: those of a copy for sampling are the student's
+        apart.module = copy.deepcopy(model.module)
+        apart.head = apart.module.get_output_embeddings()
+        return Deaf(super().open(apart, *given, **more))
+
+    def manner(self, sampler: Any) -> str:
+        return super().manner(sampler.inner)
+
+
+@pytest.fixture(autouse=True)
+def _own_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for choice in (TooLate, DeafSampler):
+        monkeypatch.setitem(families._registered, f"{choice.family}.{choice.name}", choice)
+
+
+def changed_copy(to: Path, of: str, change: Callable[[Any], None]) -> str:
+    """A tiny model with another table of tokens, which is its head as well."""
+    shutil.copytree(TINY_ROOT / of, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors["model.embed_tokens.weight"])
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return str(to)
+
+
+def unending(folder: Path) -> str:
+    def swap(table: Any) -> None:
+        table[[1, 2]] = table[[2, 1]]
+
+    return changed_copy(folder / "unending", "arithmetic", swap)
+
+
+def shy_of_a_letter(folder: Path) -> str:
+    """It would never say z, and knows as much as the student otherwise."""
+
+    def forget(table: Any) -> None:
+        letter = opd.load_model("tiny/generalist").tokenizer.convert_tokens_to_ids("z")
+        table[letter] = -table[letter]
+
+    return changed_copy(folder / "shy", "generalist", forget)
+
+
+def two_teachers(folder: Path) -> dict[str, Any]:
+    """The same sums under two names: who can add says one thing, who cannot another, and more often."""
+    return {
+        "teachers": {"a": "tiny/arithmetic", "b": "tiny/spelling"},
+        "prompts": [SUMS, {"source": "task:addition", "domain": "b", "share": 4}],
+        "train": {"steps": 20, "lr": 5e-4},
+        "eval": {"prompts": 100, "every": 6},
+        "monitors": {"watch": {"kind": "conflict", "every": 4}},
+    }
+
+
+FAILING: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "prefix": lambda folder: {
+        "objective": {"gate": "too_late"},
+        "train": {"steps": 24},
+        "monitors": {"watch": {"kind": "prefix", "every": 5, "answers": 24, "window": 10}},
+    },
+    "conflict": two_teachers,
+    "diversity": lambda folder: {  # a teacher that says nearly always the same
+        "prompts": {"source": "task:reverse", "domain": "a"},
+        "train": {"steps": 22, "lr": 1e-3},
+    },
+    "calibration": lambda folder: {  # sure of itself, and wrong
+        "teachers": {"a": {"model": "tiny/spelling", "temperature": 0.5}},
+        "train": {"steps": 44, "lr": 1e-4},
+    },
+    "stopping": lambda folder: {"teachers": {"a": unending(folder)}, "train": {"steps": 22, "lr": 1e-3}},
+    "shortening": lambda folder: {
+        "prompts": {"source": "task:reverse", "domain": "a"},
+        "train": {"steps": 22, "lr": 1e-3},
+    },
+    "token": lambda folder: {
+        "teachers": {"a": shy_of_a_letter(folder)},
+        "prompts": [SUMS, {"source": "task:reverse", "domain": "a", "share": 0.1}],
+        "rollout": {"prompts": 96, "max_new_tokens": 12},
+        "train": {"steps": 12, "lr": 1e-6},
+    },
+    "mismatch": lambda folder: {"sampler": {"engine": "deaf"}, "train": {"steps": 14, "lr": 1e-3}},
+    "staleness": lambda folder: {
+        "rollout": {"prompts": 4, "max_new_tokens": 2, "staleness": 8},
+        "train": {"steps": 16, "epochs": 12},
+    },
+    "together": lambda folder: {
+        "teachers": {"a": "tiny/spelling"},
+        "train": {"steps": 11, "lr": 3e-4},
+        "eval": {"prompts": 150, "every": 3},
+    },
+    "saturation": lambda folder: {
+        "teachers": {"a": {"kind": "self"}},
+        "train": {"steps": 5},
+        "eval": {"prompts": 50, "every": 2},
+    },
+    "kl": lambda folder: {"train": {"steps": 4, "lr": 0.3, "clip": None}},
+}
+
+
+def carried_out(name: str, folder: Path, **changes: Any) -> opd.Run:
+    recipe: dict[str, Any] = {
+        "name": name,
+        "student": "tiny/generalist",
+        "teachers": {"a": "tiny/arithmetic"},
+        "prompts": SUMS,
+        "rollout": {"prompts": 32, "max_new_tokens": 12},
+        "train": {"lr": 5e-4},
+        "eval": {"prompts": 0},
+        "checkpoint": {"every": 10},
+        "log": {"samples": 0, "start_table": False},
+        "device": "cpu",
+        "threads": 1,
+        "seed": 11,
+    }
+    given = FAILING[name](folder) | changes
+    if "eval" in given:
+        given["eval"] = {"teachers": False, **given["eval"]}
+    return opd.run(recipe | given, out=folder / "run")
+
+
+def test_every_monitor_has_a_run_that_fails_its_way() -> None:
+    assert FAILING.keys() == set(families.names("monitor"))
+    assert set(usual_monitors()) == FAILING.keys() - {"prefix"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILING)
+def test_a_run_built_to_fail_raises_the_alarm(name: str, tmp_path: Path) -> None:
+    run = carried_out(name, tmp_path)
+    alarms = [line for line in run.monitors if line["monitor"] == name]
+    assert alarms, [line["monitor"] for line in run.monitors]
+    assert f"ALARM ({name})" in (run.directory / "log.txt").read_text(encoding="utf-8")
+    assert alarms[0]["recipe"] is not None
+    assert load_recipe(run.directory / alarms[0]["recipe"])
+
+
+@pytest.mark.slow
+def test_probes_are_quiet_where_the_student_learns(tmp_path: Path) -> None:
+    """The same two runs without what is built into them."""
+    watch = [{"kind": "prefix", "every": 5, "answers": 24, "window": 10}, {"kind": "conflict", "every": 4}]
+    prompts = [SUMS, {"source": "task:reverse", "domain": "b"}]
+    run = carried_out("conflict", tmp_path, prompts=prompts, monitors={"watch": watch})
+    assert {"cosine/a", "cosine/b", "takeover/first", "takeover/late"} <= {key for line in run.metrics for key in line}
+    assert [line["monitor"] for line in run.monitors] == []
+    shorter = {"train": {"steps": 6, "lr": 5e-4}, "eval": {"prompts": 0}, "monitors": "off"}
+    off = carried_out("conflict", tmp_path / "off", prompts=prompts, **shorter)
+    assert [line["loss"] for line in off.metrics] == [line["loss"] for line in run.metrics[:6]]  # probes change no bit
