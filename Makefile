@@ -17,6 +17,9 @@ VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 JOBS ?= 2
+# Neighbours stay together and share what they prepared, until a process has nothing left.
+STEAL := --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -27,7 +30,7 @@ quickstart: $(VENV)/.base
 	$(BIN)/opd run quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
+	$(PYTEST) $(STEAL) -m "not slow and not gpu and not smol and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -40,22 +43,22 @@ smol: $(VENV)/.base
 
 test-long: $(VENV)/.dev smol
 	$(PIP) 'torchao>=0.14'
-	$(BIN)/python -m pytest -n $(JOBS) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
+	$(PYTEST) $(STEAL) -m "(slow or smol) and not gpu and not crash and not safety and not fuzz and not families and not scale and not ray and not vllm and not browser"
 
 test-crash: $(VENV)/.dev
-	COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) -m crash
+	COUNT=$(COUNT) $(PYTEST) $(STEAL) -m crash
 
 test-safety: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m safety
+	$(PYTEST) $(STEAL) -m safety
 
 fuzz: $(VENV)/.dev
-	CUDA_VISIBLE_DEVICES= COUNT=$(COUNT) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP -m fuzz
+	CUDA_VISIBLE_DEVICES= COUNT=$(COUNT) $(PYTEST) $(STEAL) -rP -m fuzz
 
 test-families: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m families
+	$(PYTEST) $(STEAL) -m families
 
 test-scale: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m scale
+	$(PYTEST) --dist loadgroup -m scale
 
 test-ray: $(VENV)/.dev
 	$(PIP) -e '.[ray]'
@@ -66,15 +69,15 @@ test-browser: $(VENV)/.dev
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) >/dev/null; \
 	  else echo "make test-browser needs Chromium, and cannot install it here: as root, apt-get install chromium" >&2; exit 1; fi
-	$(BIN)/python -m pytest -rP -m browser
+	$(BIN)/python -m pytest -rP tests/test_browser.py
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
+	TRITON_INTERPRET=1 $(PYTEST) $(STEAL) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
 
 test-vllm: $(VENV)/.dev
 	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) --dist loadfile -m vllm tests/test_vllm.py tests/test_vllm_sampler.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "opd needs Python 3.11 or newer; try make PYTHON=python3.12")'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,10 +27,16 @@ settings.load_profile("opd")
 def server() -> Iterator[ServeProcess]:
     """One `opd serve` for all tests that need one: starting it costs seconds."""
     names = ("tiny/arithmetic", "other=tiny/arithmetic", "tiny/spelling")
-    limits = ("--max-bytes", "20000", "--max-tokens", "600", "--max-sequences", "8", "--request-seconds", "1")
+    limits = ("--max-bytes", "20000", "--max-tokens", "600", "--max-sequences", "8", "--request-seconds", "3")
     found = ServeProcess(*names, options=limits)
     yield found
     found.terminate()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage has to walk through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

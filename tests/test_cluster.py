@@ -141,6 +141,7 @@ CASES = {
     "one rank": (1, {}),
     "two ranks": (2, {}),
     "lora": (0, {"lora": {"rank": 4, "alpha": 8}}),
+    "lora on two ranks": (2, {"lora": {"rank": 4, "alpha": 8}}),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opd.models.attention import masked_attention
-from opd.sampling.slots import DecodeKernels, SlotLayout
+from opd.sampling.slots import SlotLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -56,9 +56,9 @@ def test_a_layout_with_kernels_equals_one_without() -> None:
     query = torch.randn(2, 4, 1, 24, device=DEVICE).half()
     new = [torch.randn(2, 1, 2, 24, device=DEVICE).half().transpose(1, 2) for _ in range(2)]
     found = []
-    for kernels in (None, DecodeKernels(attend_slots, store_slots)):
+    for kernels in ({}, {"kernel": attend_slots, "store": store_slots, "room": 100_000}):
         cache = [tensor.clone() for tensor in before]
-        layout = SlotLayout(slots, columns, 128, in_order=True, kernels=kernels)
+        layout = SlotLayout(slots, columns, 128, in_order=True, **kernels)
         layout.write(*cache, *new)
         found.append((layout.attend(query, *cache, 0.25, 8, None), *cache))
     (plain, *caches), (fused, *written) = found

@@ -29,7 +29,14 @@ def adding() -> Iterator[Served]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_a_short_file_and_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert len(shipped_recipes()[name].read_text(encoding="utf-8").splitlines()) <= 30
-    small = ["train.steps=2", "rollout.prompts=4", "eval.prompts=2", "sampler.slots=8", "device=cpu"]
+    small = [
+        "train.steps=2",
+        "rollout.prompts=4",
+        "eval.prompts=2",
+        "sampler.slots=8",
+        "device=cpu",
+        "log.start_table=false",
+    ]
     if name == "methods/hard-switch":  # both halves
         small += ["objective.0.coefficient.until=1", "objective.1.coefficient.after=1"]
     if name == "methods/icepop":  # a bfloat16 sampler is slow on a CPU

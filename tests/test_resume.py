@@ -345,6 +345,7 @@ def test_one_owner_per_run(models: dict[str, str], tmp_path: Path, monkeypatch: 
     assert opd.resume(tmp_path / "run").summary["status"] == "done"
 
 
+@pytest.mark.slow
 def test_exact_and_prefill_differ_and_only_exact_is_exact(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
     process = start(tmp_path / "out.txt", "run", recipe, "--out", tmp_path / "exact", die=400)
     assert ended(process) == -signal.SIGKILL

@@ -62,6 +62,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", LITTLE),
     "led": ("quickstart", [*LITTLE, "sampler={engine: led}", "log.start_table=true"]),  # one rank samples for all
+    "mix": ("quickstart", [*LITTLE, "rollout.teacher_mix=0.3"]),
     "spread teachers": ("quickstart", [*LITTLE, "cluster.teachers=shard", "log.start_table=true"]),
 }
 LED = """
@@ -257,18 +258,18 @@ def _memory(which: str) -> int:
 def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
     jobs, source = [], locate("tiny/generalist").path
     for tied in (True, False):
-        shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 16, "tie_word_embeddings": tied}
+        shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32, "tie_word_embeddings": tied}
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **shape))
         path = tmp_path / f"tied-{tied}"
         module.save_pretrained(path)
         AutoTokenizer.from_pretrained(source).save_pretrained(path)
         jobs.append(Loading(path, path))
         whole = sum(weight.numel() for weight in module.parameters()) * 4
+        pages = (path / "model.safetensors").stat().st_size  # of the file, which count as soon as one near them is read
     together(4, tmp_path / "log.txt", *jobs)
     for job in jobs:
         for rank in range(4):
             found = json.loads((job.out / f"{rank}.json").read_text())
-            assert (
-                found.get("whole", whole + 1) > whole
-            )  # the measure tells them apart; it counts pages of files that are read
-            assert found["parts"] < 0.75 * whole, found  # with a layer or two that are whole while the probe passes
+            assert found.get("whole", 2 * whole) - pages > 0.9 * whole, found  # the measure tells the two apart
+            # with a layer or two that are whole while the probe passes
+            assert found["parts"] - pages < 0.6 * whole, found

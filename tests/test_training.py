@@ -165,7 +165,9 @@ def test_sft_learns_the_data(models: dict[str, str], tmp_path: Path) -> None:
     assert run.metrics[0]["reverse_kl"] is None
 
 
-@pytest.mark.parametrize("objective", [{"form": "policy_gradient"}, {"form": "direct"}])
+@pytest.mark.parametrize(
+    "objective", [{"form": "policy_gradient"}, pytest.param({"form": "direct"}, marks=pytest.mark.slow)]
+)
 def test_both_forms_approach_the_teacher(models: dict[str, str], tmp_path: Path, objective: dict) -> None:
     changes = {
         "rollout": {"prompts": 32, "max_new_tokens": 8},

@@ -104,7 +104,8 @@ def rank_memory(task: PaperStage, placed: Placement, sharded: bool | None = None
     hidden = -(-task.work.rollouts * task.work.response // placed.ranks) * 2
     if placed.together:
         shapes = dict(task.teachers.values())
-        held = teachers_held(stage, task.usual, shapes, shapes.__getitem__, task.student.parameters)[""]
+        parameters, shared = task.student.parameters, not spread.sharded
+        held = teachers_held(stage, task.usual, shapes, shapes.__getitem__, parameters, shared)[""]
         if spread.teachers == "shard" and placed.ranks > 1:
             layers = {ref: shape.parameters - shape.outside for ref, shape in shapes.items()}
             away = sum(count * BYTES[ref.dtype or task.usual] for ref, count in layers.items())

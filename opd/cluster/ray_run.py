@@ -84,12 +84,13 @@ def carry_out_on(
     each = {"CPU": 1, **({"GPU": 1} if gpus(loaded) else {})}
     first = {**each, "CPU": 1 + cluster.rewards}
     group = ray.util.placement_group([first, *[each] * (workers - 1)], strategy="PACK")
+    started = WorkerGroup(ray, group, each, cluster, say)
     try:
         if not group.wait(PLACED):
             raise UserError(
                 f"{workers} workers with {each} each have no place on this machine. Lower cluster: in the recipe."
             )
-        started, token = WorkerGroup(ray, group, each, cluster, say), secrets.token_urlsafe(32)
+        token = secrets.token_urlsafe(32)
         samplers = started.samplers()
         serving = started.servers(placed.teachers, token, loaded.stages[0].device, placed.dtype)
         say(
@@ -102,6 +103,7 @@ def carry_out_on(
             say("ray: teachers and the average of their weights are not evaluated: the weights are with the servers")
         started.train(arguments, samplers, serving, placed.teachers, token)
     finally:
+        started.close()
         ray.util.remove_placement_group(group)
 
 

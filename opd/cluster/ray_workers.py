@@ -29,7 +29,7 @@ class WorkerGroup:
     def __init__(self, ray: Any, group: Any, each: Mapping[str, int], cluster: Cluster, say: Say) -> None:
         self._ray, self._group, self._cluster, self._say = ray, group, cluster, say
         self._gpus = each.get("GPU", 0)
-        self._servers: list[Any] = []  # Ray ends a worker that nobody holds
+        self._workers: list[Any] = []  # samplers and servers: Ray ends a worker that nobody holds
 
     def _start(self, kind: type, place: int, *arguments: Any, restarts: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,9 +44,11 @@ class WorkerGroup:
         from opd.cluster.remote_sampler import SamplerWorker
 
         first = self._cluster.trainers
-        return [
+        found = [
             self._start(SamplerWorker, first + number, restarts=RESTARTS) for number in range(self._cluster.samplers)
         ]
+        self._workers += found
+        return found
 
     def servers(self, places: TeacherPlaces, token: str, device: str, dtype: str) -> list[Any]:
         """What each of them has to say when it cannot go on."""
@@ -56,11 +58,17 @@ class WorkerGroup:
         for model, address in places.items():
             by_port.setdefault(int(address.rpartition(":")[2]), []).append(model)
         first = self._cluster.trainers + self._cluster.samplers
-        self._servers = [
+        found = [
             self._start(ServerWorker, first + number, models, port, token, device, dtype, restarts=RESTARTS)
             for number, (port, models) in enumerate(by_port.items())
         ]
-        return [worker.wait.options(max_task_retries=-1).remote() for worker in self._servers]
+        self._workers += found
+        return [worker.wait.options(max_task_retries=-1).remote() for worker in found]
+
+    def close(self) -> None:
+        """Nobody is started again."""
+        for worker in self._workers:
+            self._ray.kill(worker)
 
     def train(
         self,

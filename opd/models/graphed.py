@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opd.divergences.upload import upload
@@ -29,6 +30,7 @@ from opd.models.fused import why_stock
 from opd.models.probe import FOREIGN, LENGTHS, rotary_limit, takes_our_attention
 from opd.models.recompute import decoder_layers
 from opd.models.routes import PackedRoute
+from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -77,19 +79,22 @@ class FixedLayout(Packed):
         raise Unknown("its attention has to know how long sequences are before it begins")
 
 
+# Rows of embeddings, where they lie, and the weights that learn -> hidden states
+Compute = Callable[[Tensor, FixedLayout, Mapping[str, Tensor]], Tensor]
+
+
 class RecordedPass:
     """A pass of one size, and its gradient: static inputs, and graphs that read them."""
 
-    def __init__(
-        self, run: Callable[[Tensor, FixedLayout], Tensor], size: PassSize, like: Tensor, learns: bool
-    ) -> None:
+    def __init__(self, run: Compute, size: PassSize, like: Tensor, learns: bool) -> None:
         device = like.device
         self._run, self.size, self.learns = run, size, learns
         self.embedded = torch.zeros(size.tokens, like.shape[1], dtype=like.dtype, device=device, requires_grad=learns)
         self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)
         bounds = torch.zeros(size.sequences + 1, dtype=torch.int32, device=device)
         self.layout = FixedLayout((size.longest,), self.positions, self.positions, bounds)
-        self.weights: list[nn.Parameter] = []
+        self.weights: dict[str, nn.Parameter] = {}
+        self._leaves: dict[str, Tensor] = {}  # the weights, for a gradient that goes to nobody but this
         self.out = self.grad = self.embedded
         self.grads: tuple[Tensor | None, ...] = ()
 
@@ -103,15 +108,21 @@ class RecordedPass:
 
     def forward(self) -> None:
         with torch.set_grad_enabled(self.learns):
-            self.out = self._run(self.embedded, self.layout)
+            self.out = self._run(self.embedded, self.layout, self._leaves)
 
     def backward(self) -> None:
-        self.grads = torch.autograd.grad(self.out, [self.embedded, *self.weights], self.grad, allow_unused=True)
+        inputs = [self.embedded, *self._leaves.values()]
+        self.grads = torch.autograd.grad(self.out, inputs, self.grad, allow_unused=True)
 
-    def warm_up(self, weights: list[nn.Parameter]) -> int:
-        """Once for kernels and libraries; the bytes that its gradient needs to be kept."""
+    def warm_up(self, weights: dict[str, nn.Parameter]) -> int:
+        """Once for kernels and libraries; the bytes that its gradient needs to be kept.
+
+        A weight's own gradient is bound to the stream on which it was first asked for, as long as any loss of it is kept; what
+        is recorded must not wait for another stream, so it has leaves of its own, over the same memory.
+        """
         before = _allocated(self.embedded)
         self.weights = weights
+        self._leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         self.forward()
         kept = _allocated(self.embedded) - before
         if self.learns:
@@ -123,6 +134,7 @@ class RecordedPass:
     def record(self, recorder: Callable[[Callable[[], None], Any], Any], pool: Any) -> None:
         self.forwards = recorder(self.forward, pool)
         self.backwards = recorder(self.backward, pool) if self.learns else None
+        self.out = self.out.detach()
 
 
 class ReplayPass(torch.autograd.Function):
@@ -162,6 +174,7 @@ class PassGraphs:
         self._seen: Counter[tuple[PassSize, bool]] = Counter()
         self._places: tuple[tuple[int, bool], ...] = ()
         self._held = 0  # bytes of gradients
+        self._fails = False  # a recording of it has failed
         self.turn = 0  # replays so far
 
     @classmethod
@@ -207,7 +220,7 @@ class PassGraphs:
         if recorded is None:
             return None
         recorded.fill(embedded_T, layout)
-        found: Tensor = ReplayPass.apply(self, recorded, embedded_T, *recorded.weights)
+        found: Tensor = ReplayPass.apply(self, recorded, embedded_T, *recorded.weights.values())
         return found
 
     def _forget_if_moved(self) -> None:
@@ -221,7 +234,7 @@ class PassGraphs:
     def _is_open(self, size: PassSize, learns: bool) -> bool:
         """Whether it is recorded, or to be."""
         key = size, learns
-        new = self._seen[key] > 1 and len(self._passes) < KEPT
+        new = self._seen[key] > 1 and len(self._passes) < KEPT and not self._fails
         return self._passes[key] is not None if key in self._passes else new
 
     def _recorded(self, size: PassSize, learns: bool, embedded_T: Tensor, layout: Packed) -> RecordedPass | None:
@@ -233,24 +246,31 @@ class PassGraphs:
         return self._passes[key]
 
     def _record(self, recorded: RecordedPass) -> bool:
-        weights = [weight for weight in self._backbone.parameters() if weight.requires_grad] if recorded.learns else []
-        weights = [weight for weight in weights if weight is not self._embed.weight]
-        held = self._held + sum(weight.nbytes for weight in weights)
+        weights = self._backbone.named_parameters() if recorded.learns else ()
+        learning = {
+            name: weight for name, weight in weights if weight.requires_grad and weight is not self._embed.weight
+        }
+        held = self._held + sum(weight.nbytes for weight in learning.values())
         try:
-            kept = _on_a_side_stream(lambda: recorded.warm_up(weights), self._device)
+            kept = _on_a_side_stream(lambda: recorded.warm_up(learning), self._device)
         except torch.OutOfMemoryError:
             return False
         if not _has_room(kept + held, self._device):
             log.info("%s: no room to record a pass of %s tokens", self._name, recorded.size.tokens)
             return False
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            recorded.record(self._recorder, self._pool)
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                recorded.record(self._recorder, self._pool)
+        except RuntimeError as error:  # of torch, CUDA or Triton; the pass itself has just been made without
+            log.warning("%s: its passes cannot be recorded, and run slower (%s)", self._name, first_line(error))
+            self._fails = True
+            return False
         self._held = held
         return True
 
-    def _run(self, embedded: Tensor, layout: FixedLayout) -> Tensor:
-        positions = layout.positions[None]
-        out = self._backbone(inputs_embeds=embedded[None], position_ids=positions, use_cache=False, layout=layout)
+    def _run(self, embedded: Tensor, layout: FixedLayout, leaves: Mapping[str, Tensor]) -> Tensor:
+        given = {"inputs_embeds": embedded[None], "position_ids": layout.positions[None], "layout": layout}
+        out = functional_call(self._backbone, dict(leaves), kwargs={**given, "use_cache": False})
         hidden: Tensor = out.last_hidden_state.squeeze(0)
         return hidden
 

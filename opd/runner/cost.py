@@ -81,15 +81,22 @@ ALONE = Spread()
 
 
 def teachers_held(
-    stage: Stage, usual: Dtype, models: Iterable[ModelRef], shape_of: Callable[[ModelRef], ModelShape], student: int
+    stage: Stage,
+    usual: Dtype,
+    models: Iterable[ModelRef],
+    shape_of: Callable[[ModelRef], ModelShape],
+    student: int,
+    shared: bool = True,
 ) -> dict[str, int]:
     """Bytes of the teachers' weights by device ("": the student's), at most; a model that several of them name is there once.
 
     Of a teacher on another device, the student's holds a copy of the head. Of those that come and go, the largest count.
+    `shared`: one that is the student below its adapters has the same tensors, which it has not on ranks.
     """
     lora = stage.student.lora is not None
     paged = paged_sizes(stage, usual, shape_of)
-    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)} if lora else set()
+    own = {ModelRef(stage.student.model, stage.student.revision, dtype) for dtype in (None, usual)}
+    own = own if lora and shared else set()
     held = {"": student * sum(kind.bytes_per_weight(BYTES[usual], lora) for kind in stage.teachers.values())}
     held[""] += sum(sorted(paged.values())[-(stage.pool.resident or 0) :])
     for ref in sorted(set(models) - paged.keys() - own, key=str):

@@ -169,7 +169,7 @@ class StageRun:
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
-            spec.sampler.require_mixing([self.student, *mixed], max_length)
+            self.student.inside(partial(spec.sampler.require_mixing, [self.student, *mixed], max_length))
             if self.world.sharded:  # copies of the student are made while it is whole
                 for name in dict.fromkeys(self.routes["teacher"].values()):
                     self.samplers.mixed(name)

@@ -5,8 +5,6 @@ A program reads the columns in use of one slot and key/value head, for all query
 gathered, repeated or masked. Few slots are cut into parts along their columns, so that the whole device has work.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -112,8 +110,11 @@ def store_slots(keys, values, key, value, column):
     )  # fmt: skip
 
 
-def attend_slots(query, key, value, column, span, scale, window=None):
-    """query (B, H, D), caches (S, G, W, D) whose first B slots are meant, column (B,) of each token -> (B, H, D)."""
+def attend_slots(query, key, value, column, span, scale, window=None, room=0):
+    """query (B, H, D), caches (S, G, W, D) whose first B slots are meant, column (B,) of each token -> (B, H, D).
+
+    `room`: bytes of shared memory. Torch compiles this, so it asks no device for them itself.
+    """
     slots, heads, width = query.shape
     groups = key.shape[1]
     parts = max(1, min(PROGRAMS // (slots * groups), span // FEWEST, 16))
@@ -126,18 +127,13 @@ def attend_slots(query, key, value, column, span, scale, window=None):
         key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
         span, 0 if window is None else window, GROUP=heads // groups, ROWS=rows, WIDTH=width, LANES=lanes,
         PARTS=parts, WINDOWED=window is not None, BLOCK=COLUMNS, SCALE=scale * LOG2_E, num_warps=4,
-        num_stages=stages_in(_shared_memory(query.device), lanes, query.element_size()),
+        num_stages=stages_in(room, lanes, query.element_size()),
     )  # fmt: skip
     if parts > 1:
         join_kernel[(slots * heads,)](
             halves, top, mass, out, PARTS=parts, COUNT=_power_of_2(parts), WIDTH=width, LANES=lanes, num_warps=1
         )  # fmt: skip
     return out
-
-
-@cache
-def _shared_memory(device):
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
 
 
 def stages_in(room, width, size):

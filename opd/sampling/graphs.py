@@ -128,7 +128,7 @@ class Steps:
         self._graphed: bool | None = None  # whether calls are graphs: not where a layer waits for the device
         self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
-        self._decode_kernels = fused_decoding(self.device, compiled)
+        self._decoding = fused_decoding(self.device, compiled)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
         self._span_step, self._span_doubles = CPU_SPAN, False
@@ -217,12 +217,12 @@ class Steps:
     def _decode_step(self, span: int, filtered: bool) -> None:
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
-        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernels=self._decode_kernels)
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
         hidden = self._decode_hidden(token[:, None], layout)
         settings = RowSettings(
             *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
         )
-        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, kernels=self._decode_kernels)
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
         other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
         drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)

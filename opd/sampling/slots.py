@@ -9,7 +9,7 @@ Axis legend: B = rows of a call, Q = tokens per row, S = slots, W = columns, H =
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,20 +21,27 @@ from opd.models.fused import kernels_on
 WIDEST = 256  # head dimension that kernels take
 
 
-class DecodeKernels(NamedTuple):
-    """For one token per slot, in order: see `decode_kernel`."""
-
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
-    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None  # None: as torch does
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, int], Tensor]
+StoreKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
-def fused_decoding(device: torch.device, compiled: bool) -> DecodeKernels | None:
-    """The kernels of decode steps, where there are any. What torch compiles, it stores by itself."""
+class Decoding(TypedDict, total=False):
+    """What a layout for one token per slot, in order, is given where there are kernels: see `decode_kernel`."""
+
+    kernel: DecodeKernel
+    store: StoreKernel | None
+    room: int
+
+
+def fused_decoding(device: torch.device, compiled: bool) -> Decoding:
+    """Nothing where there are none. What torch compiles, it stores by itself; it cannot ask a device for its memory."""
     if not kernels_on(device):
-        return None
+        return {}
     from opd.sampling import decode_kernel
 
-    return DecodeKernels(decode_kernel.attend_slots, None if compiled else decode_kernel.store_slots)
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    store = None if compiled else decode_kernel.store_slots
+    return {"kernel": decode_kernel.attend_slots, "store": store, "room": room}
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -50,20 +57,27 @@ class SlotLayout:
     """
 
     def __init__(
-        self, slots: Tensor, columns: Tensor, span: int, in_order: bool, kernels: DecodeKernels | None = None
+        self,
+        slots: Tensor,
+        columns: Tensor,
+        span: int,
+        in_order: bool,
+        kernel: DecodeKernel | None = None,
+        store: StoreKernel | None = None,
+        room: int = 0,
     ) -> None:
         self.slots = slots  # (B,) int64
         self.columns = columns  # (B, Q) int64
         self.span = span
         self.in_order = in_order  # slots are 0, 1, … B - 1: the cache is read in place, not gathered
-        self.kernels = kernels  # for one token per slot, in order
+        self.kernel, self.store = kernel, store  # for one token per slot, in order
+        self.room = room  # bytes of shared memory that the kernel may take
         self._masks: dict[int | None, Tensor] = {}
 
     def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """key and value (B, G, Q, D) into caches (S, G, W, D). Rows of one call are all written before any is read."""
-        store = None if self.kernels is None else self.kernels.store
-        if store is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
-            store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
+        if self.store is not None and key.shape == value.shape and key.stride(-1) == value.stride(-1) == 1:
+            self.store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
             return
         for cache, new in ((keys, key), (values, value)):
             cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
@@ -89,9 +103,9 @@ class SlotLayout:
         """
         rows, heads, queries, _ = query.shape
         groups = key.shape[1]
-        if self.kernels is not None and softcap is None and sinks is None and _takes(query, key, value):
-            found = self.kernels.attend(query[:, :, 0], key, value, self.columns[:, 0], self.span, scale, window)
-            return found[:, None]
+        if self.kernel is not None and softcap is None and sinks is None and _takes(query, key, value):
+            column = self.columns[:, 0]
+            return self.kernel(query[:, :, 0], key, value, column, self.span, scale, window, self.room)[:, None]
         folded = query.reshape(rows, groups, heads // groups * queries, -1)
         mask = self._mask(window, heads // groups, query.dtype)
         near_key, near_value = self.read(key), self.read(value)

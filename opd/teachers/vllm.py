@@ -7,16 +7,19 @@ openai    any server with OpenAI's /v1/completions that gives log-probs of the p
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from opd.errors import RemoteError
+from opd.errors import RemoteError, ServerAway
 from opd.remote import Addresses, Remote, Variable
 from opd.settings import Address, Dtype, Positive, StageView, Word
-from opd.teachers.kinds import Supplies, Surroundings, TeacherKind
+from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
+from opd.teachers.served import GLANCE
+from opd.text import plain
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
@@ -53,12 +56,12 @@ class ForeignTeacher(TeacherKind):
     def title(self) -> str:
         return f"{self.model} at {', '.join(self.address)}"
 
-    def connect(self, around: Surroundings) -> Remote:
+    def connect(self, around: Surroundings, patience: float | None = None) -> Remote:
         return Remote(
             self.address,
             self.token_env,
-            timeout=self.timeout,
-            patience=self.patience,
+            timeout=self.timeout if patience is None else GLANCE,
+            patience=self.patience if patience is None else patience,
             concurrency=self.concurrency,
             say=around.say,
             check=around.check,
@@ -80,12 +83,27 @@ class ForeignTeacher(TeacherKind):
         length = by_name[self.model].get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None
 
+    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+        where = f"teachers.{name}: {plain(self.title)}"
+        if planning and self.token_env is not None and not os.environ.get(self.token_env):
+            return Outlook(notes=(f"{where}: not asked, since {self.token_env} (token_env) is not set",))
+        try:
+            length = self.longest(self.connect(Surroundings(say=lambda line: None), patience=0.0))
+        except ServerAway as error:
+            return Outlook(notes=(f"{where}: not reachable now ({plain(error, 300)}). A run waits for it",))
+        known = (
+            "it does not say how long a text may be"
+            if length is None
+            else f"texts of up to {self.room(length):,} tokens"
+        )
+        return Outlook(notes=(f"{where}: {known}",))
+
     def room(self, length: int | None) -> int:
         """Tokens of a text that fit into what the server reads."""
         return sys.maxsize if length is None else length
 
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
-        """The server itself is asked when the teacher is opened: until then it need not be there."""
+        """The server itself need not be there until the teacher is opened."""
         from opd.models.head import describe_head
         from opd.models.tokenizers import require_same
 
