@@ -84,7 +84,7 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"truncated": steps((0.0, 10), (0.1, 10)), "response_length": steps((10, 10), (21, 10))}, {}),
     ],
     "shortening": [({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 20))}, {})],
-    "token": [({"kl_top": steps((0.6, 10)), "kl_largest": steps((8.0, 10))}, {})],
+    "token": [({"kl_top": steps((0.8, 10)), "kl_largest": steps((8.0, 10))}, {})],
     "mismatch": [({"mismatch_outside": steps((0.03, 10))}, {}), ({"mismatch": steps((0.3, 10))}, {})],
     "staleness": [({"staleness/max": [1, 3, 5]}, {})],
     "calibration": [

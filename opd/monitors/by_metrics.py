@@ -226,14 +226,14 @@ class Shortening(Monitor):
 
 
 class DominantToken(Monitor):
-    """A few tokens carry the loss: the 1 % with the largest KL hold more than half of it (H), and the largest is beyond 5 nats
+    """A few tokens carry the loss: the 1 % with the largest KL hold more than 70 % of it (H), and the largest is beyond 5 nats
     (P: where advantages are clipped), in most of the last steps.
     """
 
     name = "token"
     reads = ("kl_top", "kl_largest")
     remedy = "clip advantages at 5; a truncated reverse KL (the student's likeliest ids), or a bounded divergence such as JSD"
-    share: float = Field(0.5, gt=0, lt=1, description="of token: part of the KL that 1 % of the tokens hold")
+    share: float = Field(0.7, gt=0, lt=1, description="of token: part of the KL that 1 % of the tokens hold")
     largest: float = Field(5.0, gt=0, description="of token: nats at a single token")
     window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
 
