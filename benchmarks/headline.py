@@ -180,11 +180,12 @@ def main() -> None:
     edition.write_data()
     best = tune(edition, [("grpo", ""), ("sft-gold", "")], args)
     teachers = make_teachers(edition, best, args)
-    taught = [(arm, teacher) for teacher in args.teachers for arm in TAUGHT]
+    taught = [(arm, teacher) for teacher in args.teachers for arm in args.taught]
     best |= tune(edition, taught, args)
+    seeds, split = ([TUNING_SEED], "tune") if args.tuning_only else (range(args.seeds), "report")
     jobs = {
-        (arm, teacher, seed): jobs_of(edition, arm, teacher, best[f"{arm}-{teacher}" if teacher else arm], seed, "report", args)
-        for seed in range(args.seeds)
+        (arm, teacher, seed): jobs_of(edition, arm, teacher, best[f"{arm}-{teacher}" if teacher else arm], seed, split, args)
+        for seed in seeds
         for arm, teacher in [("grpo", ""), ("sft-gold", ""), *taught]
     }  # fmt: skip
     found = run_all(list(jobs.values()), edition.directory, args.workers)
@@ -195,12 +196,13 @@ def main() -> None:
     for part, level in results["levels"].items():
         for name, entry in level["arms"].items():
             print(f"{float(part):4.0%} of RL's gain ({level['score']:.3f}) {name:18} {told(entry)}")
-    save(f"headline-{args.edition}.json", {
-        "edition": args.edition, "domain": args.domain, "student": args.start.rpartition("/")[2], "seeds": args.seeds, "best": best,
+    name = f"headline-{args.edition}{'-tuning' if args.tuning_only else ''}"
+    save(f"{name}.json", {
+        "edition": args.edition, "domain": args.domain, "student": args.start.rpartition("/")[2], "seeds": len(seeds), "split": split, "best": best,
         "tuning_runs": {arm: len(settings_of(arm, args)) for arm in OBJECTIVES}, "teachers_flops": teachers, "held_out": args.prompts,
         **results, "runs": runs,
     })  # fmt: skip
-    return draw(results, args.edition)
+    return draw(results, name)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -219,28 +221,32 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16], help="samples per prompt that RL tries")
     parser.add_argument("--other-sizes", type=int, nargs="+", default=[1, 4], help="that the other arms try")
     parser.add_argument("--teachers", nargs="+", choices=list(TEACHERS), default=list(TEACHERS))
+    parser.add_argument("--taught", nargs="+", choices=TAUGHT, default=list(TAUGHT), help="arms that learn from them")
+    parser.add_argument(
+        "--tuning-only", action="store_true", help="report the best tuning runs: one seed, on tuning prompts"
+    )
     parser.add_argument("--points", type=int, default=20, help="evaluations of a run")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--train-rows", type=int, default=4000)
     return parser
 
 
-def draw(results: dict[str, Any], edition: str) -> None:
+def draw(results: dict[str, Any], name: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 4.6))
-    for number, (name, curves) in enumerate(results["curves"].items()):
+    for number, (arm, curves) in enumerate(results["curves"].items()):
         for seed, points in enumerate(curves):
-            label = None if seed else name
+            label = None if seed else arm
             axis.plot([cost for cost, _ in points[1:]], [score for _, score in points[1:]], color=f"C{number}", alpha=0.7, label=label)  # fmt: skip
     for level in results["levels"].values():
         axis.axhline(level["score"], color="0.7", linestyle=":")
     axis.set(xscale="log", xlabel="FLOPs of the student's run (teachers given)", ylabel="held-out score (greedy)",
              title="OPD against RL; lines: 50, 80, 100 % of RL's gain")  # fmt: skip
-    save_figure(figure, axis, f"headline-{edition}.svg")
+    save_figure(figure, axis, f"{name}.svg")
 
 
 if __name__ == "__main__":

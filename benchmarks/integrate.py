@@ -67,6 +67,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--origin", choices=["start", "foreign"], default="start", help="of the specialists")
     parser.add_argument("--steps", type=int, help="of an arm that samples, asks a teacher and trains")
     parser.add_argument("--tuning-steps", type=int, help="of a tuning run, likewise; default: as many")
+    parser.add_argument(
+        "--tuning-only",
+        action="store_true",
+        help="report: the best tuning run of every arm, one seed, on tuning prompts",
+    )
     parser.add_argument("--rollouts", type=int, help="per step")
     parser.add_argument("--prompts", type=int, help="measured per domain")
     parser.add_argument("--start-steps", type=int, default=64, help="at most")
@@ -203,9 +208,10 @@ def arms(edition: Edition, args: argparse.Namespace) -> None:
 
 def report(edition: Edition, args: argparse.Namespace) -> None:
     """Everything that is in the directory, whoever ran it: one JSON file and one figure."""
-    start, specialists = references(edition, args, "report")
-    found = summarise(edition, start, specialists)
-    name = f"integration-{edition.name}"
+    split: Split = "tune" if args.tuning_only else "report"
+    start, specialists = references(edition, args, split)
+    found = summarise(edition, start, specialists, split)
+    name = f"integration-{edition.name}{'-tuning' if args.tuning_only else ''}"
     save(f"{name}.json", found)
     for arm, entry in sorted(found["arms"].items(), key=lambda item: -item[1]["score"]["value"]):
         score = entry["score"]

@@ -121,9 +121,9 @@ def kept(arms: Arms) -> float:
 
 
 def above_teachers(arms: Arms) -> float:
-    """Share of the domains in which the student is above its teacher."""
-    after, teacher = arms[""].of("mopd", "after"), arms[""].of("mopd", "teacher")
-    return mean(after[domain] > teacher[domain] for domain in teacher)
+    """Share of the domains in which the student is above its teacher; where that is the student itself, above its start."""
+    before, after, teacher = (arms[""].of("mopd", when) for when in ("before", "after", "teacher"))
+    return mean(after[domain] > teacher.get(domain, before[domain]) for domain in after)
 
 
 def lowest(arms: Arms) -> float:

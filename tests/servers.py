@@ -73,7 +73,7 @@ class ServeProcess:
         self._serving.set()
 
     def wait(self) -> None:
-        self._serving.wait(120)
+        self._serving.wait(600)
         assert self.process.poll() is None, "".join(self.lines)
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class ServeProcess:
     def terminate(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(300)
 
 
 def rollouts(size: int, lengths: list[tuple[int, int]], seed: int = 0) -> list[Rollout]:

@@ -38,6 +38,7 @@ SMALLEST = {
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
+    "topk": "--device cpu --tokens 16 --vocabulary 64 --width 8 --repeats 1",
     "step_curves": "--device cpu --smallest --warm 0",
     "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",

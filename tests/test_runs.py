@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import opd
 from opd.config import Stage
-from opd.errors import OpdError, RecipeError, RunDirectoryError
+from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError
 from opd.files import json_text, line_of, read_lines
 from opd.runner import inputs
 from opd.runner.lock import RunLock, claim
@@ -268,6 +269,47 @@ def test_large_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(b"WEIGHTS")
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # same size, same time of change
     assert opd.files.content_hash(path) != first
+
+
+def test_many_files_are_hashed_side_by_side_and_one_with_two_names_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 1000)
+    os.link(paths[0], tmp_path / "again")
+    read = []
+    content_hash = opd.files.content_hash
+    monkeypatch.setattr(inputs, "content_hash", lambda path, told: (read.append(path), content_hash(path, told))[1])
+    reader = inputs._Reader([*paths, tmp_path / "again"], print)
+    assert [reader.hash(path) for path in paths] == [opd.files.sha256(path) for path in paths]
+    assert reader.hash(tmp_path / "again") == reader.hash(paths[0])
+    assert len(read) == len(paths)
+
+
+@pytest.mark.parametrize("ended", ["by Ctrl-C", "by a file that cannot be read"])
+def test_hashing_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
+    monkeypatch.setattr(inputs, "EVERY", 0.05)
+    monkeypatch.setattr(inputs, "LONG", 0)
+    monkeypatch.setattr(inputs, "THREADS", 2)
+    paths = [tmp_path / name for name in "abcd"]
+    for path in paths:
+        path.write_bytes(b"weights")
+
+    def endless(path: Path, told: Any) -> str:
+        if ended != "by Ctrl-C":
+            raise PermissionError(13, "Permission denied")
+        while True:
+            time.sleep(0.01)
+            told(1)
+
+    def stop(line: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inputs, "content_hash", endless)
+    error = KeyboardInterrupt if ended == "by Ctrl-C" else DataError
+    with pytest.raises(error):
+        inputs._Reader(paths, stop).hash(paths[0])
 
 
 def _counted(original: Any, read: list[bytes]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import socket
@@ -220,13 +222,18 @@ def test_bodies_that_are_too_large_whatever_their_headers_say(client: httpx.Clie
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
-@pytest.mark.parametrize("sent", ["", "POST /models HTTP/1.1\r\nHost: x\r\nX: ", f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 50\r\n\r\nabc"])  # fmt: skip
-def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client, sent: str) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
-        raw.sendall(sent.encode())
-        found = b"".join(iter(lambda: raw.recv(1000), b""))
-    assert found.startswith(b"HTTP/1.1 408")
-    assert b'{"error"' in found
+def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client) -> None:
+    body = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 50\r\n\r\nabc"
+    with contextlib.ExitStack() as stack:  # all wait at once
+        connections = []
+        for sent in ("", "POST /models HTTP/1.1\r\nHost: x\r\nX: ", body):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            raw.sendall(sent.encode())
+            connections.append(raw)
+        for raw in connections:
+            found = b"".join(iter(functools.partial(raw.recv, 1000), b""))
+            assert found.startswith(b"HTTP/1.1 408")
+            assert b'{"error"' in found
     assert client.get("/health").status_code == 200
 
 

@@ -1,6 +1,6 @@
 """The result file of an edition, and its figure. The file has every mark, so that all numbers can be computed again.
 
-Schema (`schema: 1`): `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
+Schema (`schema: 1`): `split` report, or tune where only the tuning runs are told; `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
 `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
 tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
 prompt in the order of the report split. An entry of another framework is a file with `arm`, `seed`, `split: report`,
@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from integration.arms import ARMS
-from integration.domains import EDITIONS
+from integration.domains import EDITIONS, Split
 from integration.editions import Edition
 from integration.scores import Marks, flops, interval, pooled, share
 from runs import save_figure
@@ -28,23 +28,29 @@ def entries(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "entries").glob("*.json"))]
 
 
-def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, Any]:
+def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split = "report") -> dict[str, Any]:
+    """Of the split for reporting; or of the tuning runs, one seed each, the best of every arm."""
     everything = entries(edition.directory)
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     tuning: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in everything:
         if entry["arm"].startswith(REFERENCES):
             continue
-        if entry["split"] != "report":
+        if entry["split"] != split:
             tuning[entry["arm"]].append(entry)
         elif entry["settings"].get("steps", edition.steps) == edition.steps:
             runs[entry["arm"]].append(entry)
-    whole = [edition.prompts] * len(edition.domains)
+    whole = [len(start[name]) for name in edition.domains]
     complete = {
         arm: kept
         for arm, found in runs.items()
         if (kept := [entry for entry in found if [len(entry["marks"][name]) for name in edition.domains] == whole])
     }
+    if split == "tune":
+        complete = {
+            arm: [max(found, key=lambda entry: pooled(entry["marks"], start, specialists))]
+            for arm, found in complete.items()
+        }
     size = parameters(edition)
     made = sum(flops(entry["cost"], size, size) for entry in everything if entry["arm"].startswith("specialist-start"))
     arms = {}
@@ -63,7 +69,7 @@ def summarise(edition: Edition, start: Marks, specialists: Marks) -> dict[str, A
             "runs": found,
         }  # fmt: skip
     return {
-        "schema": 1, "edition": edition.name, "first": first, "start": start, "specialists": specialists,
+        "schema": 1, "edition": edition.name, "split": split, "first": first, "start": start, "specialists": specialists,
         "domains": {
             name: {
                 "worked": EDITIONS[edition.name][name].worked, "prompts": len(start[name]), "start": share(start[name]),

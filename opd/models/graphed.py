@@ -79,15 +79,14 @@ class FixedLayout(Packed):
         raise Unknown("its attention has to know how long sequences are before it begins")
 
 
-Run = Callable[[Tensor, FixedLayout, Mapping[str, Tensor]], Tensor]
+# Rows of embeddings, where they lie, and the weights that learn -> hidden states
+Compute = Callable[[Tensor, FixedLayout, Mapping[str, Tensor]], Tensor]
 
 
 class RecordedPass:
     """A pass of one size, and its gradient: static inputs, and graphs that read them."""
 
-    def __init__(
-        self, run: Callable[[Tensor, FixedLayout], Tensor], size: PassSize, like: Tensor, learns: bool
-    ) -> None:
+    def __init__(self, run: Compute, size: PassSize, like: Tensor, learns: bool) -> None:
         device = like.device
         self._run, self.size, self.learns = run, size, learns
         self.embedded = torch.zeros(size.tokens, like.shape[1], dtype=like.dtype, device=device, requires_grad=learns)

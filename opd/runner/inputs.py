@@ -7,8 +7,9 @@ went on with other prompts or another teacher would be neither of the two. Hub m
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from opd.config import STAGE_PREFIX, Stage
@@ -19,6 +20,7 @@ from opd.models.identity import hub_commit, model_files
 from opd.models.load import Location, locate, require_hub
 
 HUB = "hub:"
+THREADS = 8  # that read and hash side by side: a dozen large teachers would take minutes on one
 LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
 
@@ -133,23 +135,43 @@ def _hub_name(location: Location) -> str:
 
 
 class _Reader:
-    """Hashes files, each once, and says how far it is where that takes long."""
+    """Hashes files, each once and several side by side, and says how far it is where that takes long."""
 
     def __init__(self, files: Iterable[Path], say: Callable[[str], None]) -> None:
-        self._total = sum(path.stat().st_size for path in files)
-        self._say, self._done, self._said = say, 0, time.monotonic()
-        self._known: dict[Path, str] = {}
+        self._files = {path: (facts.st_dev, facts.st_ino) for path in files for facts in [path.stat()]}
+        self._total = sum({place: path.stat().st_size for path, place in self._files.items()}.values())
+        self._say, self._done, self._given_up = say, 0, False
+        self._lock = threading.Lock()
+        self._known: dict[tuple[int, int], str] | None = None  # by where the bytes lie: one file may have several names
 
     def hash(self, path: Path) -> str:
-        if path not in self._known:
-            try:
-                self._known[path] = content_hash(path, self._advance)
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        return self._known[path]
+        if self._known is None:
+            self._known = self._read()
+        return self._known[self._files[path]]
+
+    def _read(self) -> dict[tuple[int, int], str]:
+        paths = {place: path for path, place in self._files.items()}
+        pool = ThreadPoolExecutor(THREADS, "opd-hash")
+        try:
+            waiting = {place: pool.submit(content_hash, path, self._advance) for place, path in paths.items()}
+            while wait(waiting.values(), EVERY).not_done:
+                if self._total > LONG:
+                    self._say(
+                        f"checksums of models and data: {self._done / 2**30:.1f} of {self._total / 2**30:.1f} GiB"
+                    )
+            return {place: self._result(paths[place], found) for place, found in waiting.items()}
+        finally:
+            self._given_up = True  # Ctrl-C: whoever reads a large file leaves it
+            pool.shutdown(cancel_futures=True)
+
+    def _result(self, path: Path, found: Future[str]) -> str:
+        try:
+            return found.result()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
     def _advance(self, size: int) -> None:
-        self._done += size
-        if self._total > LONG and time.monotonic() - self._said > EVERY:
-            self._said = time.monotonic()
-            self._say(f"checksums of models and data: {self._done / 2**30:.1f} of {self._total / 2**30:.1f} GiB")
+        if self._given_up:
+            raise CancelledError
+        with self._lock:
+            self._done += size

@@ -39,7 +39,7 @@ def fused_decoding(device: torch.device, compiled: bool) -> Decoding:
         return {}
     from opd.sampling import decode_kernel
 
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     store = None if compiled else decode_kernel.store_slots
     return {"kernel": decode_kernel.attend_slots, "store": store, "room": room}
 
