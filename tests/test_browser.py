@@ -162,7 +162,11 @@ def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
         assert "12 of 12" in browser.run("document.querySelector('.facts').innerText")
         with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line_of({"step": 13, "stage": "main", "loss": 0.1, "tokens": 40, "reverse_kl": 0.3}))
+        alarm = {"value": 9.0, "threshold": 0.7, "words": "it runs away", "remedy": "go slower", "recipe": None}
+        with (root / "monitors.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line_of({"step": 13, "stage": "main", "monitor": "kl", **alarm}))
         browser.until("document.querySelector('.facts').innerText.includes('13 of 12')")
+        browser.until("document.querySelector('#monitors').innerText.includes('it runs away')")
         browser.click(".rows tbody tr")
         browser.until("document.querySelector('#rollouts .token')")
         browser.hover("#rollouts .token")

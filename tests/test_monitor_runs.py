@@ -199,3 +199,32 @@ def test_probes_are_quiet_where_the_student_learns(tmp_path: Path) -> None:
     shorter = {"train": {"steps": 6, "lr": 5e-4}, "eval": {"prompts": 0}, "monitors": "off"}
     off = carried_out("conflict", tmp_path / "off", prompts=prompts, **shorter)
     assert [line["loss"] for line in off.metrics] == [line["loss"] for line in run.metrics[:6]]  # probes change no bit
+
+
+TEACHERS: dict[str, tuple[dict[str, Any], bool]] = {  # and whether it can be told how well they are calibrated
+    "mixture": (
+        {"kind": "mixture", "parts": {"x": {"model": "tiny/arithmetic"}, "y": {"model": "tiny/spelling"}}},
+        True,
+    ),
+    "instructed": ({"kind": "self", "view": {"kind": "instruction", "instruction": "be brief"}}, True),
+    "ema": ({"kind": "ema"}, True),
+    "another tokenizer": ({"model": "tiny/pairs", "view": "bytes"}, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEACHERS)
+def test_probes_leave_no_kind_of_teacher_behind(name: str, tmp_path: Path) -> None:
+    teacher, told = TEACHERS[name]
+    run = carried_out(
+        "conflict",
+        tmp_path,
+        teachers={"a": teacher, "b": teacher},
+        objective={"form": "gold"} if not told else {},
+        rollout={"prompts": 16, "max_new_tokens": 6},
+        train={"steps": 1},
+        eval={"prompts": 2, "every": 1},
+        monitors={"watch": [{"kind": "conflict", "every": 1}, {"kind": "calibration", "every": 1}]},
+    )
+    assert "cosine/a" in run.metrics[0] or run.metrics[0]["loss"] == 0  # without a gradient there is none
+    assert ("ece/teacher" in run.metrics[0]) is told

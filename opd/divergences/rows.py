@@ -209,7 +209,9 @@ class Events:
         member_logits, shares = logits[:, member], []
         logits[:, member] = LOG_ZERO
         for group, end in zip(groups, itertools.accumulate(map(len, groups)), strict=True):
-            of_group = member_logits[:, end - len(group) : end]
+            of_group = member_logits[
+                :, end - len(group) : end
+            ].contiguous()  # summed in the same order wherever it lies
             logits[:, group[0]] = of_group.logsumexp(-1)
             shares.append(of_group.softmax(-1))
         return cls(member, event, torch.cat(shares, -1), member_logits)

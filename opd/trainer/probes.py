@@ -115,18 +115,23 @@ class TrainedStep:
         return {f"{name}/teacher": value for name, value in calibration_error(whole, self.batch.rewards).items()}
 
     def _logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-        """Of the response tokens, where the teacher has something to say of all of them."""
-        signals = self.batch.signals.get(("teacher", "logprobs_at"))
-        hidden = self.batch.signals.get(("teacher", "hidden"))
-        if signals is None and hidden is None:
-            return {}
-        found = dict(signals or {})
-        if signals is None:
-            for name, mine in by_owner(rollouts, self.batch.teacher_of).items():
-                answers = self.run.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
-                found |= {rollout.id: signal for rollout, signal in zip(mine, answers, strict=True)}
-        values = {rollout.id: np.asarray(found[rollout.id].values, dtype=np.float32) for rollout in rollouts}
-        return {name: value for name, value in values.items() if not np.isnan(value).any()}
+        """Of the response tokens, where the teacher has read all of them, and with the student's tokenizer."""
+        said = self.batch.signals.get(("teacher", "logprobs_at"))
+        if said is not None:
+            values = {rollout.id: np.asarray(said[rollout.id].values, dtype=np.float32) for rollout in rollouts}
+            return {name: value for name, value in values.items() if not np.isnan(value).any()}
+        hidden = self.batch.signals.get(("teacher", "hidden"), {})
+        by_teacher: dict[str, list[Rollout]] = {}
+        for rollout in (rollout for rollout in rollouts if rollout.id in hidden):
+            signal = hidden[rollout.id]
+            offered = "logprobs_at" in self.run.teachers[signal.teacher].offers
+            if offered and signal.crossed is None and signal.mask.all():
+                by_teacher.setdefault(signal.teacher, []).append(rollout)
+        found: dict[str, np.ndarray] = {}
+        for name, mine in by_teacher.items():  # it reads nothing again: log-probs follow from hidden states
+            signals = self.run.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
+            found |= {rollout.id: np.asarray(one.values) for rollout, one in zip(mine, signals, strict=True)}
+        return found
 
     # Taking over
 
@@ -196,13 +201,6 @@ def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
     if run.world.size > 1:
         return {}
     return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
-
-
-def by_owner(rollouts: Sequence[Rollout], teacher_of: Mapping[str, str]) -> dict[str, list[Rollout]]:
-    found: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(teacher_of[rollout.id], []).append(rollout)
-    return found
 
 
 def last_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
