@@ -260,7 +260,11 @@ RECIPE: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "objective",
-    [{"form": "policy_gradient"}, {"form": "gold", "beta": 0.5}, {"form": "uld"}],
+    [
+        {"form": "policy_gradient"},
+        {"form": "gold", "beta": 0.5},
+        pytest.param({"form": "uld"}, marks=pytest.mark.slow),
+    ],
     ids=["policy_gradient", "gold", "uld"],
 )
 def test_the_same_teacher_under_other_ids_teaches_the_same(objective: dict[str, Any], tmp_path: Path) -> None:

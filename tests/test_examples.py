@@ -18,6 +18,7 @@ def test_the_loop_in_the_readme_is_the_example() -> None:
     assert code in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
     code = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8").replace("range(30)", "range(16)")
     exec(compile(code, "loop.py", "exec"), {})

@@ -137,7 +137,13 @@ def test_live_is_the_student_as_the_step_begins(lora: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "teacher", [{"kind": "ema", "rate": 0.3}, {"kind": "refresh", "every": 2}, {"kind": "live"}], ids=str
+    "teacher",
+    [
+        {"kind": "ema", "rate": 0.3},
+        pytest.param({"kind": "refresh", "every": 2}, marks=pytest.mark.slow),
+        pytest.param({"kind": "live"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_restores_its_teachers(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: dict[str, Any]

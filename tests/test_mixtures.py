@@ -316,6 +316,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: save_tiny(folder / name, seed=seed) for seed, name in enumerate(["student", "teacher", "other"])}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_mixture(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

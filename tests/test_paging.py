@@ -50,6 +50,7 @@ def losses(tmp_path: Path, name: str, spec: dict[str, Any]) -> list[tuple[float,
     return [tuple(line[key] for key in keys) for line in lines]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> None:
     """Hidden states and log-probs of each, a gate that looks at its head, and a second name in another role."""
     spec = recipe(

@@ -91,6 +91,7 @@ def whole(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> o
     return opd.run(small(models, "mixed"), out=tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 def test_a_mixed_run_goes_on_bit_for_bit(
     models: dict[str, str], whole: opd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_the_sampler_shares_the_weights_it_computes_with(models: dict[str, str],
     assert run.student.dtype == run.teachers["a"].model.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_adapters_are_fp32_over_a_bf16_base(models: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     curves = []

@@ -155,6 +155,7 @@ def test_ctrl_c_within_a_step_skips_and_repeats_no_prompt(
     same_run(opd.resume(tmp_path / "run"), reference)
 
 
+@pytest.mark.slow
 def test_a_stop_during_an_evaluation_repeats_the_evaluation(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_stop_during_an_evaluation_repeats_the_evaluation(
         same_run(opd.resume(tmp_path / f"run{call}"), reference)
 
 
+@pytest.mark.slow
 def test_stages_lora_and_random_state_go_on(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def test_stages_lora_and_random_state_go_on(
     assert (run.model / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

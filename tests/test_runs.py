@@ -136,6 +136,7 @@ def test_a_start_that_fails_takes_nothing_away_that_it_found(
     assert begun or (tmp_path / "recipe.yaml").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on_from_anywhere(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_one_pass_scores_like_real_decoding() -> None:
         assert abs(greedy_score(model, tokenizer, task, 200) - one_pass) <= 0.01  # left padding rounds differently
 
 
+@pytest.mark.slow
 def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "EVAL_PROMPTS", 20)
     first = tiny.build(tmp_path / "a", only=("generalist", "sorting"), steps=2)

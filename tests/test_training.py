@@ -179,6 +179,7 @@ def test_both_forms_approach_the_teacher(models: dict[str, str], tmp_path: Path,
     assert np.mean(kl[-4:]) < 0.7 * np.mean(kl[:3])
 
 
+@pytest.mark.slow
 def test_lora_and_gradient_checkpointing_and_autocast(models: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     student = {"model": models["student"], "lora": {"rank": 4}, "gradient_checkpointing": True}

@@ -89,12 +89,12 @@ class RecordedPass:
     def __init__(self, run: Compute, size: PassSize, like: Tensor, learns: bool) -> None:
         device = like.device
         self._run, self.size, self.learns = run, size, learns
-        self.embedded = torch.zeros(size.tokens, like.shape[1], dtype=like.dtype, device=device, requires_grad=learns)
+        self.embedded = torch.zeros(size.tokens, like.shape[1], dtype=like.dtype, device=device)
         self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)
         bounds = torch.zeros(size.sequences + 1, dtype=torch.int32, device=device)
         self.layout = FixedLayout((size.longest,), self.positions, self.positions, bounds)
         self.weights: dict[str, nn.Parameter] = {}
-        self._leaves: dict[str, Tensor] = {}  # the weights, for a gradient that goes to nobody but this
+        self._leaves: list[Tensor] = []
         self.out = self.grad = self.embedded
         self.grads: tuple[Tensor | None, ...] = ()
 
@@ -107,28 +107,28 @@ class RecordedPass:
         self.layout.bounds.copy_(upload(self.size.bounds(layout.lengths), self.positions.device))
 
     def forward(self) -> None:
+        """A weight's own gradient is bound to the stream on which it was first asked for, as long as any loss of it is kept; what
+        is recorded must not wait for another stream, so every pass has leaves of its own, over the same memory.
+        """
+        start = self.embedded.detach().requires_grad_(self.learns)
+        weights = {name: weight.detach().requires_grad_() for name, weight in self.weights.items()}
+        self._leaves = [start, *weights.values()]
         with torch.set_grad_enabled(self.learns):
-            self.out = self._run(self.embedded, self.layout, self._leaves)
+            self.out = self._run(start, self.layout, weights)
 
     def backward(self) -> None:
-        inputs = [self.embedded, *self._leaves.values()]
-        self.grads = torch.autograd.grad(self.out, inputs, self.grad, allow_unused=True)
+        self.grads = torch.autograd.grad(self.out, self._leaves, self.grad, allow_unused=True)
 
     def warm_up(self, weights: dict[str, nn.Parameter]) -> int:
-        """Once for kernels and libraries; the bytes that its gradient needs to be kept.
-
-        A weight's own gradient is bound to the stream on which it was first asked for, as long as any loss of it is kept; what
-        is recorded must not wait for another stream, so it has leaves of its own, over the same memory.
-        """
+        """Once for kernels and libraries; the bytes that its gradient needs to be kept."""
         before = _allocated(self.embedded)
         self.weights = weights
-        self._leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         self.forward()
         kept = _allocated(self.embedded) - before
         if self.learns:
             self.grad = torch.zeros_like(self.out, requires_grad=False)
             self.backward()
-        self.out, self.grads = self.embedded, ()
+        self.out, self.grads, self._leaves = self.embedded, (), []
         return kept
 
     def record(self, recorder: Callable[[Callable[[], None], Any], Any], pool: Any) -> None:
