@@ -13,6 +13,7 @@ from opd.config import Recipe, Stage, load_recipe
 from opd.diagnose.measures import PairMeasures
 from opd.diagnose.rules import SHORT, Decision, Verdict, useful_depth
 from opd.errors import RecipeError
+from opd.monitors.monitor import Monitors
 from opd.teachers.kinds import TeacherKind
 
 ROOM = 1.25  # over the longest answer that was seen
@@ -120,6 +121,8 @@ def _base(spec: Stage, useful: Sequence[Advice], sources: Mapping[int, set[str]]
     """The stage as it was given, with the teachers and prompts that are worth it."""
     settings: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     settings.pop("name", None)
+    if spec.monitors == Monitors().completed():
+        settings.pop("monitors", None)  # as they come
     domains = {one.domain for one in useful}
     chosen: dict[str, list[str]] = {}
     for one in useful:

@@ -63,7 +63,7 @@ class PassSize(NamedTuple):
     def bounds(self, lengths: Sequence[int]) -> np.ndarray:
         """(sequences + 1,): the batch, its padding as sequences of its own, and empty ones."""
         cuts = np.arange(sum(lengths), self.tokens, self.longest)
-        ends = [*np.cumsum(lengths), *cuts[1:], self.tokens]
+        ends = [*np.cumsum(lengths), *cuts[1:], *([self.tokens] if len(cuts) else [])]
         return np.array([0, *ends, *[self.tokens] * (self.sequences - len(ends))], dtype=np.int32)
 
 
@@ -152,7 +152,10 @@ class ReplayPass(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         recorded: RecordedPass = ctx.recorded
         if ctx.graphs.turn != ctx.turn:
-            raise RuntimeError("a recorded pass was made again before its gradient was asked for")
+            raise RuntimeError(
+                "a recorded pass was made again before its gradient was asked for: give each its gradient before the next, or set the "
+                "model's `graphs` to None"
+            )
         recorded.grad.copy_(grad)
         assert recorded.backwards is not None
         recorded.backwards.replay()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -134,22 +134,28 @@ def _hub_name(location: Location) -> str:
     return f"{HUB}{location.path}" + (f"@{location.revision}" if location.revision else "")
 
 
+def _place(path: Path) -> Hashable:
+    """Where its bytes lie; some file systems give no number, or one to several files."""
+    facts = path.stat()
+    return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns) if facts.st_ino else path
+
+
 class _Reader:
     """Hashes files, each once and several side by side, and says how far it is where that takes long."""
 
     def __init__(self, files: Iterable[Path], say: Callable[[str], None]) -> None:
-        self._files = {path: (facts.st_dev, facts.st_ino) for path in files for facts in [path.stat()]}
+        self._files = {path: _place(path) for path in files}
         self._total = sum({place: path.stat().st_size for path, place in self._files.items()}.values())
         self._say, self._done, self._given_up = say, 0, False
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], str] | None = None  # by where the bytes lie: one file may have several names
+        self._known: dict[Hashable, str] | None = None  # by where the bytes lie: one file may have several names
 
     def hash(self, path: Path) -> str:
         if self._known is None:
             self._known = self._read()
         return self._known[self._files[path]]
 
-    def _read(self) -> dict[tuple[int, int], str]:
+    def _read(self) -> dict[Hashable, str]:
         paths = {place: path for path, place in self._files.items()}
         pool = ThreadPoolExecutor(THREADS, "opd-hash")
         try:

@@ -350,7 +350,7 @@ class Steps:
             )
             return None
         graph = record(lambda: step(span, filtered), self._pool)
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not the device: another thread may be recording by now
         return graph
 
 

@@ -41,6 +41,7 @@ class Stay:
             for part in (model.head.weight, model.head.bias)
         ]
         own = copy.copy(model)  # whatever vocabulary it comes to share with others, it is compared with itself
+        own.stays = False  # and passes are not recorded: its weights come and go
         self._scorer = LocalTeacher(model.name, "teacher", own, 8192, own.stop_ids)
         self._probe = Probe(self._scorer, own.size, avoid=own.stop_ids)
         self.take_away()

@@ -9,6 +9,7 @@ import json
 import os
 import struct
 import tempfile
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,6 +82,8 @@ class MemoryShelf:
         self._pinned = device.type == "cuda"
         plain = torch.empty(0 if self._pinned else layout.size, dtype=torch.uint8)
         self._pieces = pinned(layout.size, PIECE, device) if self._pinned else list(plain.split(PIECE))
+        self._unpin = weakref.finalize(self, unpin, self._pieces if self._pinned else [])
+        self._unpin.atexit = False  # the system takes its pages back
         for name, place in layout.places.items():
             data = raw(tensors[name])
             for piece, first, part in self._parts(place.start, place.size):
@@ -94,7 +97,8 @@ class MemoryShelf:
 
     def close(self) -> None:
         if self._pinned:
-            unpin(self._pieces)
+            torch.cuda.synchronize()  # copies that are under way read from here
+        self._unpin()
         self._pieces = []
 
     def _parts(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:

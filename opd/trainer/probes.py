@@ -5,6 +5,7 @@ They read weights and change nothing, so a run trains to the same bits with or w
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from opd.objective.batch import TrainingBatch
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.teachers.views import texts_for
+from opd.text import first_line
 from opd.trainer.gather import Gathered
 from opd.trainer.halving import micro_batches
 from opd.trainer.metrics import Clock, calibration_error
@@ -28,6 +30,8 @@ from opd.types import Author, Rollout, Sample, SampleRequest, SignalNeed
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
+
+log = logging.getLogger(__name__)
 
 VISIT = -4  # keys draws that nothing else makes
 PHASE = "probe"
@@ -200,12 +204,21 @@ def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
     """What the monitors of a stage want to know beyond its metrics. Of several ranks none has the whole model, and none is asked."""
     if run.world.size > 1:
         return {}
-    return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
+    graphs, run.student.graphs = run.student.graphs, None  # which passes are recorded is for training to say
+    try:
+        return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
+    except torch.OutOfMemoryError as error:
+        log.warning(
+            "step %s: no memory for the monitors' probes, which are left out (%s)", probe.step, first_line(error)
+        )
+        return {}
+    finally:
+        run.student.graphs = graphs
 
 
 def last_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
     """What a pass backwards reaches first; all of them, where layers have no numbers."""
-    numbers = {name: int(found[-1]) for name in parameters if (found := LAYER.findall(name))}
+    numbers = {name: int(found[0]) for name in parameters if (found := LAYER.findall(name))}
     last = max(numbers.values(), default=None)
     return [parameter for name, parameter in parameters.items() if numbers.get(name) == last]
 
