@@ -152,6 +152,16 @@ def test_every_monitor_tells_failing_runs_from_others(name: str) -> None:
     assert not fired({"loss": [1.0] * 40}, name)  # without what it reads it says nothing
 
 
+def test_rare_probes_are_not_forgotten() -> None:
+    """However many steps lie between them."""
+    between = steps((None, 199))
+    cosines = [value for cosine in (-0.4, -0.3, -0.2) for value in (*between, cosine)]
+    lost = {"eval/a": steps((None, 599), (0.4, 1)), "eval_stderr/a": steps((None, 599), (0.02, 1))}
+    assert fired({"cosine/a": cosines, **lost}, "conflict", **ACROSS) == {"conflict": 600}
+    errors = [value for error in (*[0.1] * 5, *[0.2] * 5) for value in (*between, error)]
+    assert fired({"ece/teacher": errors}, "calibration") == {"calibration": 2000}
+
+
 # Recipes
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 FIRST = 64  # values of a metric kept from the beginning of a stage
-RECENT = 128  # lines kept from its end
+RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
 DOMAINS = "eval/"
 KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
 
@@ -49,20 +49,20 @@ class History:
 
     def __init__(self, facts: StageFacts | None = None) -> None:
         self.facts = facts or StageFacts()
-        self.steps = 0  # lines seen
+        self._seen: Counter[str] = Counter()  # values of each metric
         self._first: dict[str, list[float]] = {}
-        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
+        self._recent: dict[str, deque[float]] = {}
         self._evaluations: list[Evaluated] = []
         self._divergences: list[float] = []  # since the newest evaluation
 
     def add(self, line: Mapping[str, Any]) -> None:
         """The line of a step, as metrics.jsonl has it."""
-        self.steps += 1
-        self._recent.append(line)
         for name, value in line.items():
-            kept = self._first.setdefault(name, []) if is_number(value) else None
-            if kept is not None and len(kept) < FIRST:
-                kept.append(value)
+            if is_number(value):
+                self._seen[name] += 1
+                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
+                if self._seen[name] <= FIRST:
+                    self._first.setdefault(name, []).append(value)
         if is_number(line.get("reverse_kl")):
             self._divergences.append(line["reverse_kl"])
         if values := _by_domain(line, DOMAINS):
@@ -77,7 +77,7 @@ class History:
         return list(found) if len(found) == count else []
 
     def last(self, name: str, count: int, skip: int = 0) -> list[float]:
-        """Its values in the newest steps, without the `skip` very newest; nothing while there are fewer."""
+        """Its newest values, without the `skip` very newest; nothing while there are fewer."""
         known = self.recent(name)
         known = known[: len(known) - skip]
         return known[-count:] if len(known) >= count else []
@@ -85,12 +85,11 @@ class History:
     def apart(self, name: str, count: int) -> tuple[list[float], list[float]] | None:
         """The first values and the newest, where they do not overlap."""
         first, last = self.first(name, count), self.last(name, count)
-        apart = len(self.recent(name)) >= 2 * count or self.steps > RECENT
-        return (first, last) if first and last and apart else None
+        return (first, last) if first and last and self._seen[name] >= 2 * count else None
 
     def recent(self, name: str) -> list[float]:
         """All its values that are kept."""
-        return [line[name] for line in self._recent if is_number(line.get(name))]
+        return list(self._recent.get(name, ()))
 
     @property
     def evaluations(self) -> list[Evaluated]:
