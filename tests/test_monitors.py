@@ -19,6 +19,8 @@ from opd.errors import RecipeError
 from opd.monitors.history import Evaluated, History, StageFacts
 from opd.monitors.monitor import Monitor, usual_monitors
 from opd.runner.plan import make_plan
+from opd.runner.results import StageResult
+from opd.runner.watching import StageWatch
 from opd.trainer.metrics import calibration_error, spread_metrics
 from opd.types import Author, Rollout
 
@@ -292,3 +294,36 @@ def test_a_run_that_fails_is_told_once_stopped_and_taken_up(tmp_path: Path) -> N
     assert [(line["step"], line["value"]) for line in taken_up.monitors if line["monitor"] == "kl"] == [
         (alarm["step"], alarm["value"])
     ]
+
+
+def test_a_remedy_takes_the_stage_up_and_leaves_its_start_where_it_was(tmp_path: Path) -> None:
+    """Of a stage that starts from another one, whose teachers are the student as it was then."""
+    short = {**failing("off"), "train": {"steps": 1}, "checkpoint": {"every": 1}}
+    mixed = {"kind": "mixture", "parts": {"x": {"kind": "self"}, "y": "tiny/arithmetic"}, "domains": ["a"]}
+    second: dict[str, Any] = {"name": "second", "student": {"lora": {"rank": 2}}}
+    second["teachers"] = {"a": None, "m": mixed, "b": {"kind": "base"}}
+    second["prompts"] = [{"source": "task:addition", "domain": "a"}, {"source": "task:reverse", "domain": "b"}]
+    recipe = {**short, "stages": [{"name": "first"}, second]}
+    run = opd.run(recipe, out=tmp_path / "run")
+    start, base = (str(next((run.directory / "checkpoints" / name).glob("step-*"))) for name in ("first", "second"))
+
+    def remedied(student: Mapping[str, Any]) -> opd.Recipe:
+        watched = {**second, "student": student, "monitors": {"watch": {"kind": "shortening", "window": 1}}}
+        found = load_recipe({**recipe, "stages": [{"name": "first"}, watched]})
+        told: list[str] = []
+        watch = StageWatch(found, found.stages[1], run.directory, StageResult("second"), told.append, lambda: None)
+        lines = [
+            watch.step({"step": step, "response_length": length, "reward": 0.5}) for step, length in ((1, 9), (2, 3))
+        ]
+        ((line,),) = lines[1:]
+        return load_recipe(run.directory / line["recipe"])
+
+    (stage,) = remedied(second["student"]).stages
+    assert stage.student.model == base
+    assert stage.teachers["start"].role == "reference"
+    models = [[ref.model for ref in stage.teachers[name].reads()] for name in ("m", "b", "start")]
+    assert models == [[start, "tiny/arithmetic"], [start], [start]]
+    assert make_plan(load_recipe({"name": "again", "stages": [stage.model_dump(mode="json")]}))
+    merged = {"merge": {"models": [STUDENT, "tiny/arithmetic"]}, "lora": {"rank": 2}}
+    (stage,) = remedied(merged).stages
+    assert [ref.model for ref in stage.teachers["start"].reads()] == [str(run.directory / "merged/second")]

@@ -207,10 +207,7 @@ class Shortening(Monitor):
         )
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
-        found = stage["student"]["model"]
         start = {"kind": "self", "role": "reference"}
-        if not found.startswith("merge:"):
-            start = {"model": found, "revision": stage["student"]["revision"], "role": "reference"}
         anchor = {
             "form": "direct",
             "divergence": "reverse_kl",
@@ -218,7 +215,7 @@ class Shortening(Monitor):
             "coefficient": 0.1,
             "on": ["student"],
         }
-        taken = any(kind["role"] == "reference" for kind in stage["teachers"].values())
+        taken = "start" in stage["teachers"] or any(kind["role"] == "reference" for kind in stage["teachers"].values())
         if not taken:
             teachers = {**stage["teachers"], "start": start}
             yield {**stage, "teachers": teachers, "objective": [*stage["objective"], anchor]}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from opd.monitors.monitor import RecipeStage
+from opd.text import plain
 
 DIVERGENCE_KEYS = ("divergence", "alpha", "beta")
 SUPPORT_KEYS = ("support", "k", "side", "closure")
@@ -78,3 +80,39 @@ def gated(gate: str) -> Change:
 def slower(stage: RecipeStage) -> RecipeStage | None:
     """A third of the learning rate."""
     return with_settings(stage, "train", lr=stage["train"]["lr"] / 3)
+
+
+def frozen(kind: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+    """A teacher that is the student at the start of its stage, or a mixture of such, where the stage is to start elsewhere: `start` is its model."""
+    if kind["kind"] in ("self", "base"):
+        return {**kind, "kind": "frozen", **start}
+    inner: dict[str, Any] = {key: frozen(kind[key], start) for key in ("toward", "away") if key in kind}
+    if "parts" in kind:
+        inner["parts"] = {name: frozen(part, start) for name, part in kind["parts"].items()}
+    return {**kind, **inner}
+
+
+def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
+    """What has changed, key by key.
+
+    >>> list(differences({"train": {"lr": 0.3, "clip": 1.0}}, {"train": {"lr": 0.1}, "teachers": {"b": "x"}}))
+    ['train.lr: 0.3 → 0.1', 'train.clip: dropped', 'teachers: {"b": "x"}']
+    """
+    if before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
+    elif isinstance(before, list) and isinstance(after, list):
+        for number in range(max(len(before), len(after))):
+            pair = (values[number] if number < len(values) else None for values in (before, after))
+            yield from differences(*pair, f"{place}.{number}")
+    elif after is None:
+        yield f"{place}: dropped"
+    else:
+        was = "" if before is None else f"{_shown(before)} → "
+        yield f"{place}: {was}{_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    return plain(json.dumps(value, ensure_ascii=False), 120)

@@ -5,19 +5,25 @@ Everything they decide by stands in metrics.jsonl, so a run that is taken up rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage, load_recipe
+from opd.config import STAGE_PREFIX, Recipe, Stage, load_recipe
 from opd.config.graph import edges
+from opd.config.read import validate
+from opd.config.runs import output_of
+from opd.config.stage import MERGED
 from opd.errors import UserError
 from opd.evaluation import Measures
 from opd.files import lines_checked, read_lines, write_whole
+from opd.monitors.changes import frozen
 from opd.monitors.history import Evaluated, History, StageFacts
-from opd.monitors.monitor import Alarm, Monitor
+from opd.monitors.monitor import Alarm, Monitor, RecipeStage
 from opd.plugins import FOLDER as PLUGINS
 from opd.runner.checkpoint import checkpoint_directory, read_state, step_of, steps_in
+from opd.runner.merges import merged_directory
 from opd.runner.results import StageResult
 from opd.text import plain
 
@@ -128,8 +134,11 @@ class StageWatch:
     def _write(self, path: Path, line: dict[str, Any]) -> bool:
         """The first remedy whose recipe can be carried out. False: there is none, so words have to do."""
         base = self._base(line["step"])
-        for stages in self._remedied(line["monitor"], base):
+        (monitor,) = [one for one in self._spec.monitors.watch if one.name == line["monitor"]]
+        (own,) = [stage for stage in self._recipe.stages if stage.name == self._spec.name]
+        for changed in monitor.remedies(own.model_dump(mode="json")):
             try:
+                stages = self._with_needed(validate(self._taken_up(own, changed, base)))
                 recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
             except UserError:  # not with these models, this objective, these prompts
                 continue
@@ -152,34 +161,37 @@ class StageWatch:
         ]
         return "".join(f"# {plain(one)}\n" for one in told)
 
-    def _remedied(self, name: str, base: Path | None) -> Iterator[list[dict[str, Any]]]:
-        """The stages that are left, and what they need of others, with the remedy in the one at work."""
-        (monitor,) = [one for one in self._spec.monitors.watch if one.name == name]
-        (own,) = [stage for stage in self._recipe.stages if stage.name == self._spec.name]
-        dumped = own.model_dump(mode="json")
-        for changed in monitor.remedies(dumped):
-            stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts than before, and other draws
-            if base is not None:
-                state = read_state(base)
-                left = {"steps": max(1, own.train.steps - state["step"])}
-                if own.train.tokens is not None:
-                    left["tokens"] = max(1, own.train.tokens - state["result"]["tokens"])
-                student = {**stage["student"], "model": str(base), "merge": None, "revision": None}
-                stage |= {"student": student, "train": {**stage["train"], **left}}
-            yield [stage if one["name"] == own.name else one for one in self._needed(own, base is not None)]
+    def _taken_up(self, own: Stage, changed: RecipeStage, base: Path | None) -> RecipeStage:
+        """A stage that goes on from a checkpoint for the steps that are left. Who was the student at its start stays just that."""
+        stage = {**changed, "seed": (own.seed + 1) % 2**63}  # other prompts than before, and other draws
+        if base is None:
+            return stage
+        state = read_state(base)
+        left = {"steps": max(1, own.train.steps - state["step"])}
+        if own.train.tokens is not None:
+            left["tokens"] = max(1, own.train.tokens - state["result"]["tokens"])
+        student = {**stage["student"], "model": os.path.abspath(base), "merge": None, "revision": None}
+        teachers = {name: frozen(kind, self._start(own)) for name, kind in stage["teachers"].items()}
+        return {**stage, "student": student, "teachers": teachers, "train": {**stage["train"], **left}}
 
-    def _needed(self, own: Stage, cut: bool) -> list[dict[str, Any]]:
-        """The stage at work, those behind it and all that these take from others; `cut`: it has a start of its own now."""
-        stages = {stage.name: stage for stage in self._recipe.stages}
+    def _start(self, own: Stage) -> dict[str, Any]:
+        """The model that the stage began with, as another run can read it."""
+        model, directory = own.student.model, Path(os.path.abspath(self._directory))
+        if model.startswith(STAGE_PREFIX):
+            return {"model": output_of(directory, model.removeprefix(STAGE_PREFIX)), "revision": None}
+        if model.startswith(MERGED):
+            return {"model": str(merged_directory(directory, own.name)), "revision": None}
+        return {"model": model, "revision": own.student.revision}
+
+    def _with_needed(self, changed: Stage) -> list[RecipeStage]:
+        """The stage at work as it is now, those behind it and all that these take from others."""
+        stages = {stage.name: stage for stage in self._recipe.stages} | {changed.name: changed}
         names = list(stages)
-        wanted, left = set[str](), names[names.index(own.name) :]
+        wanted, left = set[str](), names[names.index(changed.name) :]
         while left:
             name = left.pop()
             wanted.add(name)
-            needs = [
-                edge.stage for edge in edges(stages[name]) if not (cut and name == own.name and edge.key == "student")
-            ]
-            left += [need for need in needs if need not in wanted]
+            left += [edge.stage for edge in edges(stages[name]) if edge.stage in stages and edge.stage not in wanted]
         return [stages[name].model_dump(mode="json") for name in names if name in wanted]
 
 
