@@ -279,6 +279,11 @@ def test_a_run_that_fails_is_told_once_stopped_and_taken_up(tmp_path: Path) -> N
     assert recipe.stages[0].train.lr == pytest.approx(0.1)
     assert recipe.stages[0].train.steps == 5 - (0 if base is None else int(base.name[-6:]))
     assert make_plan(recipe)
+    assert alarm["changes"] == ["train.lr: 0.3 → 0.1"]  # and not all that the monitor's words speak of
+    assert alarm["command"] == f"opd run {warned.directory / alarm['recipe']}"
+    written = (warned.directory / alarm["recipe"]).read_text(encoding="utf-8")
+    assert all(f"{told}\n" in written for told in (alarm["changes"][0], alarm["command"]))
+    assert f"To go on with {alarm['changes'][0]}: {alarm['command']}\n" in log.replace("\r", "")
 
     few = failing("warn") | {"checkpoint": {"every": 1, "keep": 1, "background": False}}
     kept = opd.run(few, out=tmp_path / "kept")  # the checkpoint that it would go back to has made room
@@ -309,21 +314,24 @@ def test_a_remedy_takes_the_stage_up_and_leaves_its_start_where_it_was(tmp_path:
 
     def remedied(student: Mapping[str, Any]) -> opd.Recipe:
         watched = {**second, "student": student, "monitors": {"watch": {"kind": "shortening", "window": 1}}}
-        found = load_recipe({**recipe, "stages": [{"name": "first"}, watched]})
+        found = load_recipe({**recipe, "stages": [{"name": "first"}, watched, {"name": "third"}]})
         told: list[str] = []
         watch = StageWatch(found, found.stages[1], run.directory, StageResult("second"), told.append, lambda: None)
         lines = [
             watch.step({"step": step, "response_length": length, "reward": 0.5}) for step, length in ((1, 9), (2, 3))
         ]
         ((line,),) = lines[1:]
+        assert [change.split(":")[0] for change in line["changes"]] == ["teachers.start", "objective.1"]
+        assert line["command"] == f"opd run {run.directory / line['recipe']} --reuse {run.directory}"
+        assert told[0].endswith(line["command"])
         return load_recipe(run.directory / line["recipe"])
 
-    (stage,) = remedied(second["student"]).stages
+    stage, _ = remedied(second["student"]).stages
     assert stage.student.model == base
     assert stage.teachers["start"].role == "reference"
     models = [[ref.model for ref in stage.teachers[name].reads()] for name in ("m", "b", "start")]
     assert models == [[start, "tiny/arithmetic"], [start], [start]]
     assert make_plan(load_recipe({"name": "again", "stages": [stage.model_dump(mode="json")]}))
     merged = {"merge": {"models": [STUDENT, "tiny/arithmetic"]}, "lora": {"rank": 2}}
-    (stage,) = remedied(merged).stages
+    stage, _ = remedied(merged).stages
     assert [ref.model for ref in stage.teachers["start"].reads()] == [str(run.directory / "merged/second")]

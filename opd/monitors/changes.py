@@ -95,7 +95,7 @@ def frozen(kind: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
     """What has changed, key by key.
 
-    >>> list(differences({"train": {"lr": 0.3, "clip": 1.0}}, {"train": {"lr": 0.1}, "teachers": {"b": "x"}}))
+    >>> list(differences({"train": {"lr": 0.3, "clip": 1.0}}, {"train": {"lr": 0.3 / 3}, "teachers": {"b": "x"}}))
     ['train.lr: 0.3 → 0.1', 'train.clip: dropped', 'teachers: {"b": "x"}']
     """
     if before == after:
@@ -115,4 +115,4 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return plain(json.dumps(value, ensure_ascii=False), 120)
+    return f"{value:g}" if isinstance(value, float) else plain(json.dumps(value, ensure_ascii=False), 120)

@@ -6,6 +6,7 @@ Everything they decide by stands in metrics.jsonl, so a run that is taken up rea
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from opd.config.stage import MERGED
 from opd.errors import UserError
 from opd.evaluation import Measures
 from opd.files import lines_checked, read_lines, write_whole
-from opd.monitors.changes import frozen
+from opd.monitors.changes import differences, frozen
 from opd.monitors.history import Evaluated, History, StageFacts
 from opd.monitors.monitor import Alarm, Monitor, RecipeStage
 from opd.plugins import FOLDER as PLUGINS
@@ -102,9 +103,8 @@ class StageWatch:
             "remedy": monitor.remedy,
             "action": action,
         }
-        path = self._path(monitor)
-        line["recipe"] = path.name if self._write(path, line) else None
-        applied = f" To go on with it from the last checkpoint: opd run {path}" if line["recipe"] else ""
+        self._write(self._path(monitor), line)
+        applied = f" To go on with {_listed(line['changes'])}: {line['command']}" if line["recipe"] else ""
         self._say(
             f"{self._spec.name}: ALARM ({monitor.name}) at step {line['step']}: {alarm.words}. What helps: {monitor.remedy}.{applied}"
         )
@@ -131,35 +131,30 @@ class StageWatch:
         before = [path for path in found if step_of(path) < step]
         return before[-1] if before else found[0] if found else None
 
-    def _write(self, path: Path, line: dict[str, Any]) -> bool:
-        """The first remedy whose recipe can be carried out. False: there is none, so words have to do."""
+    def _write(self, path: Path, line: dict[str, Any]) -> None:
+        """The first remedy whose recipe can be carried out; the line says what it changes. None: words have to do."""
         base = self._base(line["step"])
         (monitor,) = [one for one in self._spec.monitors.watch if one.name == line["monitor"]]
         (own,) = [stage for stage in self._recipe.stages if stage.name == self._spec.name]
-        for changed in monitor.remedies(own.model_dump(mode="json")):
+        as_it_was = own.model_dump(mode="json")
+        line |= {"recipe": None, "changes": None, "command": None}
+        for changed in monitor.remedies(as_it_was):
             try:
                 stages = self._with_needed(validate(self._taken_up(own, changed, base)))
                 recipe = load_recipe({"name": f"{self._recipe.name[:NAME]}-remedy", "stages": stages})
             except UserError:  # not with these models, this objective, these prompts
                 continue
-            write_whole(
-                path,
-                self._header(path, line, base, reuse=len(stages) > 1)
-                + recipe.model_copy(update={"plugins": self._plugins}).to_yaml(),
-            )
+            (now,) = [stage.model_dump(mode="json") for stage in recipe.stages if stage.name == own.name]
+            changes = [*differences(self._taken_up(own, as_it_was, base), now)]
+            if not changes:
+                continue
+            line["recipe"], line["changes"] = path.name, changes
+            again = ["--reuse", str(self._directory)] if len(stages) > 1 else []  # finished ones need not run again
+            line["command"] = shlex.join(["opd", "run", str(path), *again])
+            text = recipe.model_copy(update={"plugins": self._plugins}).to_yaml()
+            write_whole(path, _header(line, base) + text)
             self._bases[path] = line, base
-            return True
-        return False
-
-    def _header(self, path: Path, line: Mapping[str, Any], base: Path | None, reuse: bool) -> str:
-        """`reuse`: stages before or behind it are in the recipe, too, and finished ones need not run again."""
-        again = f" --reuse {self._directory}" if reuse else ""
-        told = [
-            f"Stage {line['stage']}, step {line['step']}, monitor {line['monitor']}: {line['words']}.",
-            f"Remedy: {line['remedy']}.",
-            f"It goes on from {base or 'the beginning of the stage'}: opd run {path}{again}",
-        ]
-        return "".join(f"# {plain(one)}\n" for one in told)
+            return
 
     def _taken_up(self, own: Stage, changed: RecipeStage, base: Path | None) -> RecipeStage:
         """A stage that goes on from a checkpoint for the steps that are left. Who was the student at its start stays just that."""
@@ -193,6 +188,20 @@ class StageWatch:
             wanted.add(name)
             left += [edge.stage for edge in edges(stages[name]) if edge.stage in stages and edge.stage not in wanted]
         return [stages[name].model_dump(mode="json") for name in names if name in wanted]
+
+
+def _header(line: Mapping[str, Any], base: Path | None) -> str:
+    told = [
+        f"Stage {line['stage']}, step {line['step']}, monitor {line['monitor']}: {line['words']}.",
+        f"What helps: {line['remedy']}.",
+        f"Changed here: {_listed(line['changes'])}",
+        f"It goes on from {base or 'the beginning of the stage'}: {line['command']}",
+    ]
+    return "".join(f"# {plain(one)}\n" for one in told)
+
+
+def _listed(changes: Sequence[str]) -> str:
+    return plain("; ".join(changes), 400)
 
 
 def _evaluated(measures: Mapping[str, Measures]) -> Evaluated | None:
