@@ -17,6 +17,7 @@ from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
 from opd.errors import RecipeError, UserError
 from opd.evaluation import Measures
+from opd.files import line_of
 from opd.runner.given import with_rewards
 from opd.runner.narrowing import narrowed
 from opd.runner.results import StageResult
@@ -212,6 +213,18 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=what):
             load_recipe(recipe({"name": "x"}, student=f"run:{tmp_path}/{name}"))
 
+    alarm = {
+        "step": 1,
+        "stage": "one",
+        "monitor": "kl",
+        "words": "far",
+        "remedy": "less",
+        "recipe": "r.yaml",
+        "changes": [],
+        "command": "x",
+    }
+    with (tmp_path / "first/monitors.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of(alarm))
     changes["stages"][1]["train"]["tokens"] = 1  # of one stage, on which nothing depends
     lines: list[int] = []
     second = opd.run(
@@ -224,6 +237,8 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     weights = "checkpoints/last/step-000001/model.safetensors"
     assert (tmp_path / "second" / weights).samefile(tmp_path / "first" / weights)
     assert {line["stage"] for line in second.metrics} == {"one", "side", "last"}
+    taken = [line for line in second.monitors if line["words"] == "far"]  # whose recipe is not taken with it
+    assert [(line["recipe"], line["changes"], line["command"]) for line in taken] == [(None, None, None)]
     assert opd.resume(tmp_path / "second").summary["status"] == "done"
     (tmp_path / "broken/metrics.jsonl").mkdir(parents=True)  # so that taking a stage ends half-way
     with pytest.raises(IsADirectoryError):

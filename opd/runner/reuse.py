@@ -114,11 +114,16 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
             with (directory / file).open("a", encoding="utf-8") as out:
-                out.writelines(line_of(line) for line in lines if line["stage"] == there)
+                out.writelines(line_of({**line, **_without_recipe(line)}) for line in lines if line["stage"] == there)
     write_sealed(partial / REUSED, {"run": str(run.directory.absolute()), "stage": there})
     write_sealed(partial / RESULT, ended)
     partial.rename(target)
     sync(target.parent)
+
+
+def _without_recipe(line: Mapping[str, Any]) -> dict[str, None]:
+    """Of an alarm: the recipe against it stays in the run that it goes on with."""
+    return {key: None for key in ("recipe", "changes", "command") if key in line and "monitor" in line}
 
 
 def _linked(source: str, target: str) -> None:
