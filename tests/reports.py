@@ -52,7 +52,8 @@ def make_run(
     lines = {"metrics": metrics, "samples": [], "tokens": [], "answers": [], "monitors": []}
     if alarm is not None:
         lines["monitors"] = [
-            {"step": 3, "stage": "main", "monitor": "kl", "value": 12.6, "threshold": 0.7, "words": alarm, "remedy": alarm, "action": "warn", "recipe": "remedy-main-kl.yaml"}
+            {"step": 3, "stage": "main", "monitor": "kl", "value": 12.6, "threshold": 0.7, "words": alarm, "remedy": alarm, "action": "warn", "recipe": "remedy-main-kl.yaml",
+             "changes": [alarm], "command": "opd run runs/x/remedy-main-kl.yaml --reuse runs/x"}
         ]  # fmt: skip
     for step in range(1, samples + 1):
         lines["samples"] += [sample(step, domain, text, step % 2), sample(step, "b", f"{text} too", 0)]

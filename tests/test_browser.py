@@ -44,7 +44,8 @@ def test_a_report_is_read(browser: Browser, tmp_path: Path) -> None:
     browser.open(path.as_uri())
     text = browser.run("document.body.innerText")
     assert "12 steps on 480 tokens" in text
-    assert "2 ways in which runs fail were watched, and none was seen: kl, token." in text
+    assert "1 of 2 ways in which runs fail were watched, and none was seen: kl." in text
+    assert "Monitors that had not all they read: token (kl_top, kl_largest)." in text
     assert browser.run("document.querySelectorAll('.bar').length") == 6
     assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 3
     # The worst token is shown first; another one when the mouse is over it; a click keeps it.
@@ -116,9 +117,9 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
             assert "<script>" in text.replace("\n", "")
             assert "\\x1b" in text
             assert "\\u202e" in text
-            assert "main, step 3: kl 12.6, threshold 0.7" in browser.run(
-                "document.querySelector('#monitors').innerText"
-            )
+            said = browser.run("document.querySelector('#monitors').innerText")
+            assert "main, step 3: kl 12.6, threshold 0.7" in said
+            assert "opd run runs/x/remedy-main-kl.yaml --reuse runs/x" in said
             assert not browser.run("/[\\u001b\\u202e\\u2066]/.test(document.body.innerText)")
             assert browser.errors == []
 

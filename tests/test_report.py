@@ -67,6 +67,27 @@ def test_what_came_of_a_run_in_words(tmp_path: Path) -> None:
     assert "at work" in run_facts(make_run(tmp_path / "live", ended=False))["words"]
 
 
+def test_only_monitors_that_had_what_they_read_are_said_to_have_watched(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    resolved = yaml.safe_load((root / "resolved.yaml").read_text(encoding="utf-8"))
+    (stage,) = resolved["stages"]
+    stage["monitors"]["watch"] += [{"kind": "together"}, {"kind": "not-here"}]
+    never = {**stage, "name": "never-begun", "monitors": {"watch": [{"kind": "mismatch"}]}}
+    (root / "resolved.yaml").write_text(yaml.safe_dump({"stages": [stage, never]}), encoding="utf-8")
+    facts = run_facts(root)
+    assert facts["watched"] == ["kl"]
+    unread = {"token": "kl_top, kl_largest", "together": "eval/DOMAIN", "not-here": "its plugin is not loaded"}
+    assert facts["unread"] == unread
+    assert (
+        "No alarm was raised; 1 of 4 monitors had all that they read (not token, together and not-here)."
+        in facts["words"]
+    )
+    with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of({"step": 13, "stage": "main", "eval/a": 0.5, "kl_top": 0.1, "kl_largest": None}))
+    facts = run_facts(root)
+    assert (facts["watched"], facts["unread"]["token"]) == (["kl", "together"], "kl_largest")
+
+
 def test_gains_are_counted_along_the_students_line(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run")
     resolved = yaml.safe_load((root / "resolved.yaml").read_text(encoding="utf-8"))

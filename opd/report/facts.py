@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from opd import families
 from opd.errors import RunDirectoryError
 from opd.files import json_object, lines_checked, read_lines, reading
+from opd.monitors.monitor import Monitor
 from opd.report.graph import stage_graph
 from opd.report.words import in_words
 
 POINTS = 1000  # of a curve
 SAMPLES = 600  # completions in a page
 TOKEN_BYTES = 12 << 20  # of the completions that a page shows token by token
+DOMAIN = "DOMAIN"  # in what monitors read: one metric of every domain
 CREDENTIALS = re.compile(r"(://)[^/\s@'\"]+@")
 
 
@@ -43,7 +46,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "tokens": _within(tokens, {line.get("id") for line in shown}, None if whole else TOKEN_BYTES),
         "answers": answers,
         "monitors": [line for line in monitors if "words" in line],
-        "watched": _watched(resolved),
+        **_watched(resolved, metrics),
         "diagnose": _json(root / "diagnose.json"),
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
@@ -51,10 +54,37 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     return {**found, "words": in_words(found)}
 
 
-def _watched(resolved: Mapping[str, Any]) -> list[str]:
-    """Monitors of all stages; runs from before there were any have none."""
-    found = [one for stage in resolved["stages"] for one in stage.get("monitors", {}).get("watch", ())]
-    return list(dict.fromkeys(str(one["kind"]) for one in found))
+def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`watched`: monitors that had all they read wherever they watched. `unread`: the others, and what they lacked. Runs from before there were any have none."""
+    lacking: dict[str, dict[str, None]] = {}
+    for stage in resolved["stages"]:
+        known = {
+            key
+            for line in metrics
+            if line["stage"] == stage["name"]
+            for key, value in line.items()
+            if value is not None
+        }
+        for one in stage.get("monitors", {}).get("watch", ()) if known else ():  # a stage that has begun
+            lacking.setdefault(str(one["kind"]), {}).update(dict.fromkeys(_lacking(str(one["kind"]), known)))
+    return {
+        "watched": [name for name, missing in lacking.items() if not missing],
+        "unread": {name: ", ".join(missing) for name, missing in lacking.items() if missing},
+    }
+
+
+def _lacking(name: str, known: Collection[str]) -> list[str]:
+    """Metrics that a monitor reads and that no step has."""
+    kind = families.find("monitor", name) if name in families.names("monitor") else None
+    if kind is None or not issubclass(kind, Monitor):
+        return ["its plugin is not loaded"]
+    return [
+        key
+        for key in kind.reads
+        if not any(
+            found.startswith(key.removesuffix(DOMAIN)) if key.endswith(DOMAIN) else found == key for found in known
+        )
+    ]
 
 
 def _yaml(path: Path) -> dict[str, Any]:

@@ -106,8 +106,9 @@ def _alarms(run: Mapping[str, Any]) -> Iterator[str]:
     raised = list(dict.fromkeys(str(line["monitor"]) for line in run["monitors"]))
     if raised:
         yield f"Monitors raised an alarm: {_listed(raised)}."
-    elif run["watched"]:
-        yield f"None of {len(run['watched'])} monitors raised an alarm."
+    elif both := len(run["watched"]) + len(run["unread"]):
+        others = f" (not {_listed(list(run['unread']))})" if run["unread"] else ""
+        yield f"No alarm was raised; {len(run['watched'])} of {both} monitors had all that they read{others}."
 
 
 def _moved(first: float, last: float) -> str:

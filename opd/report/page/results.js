@@ -105,13 +105,16 @@ function cost(runs) {
 
 function alarms(runs) {
   const lines = runs.flatMap((run) => run.monitors.map((line) => ({ line, run })));
-  const watched = unique(runs.flatMap((run) => run.watched));
-  if (!lines.length && !watched.length) return null;
-  const note = lines.length ? "What went out of bounds while it trained." : `${watched.length} ways in which runs fail were watched, and none was seen: ${legible(watched.join(", "))}.`;
+  const unread = Object.assign({}, ...runs.map((run) => run.unread));
+  const watched = unique(runs.flatMap((run) => run.watched)).filter((name) => !(name in unread));
+  const blind = Object.entries(unread).map(([name, what]) => `${name} (${what})`), count = watched.length + blind.length;
+  if (!lines.length && !count) return null;
+  const seen = lines.length ? "What went out of bounds while it trained." : `${watched.length} of ${count} ways in which runs fail were watched, and none was seen${watched.length ? ": " : ""}${legible(watched.join(", "))}.`;
+  const note = blind.length ? `${seen} Monitors that had not all they read: ${legible(blind.join(", "))}.` : seen;
   return section("monitors", "Monitors", note, lines.map(({ line, run }) => el("div", { className: "alarm" },
     el("div", {}, el("b", {}, visible(`${runs.length > 1 ? run.label + ", " : ""}${line.stage}, step ${line.step}: ${line.monitor}`)), el("span", { className: "muted" }, ` ${number(line.value)}, threshold ${number(line.threshold)}`)),
     el("p", {}, visible(`${line.words}.`)), el("p", { className: "muted" }, visible(`What helps: ${line.remedy}.`)),
-    line.recipe ? el("p", { className: "muted" }, "The recipe that goes on with it from the last checkpoint: ", el("code", {}, visible(`opd run ${run.name}/${line.recipe}`))) : null)));
+    line.recipe ? el("p", { className: "muted" }, visible(line.changes ? `To go on with ${line.changes.join("; ")}: ` : "The recipe that goes on with it: "), el("code", {}, visible(line.command || line.recipe))) : null)));
 }
 function diagnosis(runs) {
   const shown = runs.filter((run) => Object.keys(run.diagnose).length);
