@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from opd.monitors.monitor import RecipeStage
@@ -104,14 +105,12 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
         for key in dict.fromkeys((*before, *after)):
             yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
     elif isinstance(before, list) and isinstance(after, list):
-        for number in range(max(len(before), len(after))):
-            pair = (values[number] if number < len(values) else None for values in (before, after))
-            yield from differences(*pair, f"{place}.{number}")
+        for number, (was, now) in enumerate(zip_longest(before, after)):
+            yield from differences(was, now, f"{place}.{number}")
     elif after is None:
         yield f"{place}: dropped"
     else:
-        was = "" if before is None else f"{_shown(before)} → "
-        yield f"{place}: {was}{_shown(after)}"
+        yield f"{place}: {'' if before is None else f'{_shown(before)} → '}{_shown(after)}"
 
 
 def _shown(value: Any) -> str:
