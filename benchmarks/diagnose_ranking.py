@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from runs import circumstances
 
 import opd
 from opd.config import load_recipe
@@ -111,7 +112,7 @@ def main() -> None:
     }
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        given.out.write_text(json.dumps(circumstances() | result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

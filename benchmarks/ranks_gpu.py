@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from runs import circumstances
 from step_gpu import CASES, RESULTS, ForcedLengths, Phases, lengths, prompt_rows, save_model
 
 from opd.runner.run import joined, launched
@@ -106,7 +108,8 @@ def main() -> None:
         }
         if world.leads:
             before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-            report = before | {"ranks" if launched() else "alone": found}
+            gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+            report = circumstances() | {"gpu": gpu} | before | {"ranks" if launched() else "alone": found}
             if report.keys() >= {"alone", "ranks"}:
                 report["slower"] = report["ranks"]["seconds"]["total"] / report["alone"]["seconds"]["total"] - 1
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -113,15 +113,19 @@ def save_figure(figure: Any, axis: Any, name: str) -> None:
     figure.savefig(FIGURES / name)
 
 
-def save(name: str, values: dict[str, Any]) -> None:
-    facts = {
+def circumstances() -> dict[str, Any]:
+    """What every result begins with: how it was made, where, and by which versions."""
+    return {
         "command": " ".join(["python", *sys.argv]),
         "machine": {"processor": _processor(), "architecture": platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "numpy")},
     }
+
+
+def save(name: str, values: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(facts | values, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / name).write_text(json.dumps(circumstances() | values, indent=1) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:

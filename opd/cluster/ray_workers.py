@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,9 +118,13 @@ class WorkerGroup:
                 done, _ = self._ray.wait([*left, *serving], timeout=POLL)
                 if heard and not told:
                     told = True
-                    self._say("ray: stopping; a checkpoint is saved first (press Ctrl-C again to quit at once)")
+                    self._say(
+                        "ray: stopping; a checkpoint is saved first, where that fits into half of checkpoint.grace (press Ctrl-C again "
+                        "to quit at once)"
+                    )
                     for process in processes:
-                        os.kill(process, signal.SIGTERM)
+                        with suppress(ProcessLookupError):  # it has ended by itself
+                            os.kill(process, signal.SIGTERM)  # Ray's workers do not hear SIGINT
                 for one in done:
                     if one in serving:
                         raise server_ended(*self._answer(one))

@@ -70,13 +70,21 @@ class PartedModel(ShardedModel):
         read_parts(self.module, self.name, directory, *self._place)
 
 
+def files_here(name: str, revision: str | None) -> bool:
+    directory = weights_directory(name, revision)
+    return directory is not None and weights_here(directory)
+
+
 def load_parted(
     name: str, *, dtype: str, device: str, revision: str | None, gradient_checkpointing: bool, mesh: DeviceMesh,
     most: Callable[[int], int], leads: bool,
 ) -> PartedModel | None:  # fmt: skip
-    """None: it has to be read whole. Its files have other names than its class or are not here yet, or it does not run packed."""
+    """None: it has to be read whole. Its files have other names than its class or are not here yet, or it does not run packed.
+
+    Ranks of several machines agree on it beforehand (`files_here`): the weights may have come to some of them only.
+    """
     directory = weights_directory(name, revision)
-    if directory is None or not weights_here(directory):
+    if directory is None or not files_here(name, revision):
         return None
     config, tokenizer = load_config(name, revision), load_tokenizer(name, revision)
     quiet_bars()

@@ -27,7 +27,7 @@ from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, U
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
 from opd.models.sharded import ShardedModel
-from opd.models.sharded_parts import load_parted
+from opd.models.sharded_parts import files_here, load_parted
 from opd.models.spread import load_spread
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
@@ -188,6 +188,8 @@ class Ranks(World):
     def load_student(
         self, name: str, dtype: str, device: str, revision: str | None, cluster: Cluster, gradient_checkpointing: bool
     ) -> LanguageModel | None:
+        if not all(self.gather(files_here(name, revision))):
+            return None
         return load_parted(
             name,
             dtype=dtype,
