@@ -268,7 +268,9 @@ class RolloutStore(StoreReader):
         try:
             self.index.save(path, self._files, self._log.end)
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}. The log is whole; the index will be built again.") from error
+            raise StoreError(
+                f"{path}: {error.strerror}. The log is whole, and the index will be built again: see to the disk, then `opd resume`."
+            ) from error
         self._saved_rows = len(self.index)
 
     def _write(self, batch: list[Row | np.ndarray | Waiting]) -> None:
