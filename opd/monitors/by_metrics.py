@@ -232,7 +232,7 @@ class DominantToken(Monitor):
     remedy = "clip advantages at 5; a truncated reverse KL (the student's likeliest ids), or a bounded divergence such as JSD"
     share: float = Field(0.7, gt=0, lt=1, description="of token: part of the KL that 1 % of the tokens hold")
     largest: float = Field(5.0, gt=0, description="of token: nats at a single token")
-    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
+    window: Positive = Field(10, le=60, description="newest steps of which the middle one counts")
 
     def alarm(self, history: History) -> Alarm | None:
         top, largest = history.last("kl_top", self.window), history.last("kl_largest", self.window)
