@@ -20,6 +20,7 @@ import opd
 import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
 from opd.store import RolloutStore, iterate
+from opd.trainer.sampler_processes import SamplerProcess
 from opd.types import Author, Rollout, TokenColumns
 
 RECIPE: dict[str, Any] = {
@@ -66,6 +67,7 @@ def _command(log: str, arguments: list[str], die: int | None = None, by: int = s
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ["PRINTS_TO"] = log  # by which its own processes are found
     torch.set_num_threads(1)
     sys.argv = ["opd", *arguments]
     if die is not None:
@@ -78,7 +80,19 @@ def _command(log: str, arguments: list[str], die: int | None = None, by: int = s
                 store.commit(sync=True)
                 os.kill(os.getpid(), by)
 
+        hear = SamplerProcess.hear
+
+        def told(process: SamplerProcess) -> int:
+            """Of samplers in processes of their own, whose tokens are in their logs, or nearly."""
+            count = hear(process)
+            left[0] -= count
+            if left[0] <= 0:
+                left[0] = sys.maxsize
+                os.kill(os.getpid(), by)
+            return count
+
         RolloutStore.append_many = struck  # type: ignore[method-assign]
+        SamplerProcess.hear = told  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 

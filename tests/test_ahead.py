@@ -19,7 +19,7 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, StoreError, TrainingError
 from opd.models.attention import Packed
 from opd.runner import pipeline
-from opd.sampling.ahead import AheadSampler
+from opd.sampling.ahead import ThreadSampler
 from opd.sampling.collect import collect
 from opd.sampling.engine import Engine
 from opd.sampling.samplers import BuiltInSampler
@@ -46,10 +46,10 @@ def changed(**keys: Any) -> dict[str, Any]:
 # The sampler
 
 
-def opened(in_flight: Any) -> tuple[Any, AheadSampler]:
+def opened(in_flight: Any) -> tuple[Any, ThreadSampler]:
     student = tiny_model("llama_tied")
     own = Engine(student.inference_copy(own=True), BuiltInSampler(slots=4), 64, merge_stop=(EOS,))
-    return student, AheadSampler(own, student, in_flight)
+    return student, ThreadSampler(own, student, in_flight)
 
 
 def requests(count: int = 4) -> list[SampleRequest]:

@@ -10,7 +10,9 @@ import random
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 
 import opd
 from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
+from opd.holder import myself
+from opd.runner import lock as run_lock
 from opd.runner.lock import RunLock
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
@@ -370,6 +374,30 @@ def test_a_dead_owner_is_succeeded(recipe: Path, tmp_path: Path) -> None:
     with RunLock(tmp_path / "run") as lock:
         assert lock.previous is not None
         assert lock.previous["pid"] == process.pid
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it stays"])
+def test_a_job_that_is_started_again_waits_for_the_lock_of_another_machine(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder, waits, now = RunLock(tmp_path).take(), list[float](), [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+        if seconds == run_lock.AGAIN:
+            waits.append(seconds)
+        if ends and len(waits) == 3:
+            holder.release()
+
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(sleep=wait, monotonic=lambda: now[0]))
+    with pytest.raises(RunLocked):  # of this machine: the kernel knows
+        RunLock(tmp_path).take_patiently()
+    assert not waits
+    holder.path.write_text(json.dumps({**myself(), "host": "gone", "boot": "another"}))
+    with nullcontext() if ends else pytest.raises(RunLocked, match="on gone"):
+        RunLock(tmp_path).take_patiently().release()
+    assert len(waits) == 3 if ends else run_lock.LEASE < now[0] < 2 * run_lock.LEASE
+    assert capsys.readouterr().err.count("waiting") == 1
 
 
 def _hold(directory: str, child: str) -> None:

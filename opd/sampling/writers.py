@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,9 @@ from opd.data.stream import Visit
 from opd.errors import TrainingError
 from opd.settings import Choice, Family, Fraction, StageView
 from opd.types import Author, Prompt, TokenSampler
+
+if TYPE_CHECKING:
+    from opd.sampling.ahead import KeepsTokens
 
 AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
 
@@ -30,7 +33,7 @@ class Desk:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     teacher_for: Callable[[Prompt], str]  # the name of the prompt's own teacher
-    student: TokenSampler
+    student: TokenSampler | KeepsTokens
     teacher: Callable[[str], TokenSampler]
     mixed: Callable[[str], TokenSampler]  # the student with that teacher mixed in
     template_kwargs: Callable[[Visit], Mapping[str, Any]]
@@ -76,7 +79,7 @@ class Writer(Choice):
         """(response ids, whether they were cut off), or None: it is sampled."""
         return None
 
-    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler | KeepsTokens:
         raise TrainingError(
             f"writer {self.name} has neither a completion nor a sampler for a prompt. Write one of them."
         )
@@ -87,7 +90,7 @@ class StudentWriter(Writer):
     author = "student"
     takes_the_rest = True
 
-    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler | KeepsTokens:
         return desk.student
 
 
@@ -102,7 +105,7 @@ class MixedWriter(Writer):
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"mixed:{desk.teacher_for(visit.prompt)}"
 
-    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler | KeepsTokens:
         return desk.mixed(source.removeprefix("mixed:"))
 
 
@@ -141,7 +144,7 @@ class ShownWriter(Writer):
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"shown:{self.view.name}"
 
-    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler | KeepsTokens:
         return desk.student
 
 
@@ -155,7 +158,7 @@ class TeacherWriter(Writer):
     def source(self, visit: Visit, desk: Desk) -> str:
         return f"teacher:{desk.teacher_for(visit.prompt)}"
 
-    def sampler(self, source: str, desk: Desk) -> TokenSampler:
+    def sampler(self, source: str, desk: Desk) -> TokenSampler | KeepsTokens:
         return desk.teacher(source.removeprefix("teacher:"))
 
 

@@ -9,6 +9,7 @@
     environment  replay of tool and sandbox calls      salvage  what can be read of a damaged log
     repair       `opd store check|repair`              recover  finish a repair that was cut short
     reclaim      segments that are given back
+    samplers     logs of samplers: their writer        linking  one store over them
 
 Tokens are appended as they are sampled; a rollout counts, i.e. can be read, only once its finish record is durable. See
 docs/durability.md for the guarantee and the format.

@@ -26,6 +26,7 @@ from opd.errors import StoreError
 
 MAGIC = b"opd-log\n"
 FORMAT = 2
+LINKED_FORMAT = 3  # of segments that may name logs of samplers, and of these logs
 HEADER = struct.Struct("<8sII8sII")
 FRAME = struct.Struct("<IIII")
 MARKER = 0x7D0F5E9B
@@ -33,6 +34,10 @@ MARKER_BYTES = struct.pack("<I", MARKER)
 ALIGN = 8
 
 Buffer = bytes | memoryview | mmap.mmap
+
+
+class FormatError(StoreError):
+    """A log of a newer opd: nothing about it can be said, so nothing is called damaged."""
 
 
 def segment_name(number: int) -> str:
@@ -51,17 +56,18 @@ class SegmentHeader:
     log_id: bytes
     chain: int  # last checksum of the segment before; 0 for the first
     checksum: int
+    format: int
 
     @classmethod
-    def make(cls, number: int, log_id: bytes, chain: int) -> SegmentHeader:
-        return cls(number, log_id, chain, zlib.crc32(_head(number, log_id, chain)))
+    def make(cls, number: int, log_id: bytes, chain: int, format: int = FORMAT) -> SegmentHeader:
+        return cls(number, log_id, chain, zlib.crc32(_head(number, log_id, chain, format)), format)
 
     def encode(self) -> bytes:
-        return _head(self.number, self.log_id, self.chain) + struct.pack("<I", self.checksum)
+        return _head(self.number, self.log_id, self.chain, self.format) + struct.pack("<I", self.checksum)
 
 
-def _head(number: int, log_id: bytes, chain: int) -> bytes:
-    return HEADER.pack(MAGIC, FORMAT, number, log_id, chain, 0)[:-4]
+def _head(number: int, log_id: bytes, chain: int, format: int) -> bytes:
+    return HEADER.pack(MAGIC, format, number, log_id, chain, 0)[:-4]
 
 
 def read_segment_header(data: Buffer, path: Path) -> SegmentHeader:
@@ -73,9 +79,11 @@ def read_segment_header(data: Buffer, path: Path) -> SegmentHeader:
         raise StoreError(f"{path}, byte 0: not a rollout log (it starts with {bytes(data[:8])!r}).")
     if zlib.crc32(bytes(data[: HEADER.size - 4])) != checksum:
         raise StoreError(f"{path}, byte 0: the segment's header is damaged. Try `opd store check`.")
-    if format_version != FORMAT:
-        raise StoreError(f"{path}, byte 8: log format {format_version}; this version of opd reads {FORMAT}.")
-    return SegmentHeader(number, log_id, chain, checksum)
+    if format_version not in (FORMAT, LINKED_FORMAT):
+        raise FormatError(
+            f"{path}, byte 8: log format {format_version}; this version of opd reads {FORMAT} and {LINKED_FORMAT}. A newer one wrote it."
+        )
+    return SegmentHeader(number, log_id, chain, checksum, format_version)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from opd.store.files import Files
-from opd.store.log import Place, Position
+from opd.store.log import NOWHERE, Place, Position
 
 MAGIC = b"opd-idx\n"
 FORMAT = 2
@@ -34,8 +34,21 @@ COLUMNS = {
     "version_min": "<i4", "version_max": "<i4", "reward": "<f8", "stop": "u1",
     "unit": "<u8",  # hash of pair or group: what an objective must see whole
 }  # fmt: skip
+LINKED = {"log": "<u4", "linked": "<u4"}  # of a FINISH in the log of a sampler: which one, and the segment of the link
 ATTACHED = {"rollout": "<u4", "what": "<u4", "segment": "<u4", "offset": "<u8", "size": "<u4"}  # signals, calls
 VOCABULARIES = ("domain", "source", "teacher", "what")
+
+
+class LogState(NamedTuple):
+    """What has become of the log of a sampler. It is settled where it ended; what comes behind that is nothing."""
+
+    what: Literal["open", "settled", "gone"]
+    segment: int = -1
+    offset: int = 0
+
+    @property
+    def place(self) -> Place:
+        return Place(self.segment, self.offset)
 
 
 class Table:
@@ -118,11 +131,12 @@ class Vocabulary:
 
 class Index:
     def __init__(self) -> None:
-        self.rows = Table(COLUMNS)
+        self.rows = Table(COLUMNS | LINKED)
         self.attached = Table(ATTACHED)
         self.names = Texts()  # JSON: id, prompt_id, group, pair
         self.facts = Texts()  # JSON: notes, except a reward that the column holds
         self.vocabularies = {name: Vocabulary() for name in VOCABULARIES}
+        self.logs: dict[int, LogState] = {}  # of samplers, by number; also those that are gone
 
     def __len__(self) -> int:
         return self.rows.count
@@ -167,6 +181,32 @@ class Index:
             version_max=high,
         )
 
+    def link(self, row: int, facts: Mapping[str, Any], linked: int) -> None:
+        """It was finished in the log of a sampler."""
+        names = ("log", "segment", "offset", "size", "length", "version_min", "version_max")
+        self.rows.set(row, linked=linked, **{name: facts[name] for name in names}, stop=STOPS.index(facts["stop"]))
+
+    def own_segments(self, count: int) -> np.ndarray:
+        """Segments of the store's own log without which these rollouts cannot be read: of finish, or begin, or link."""
+        if not self.logs:
+            return self["segment"][:count]
+        return np.where(self["log"][:count] > 0, self["linked"][:count], self["segment"][:count])
+
+    def gone(self, count: int) -> np.ndarray:
+        """Which rollouts were in logs of samplers that were given back."""
+        gone = [
+            number for number, state in list(self.logs.items()) if state.what == "gone"
+        ]  # others may come meanwhile
+        return np.isin(self["log"][:count], gone) if gone else np.zeros(count, dtype=bool)
+
+    def last_linked(self, log: int) -> Place:
+        """The end of what is known to be durable in the log of a sampler."""
+        count = len(self)
+        mine = np.flatnonzero(self["log"][:count] == log)
+        columns = (self[name][mine].tolist() for name in ("segment", "offset", "size"))
+        ends = (Place(segment, offset + size) for segment, offset, size in zip(*columns, strict=True))
+        return max(ends, default=NOWHERE)
+
     def note(self, row: int, facts: Mapping[str, Any]) -> None:
         renamed = {"reward" if key == "score" else key: value for key, value in facts.items()}  # as older runs call it
         merged = {**self.notes(row), **renamed}
@@ -206,7 +246,8 @@ class Index:
     def save(self, path: Path, files: Files, position: Position, **further: Any) -> None:
         """`further`: plain JSON for the header."""
         count = len(self)
-        sections = {f"rows/{name}": self.rows[name] for name in COLUMNS}
+        columns = COLUMNS | (LINKED if self.logs else {})
+        sections = {f"rows/{name}": self.rows[name] for name in columns}
         sections |= {f"attached/{name}": self.attached[name] for name in ATTACHED}
         for kind, texts in (("names", self.names), ("facts", self.facts)):
             sections[f"{kind}/blob"], sections[f"{kind}/ends"] = texts.sections(count)
@@ -217,6 +258,7 @@ class Index:
                 "count": count,
                 "vocabularies": {name: vocabulary.texts for name, vocabulary in self.vocabularies.items()},
                 "sections": [[name, array.dtype.str, len(array)] for name, array in sections.items()],
+                **({"logs": sorted([number, *state] for number, state in self.logs.items())} if self.logs else {}),
                 **further,
             }
         ).encode()
@@ -265,7 +307,10 @@ def read_index(path: Path) -> tuple[Index, Position, dict[str, Any]] | str:
         sections[name] = data[at : at + size].view(dtype)
         at += -(-size // 64) * 64
     index = Index()
-    index.rows = Table(COLUMNS, {name: sections[f"rows/{name}"] for name in COLUMNS})
+    index.logs = {number: LogState(*state) for number, *state in header.get("logs", ())}
+    rows = {name: sections[f"rows/{name}"] for name in (COLUMNS | (LINKED if index.logs else {}))}
+    unlinked = {name: np.zeros(header["count"], dtype=kind) for name, kind in LINKED.items()}
+    index.rows = Table(COLUMNS | LINKED, unlinked | rows)
     index.attached = Table(ATTACHED, {name: sections[f"attached/{name}"] for name in ATTACHED})
     index.names = Texts(sections["names/blob"], sections["names/ends"])
     index.facts = Texts(sections["facts/blob"], sections["facts/ends"])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from opd.errors import StoreError
 from opd.store.files import AppendFile, Files
 from opd.store.frames import (
+    FORMAT,
     HEADER,
     Buffer,
     Frame,
@@ -33,6 +34,10 @@ SEGMENT_BYTES = 64 << 20
 class Place(NamedTuple):
     segment: int
     offset: int
+
+
+NOWHERE = Place(-1, 0)  # before the first segment
+EMPTY = Place(0, HEADER.size)  # behind the header of the first segment
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,24 @@ START = Position(-1, 0, 0, 0, "")
 class SegmentLog:
     """`scan` reads it from a place on and finds its end; `open_for_writing` goes on from there."""
 
-    def __init__(self, directory: Path, files: Files, *, segment_bytes: int = SEGMENT_BYTES, sync: bool = True) -> None:
-        self.directory, self.segment_bytes, self.sync = directory, segment_bytes, sync
+    def __init__(
+        self,
+        directory: Path,
+        files: Files,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        sync: bool = True,
+        id: bytes = b"",
+        format: int = FORMAT,
+    ) -> None:
+        """`id`: that it has to have; else the one it was given when it was started. `format`: of segments that are started."""
+        self.directory, self.segment_bytes, self.sync, self.format = directory, segment_bytes, sync, format
+        self._meant = id
         self._files = files
         self._maps: dict[int, Buffer] = {}
+        self._copied: list[int] | None = None  # segments that are read from memory, and no others
         self._file: AppendFile | None = None
-        self.id = b""
+        self.id = id
         self.first = self.chain = 0  # of a log whose first segments were given back: `opd.store.reclaim`
         self.end = START
         self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a tail that a torn write left
@@ -78,7 +95,8 @@ class SegmentLog:
 
     def segments(self) -> int:
         """One more than the number of the last segment; a gap in their numbers is an error."""
-        numbers = [number for number in segment_numbers(self.directory) if number >= self.first]
+        found = segment_numbers(self.directory) if self._copied is None else self._copied
+        numbers = [number for number in found if number >= self.first]
         if self.first and not numbers:
             raise StoreError(f"{self.path(self.first)}, byte 0: the segment is missing.")
         for expected, number in enumerate(numbers, self.first):
@@ -88,6 +106,8 @@ class SegmentLog:
                 )
         if numbers:
             self.id = read_segment_header(self.map(self.first), self.path(self.first)).log_id
+            if self._meant not in (b"", self.id):
+                raise StoreError(f"{self.path(self.first)}, byte 16: this segment belongs to another log.")
         return self.first + len(numbers)
 
     def scan(self, start: Position = START) -> Iterator[tuple[int, Frame]]:
@@ -101,6 +121,7 @@ class SegmentLog:
         for number in range(max(start.segment, self.first), count):
             data, path = self.map(number), self.path(number)
             header = self.header(number, data)
+            self.format = max(self.format, header.format)
             if number != start.segment:
                 if header.chain != (self.chain if number == self.first else self.end.checksum):
                     raise StoreError(f"{path}, byte 24: this segment does not follow the one before it.")
@@ -180,6 +201,17 @@ class SegmentLog:
         self._maps[number] = found
         return found  # another thread may have put a shorter one there meanwhile
 
+    def copy_in(self) -> None:
+        """Read all of it into memory, then sync that: a log that a process of its own has written, which may not be gone yet."""
+        self._copied = segment_numbers(self.directory)
+        for number in self._copied:
+            self._maps[number] = self.path(number).read_bytes()
+            file = self._files.append(self.path(number))
+            file.sync()
+            file.close()
+        if self._copied:
+            self._files.sync_directory(self.directory)
+
     # Writing
 
     def open_for_writing(self) -> None:
@@ -193,7 +225,7 @@ class SegmentLog:
                 self._files.remove(partial)
             self.give_back(self.first)
             if self.end is START:
-                self.id = os.urandom(8)
+                self.id = self._meant or os.urandom(8)
                 self._start_segment(0, 0)
                 return
             self._file = self._files.append(self.path(self.end.segment))
@@ -205,14 +237,18 @@ class SegmentLog:
         except OSError as error:
             raise self._fail(error, self.end.offset) from error
 
-    def append(self, payload: bytes) -> Place:
-        """Write one frame and sync it; returns where its payload begins. Nothing durable is touched if that fails."""
+    def append(self, payload: bytes, format: int = FORMAT) -> Place:
+        """Write one frame and sync it; returns where its payload begins. Nothing durable is touched if that fails.
+
+        `format`: that its segment has to have at least; a new one is started where it has not.
+        """
         if self.failure is not None:
             raise self.failure
         assert self._file is not None
         offset = self._file.size
         try:
-            if offset >= self.segment_bytes:
+            if offset >= self.segment_bytes or self.format < format:
+                self.format = max(self.format, format)
                 self._start_segment(self.end.segment + 1, self.end.checksum)
                 offset = self._file.size
             frame, checksum = encode_frame(payload, self.end.checksum, self.seed)
@@ -235,7 +271,7 @@ class SegmentLog:
 
     def _start_segment(self, number: int, chain: int) -> None:
         """The one before is whole and synced; the new one gets its name only with its header on the disk."""
-        header = SegmentHeader.make(number, self.id, chain)
+        header = SegmentHeader.make(number, self.id, chain, self.format)
         if self._file is not None:
             self._file.sync()
         self._files.create(self.path(number), [header.encode()])

@@ -13,11 +13,13 @@ from opd.errors import StoreError
 from opd.store import records
 from opd.store.commit import GroupCommit
 from opd.store.entries import Entries, entry
+from opd.store.files import Files
 from opd.store.index import Index, load_index
 from opd.store.log import START, Place, Position, SegmentLog
 from opd.store.reclaim import load_base
 from opd.store.records import Record
 from opd.store.recover import REPAIRED
+from opd.store.samplers import folder_of, id_of
 from opd.store.select import Selection
 from opd.store.state import ENVIRONMENT, State
 from opd.types import EnvironmentRecord, Rollout, Signal, SignalKind
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from opd.store.rollouts import RolloutStore
 
 INDEX = "index.bin"
+LOGS_AT_ONCE = 64  # of samplers, that are mapped
 
 
 class StoreReader:
@@ -35,6 +38,7 @@ class StoreReader:
     index: Index
     entries: Entries
     _log: SegmentLog
+    _samplers: dict[int, SegmentLog]  # those of samplers that were read from
     _state: State
     _commit: GroupCommit
     _read_only: bool
@@ -69,7 +73,7 @@ class StoreReader:
     def readable(self) -> np.ndarray:
         """Rows of the index whose rollouts are finished, and whose tokens were not given back."""
         count = len(self.index)  # others may begin meanwhile
-        kept = self.index["segment"][:count] >= self._log.first
+        kept = (self.index.own_segments(count) >= self._log.first) & ~self.index.gone(count)
         return np.flatnonzero((self.index["stop"][:count] != 0) & kept)
 
     def unfinished(self) -> list[str]:
@@ -137,22 +141,36 @@ class StoreReader:
         index = self._state.index
         if not index["stop"][row]:
             raise StoreError(f"rollout {entry(self._state, row).id!r} is not finished, so it cannot be read")
-        place = Place(int(index["segment"][row]), int(index["offset"][row]))
-        if place.segment < self._log.first:
+        place, number = Place(int(index["segment"][row]), int(index["offset"][row])), int(index["log"][row])
+        own = int(index["linked"][row]) if number else place.segment
+        if own < self._log.first or (number and index.logs[number].what == "gone"):
             raise StoreError(
                 f"rollout {entry(self._state, row).id!r}: its tokens were given back (store.retain); what the index knows is left"
             )
-        record = self._read(place, int(index["size"][row]))
+        log = self._sampler(number) if number else self._log
+        record = self._read(place, int(index["size"][row]), log)
         if record.kind != records.FINISH or record.number != row:
-            raise StoreError(f"{self._log.path(place.segment)}, byte {place.offset}: not the record the index names")
+            raise StoreError(f"{log.path(place.segment)}, byte {place.offset}: not the record the index names")
         arrays: dict[str, Any] = {name: np.array(array) for name, array in records.finished_arrays(record).items()}
         facts = {name: value for name, value in record.facts.items() if name not in ("prompt", "tokens")}
         return Rollout(**facts, **arrays)
 
-    def _read(self, place: Place, size: int) -> Record:
-        return records.decode_record(
-            self._log.map(place.segment, place.offset + size), place.offset, str(self._log.path(place.segment))
-        )
+    def _read(self, place: Place, size: int, log: SegmentLog | None = None) -> Record:
+        log = log or self._log
+        data = log.map(place.segment, place.offset + size)
+        if log is not self._log:
+            log.header(place.segment, data)  # or it is another log's
+        return records.decode_record(data, place.offset, str(log.path(place.segment)))
+
+    def _sampler(self, number: int) -> SegmentLog:
+        """The log of a sampler, to read from. Few at a time: each map of a segment holds a descriptor."""
+        log = self._samplers.get(number)
+        if log is None:
+            for other in list(self._samplers)[: max(len(self._samplers) + 1 - LOGS_AT_ONCE, 0)]:
+                self._samplers.pop(other, None)
+            id = id_of(self._log.id, number)
+            log = self._samplers.setdefault(number, SegmentLog(folder_of(self.directory, number), Files(), id=id))
+        return log
 
     # Recovery
 

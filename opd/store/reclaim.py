@@ -3,6 +3,8 @@
 It is an index like `index.bin`, saved before the first of them is removed, with the number of the first segment that stays and the
 checksum that it follows. Rows of rollouts in removed segments stay in the index; their tokens are gone. Killed between the two,
 segments are left over that nobody needs: the next writer removes them.
+
+Logs of samplers go whole: a record in the store's own log says so first.
 """
 
 from __future__ import annotations
@@ -40,11 +42,20 @@ def load_base(directory: Path) -> Base | None:
     return Base(header["first"], header["chain"], index, end)
 
 
+def needed_rows(index: Index, boundary: int) -> np.ndarray:
+    return (np.arange(len(index)) >= boundary) | (index["stop"] == 0)
+
+
+def logs_not_needed(index: Index, boundary: int) -> list[int]:
+    """Logs of samplers that are settled, and in which no rollout from number `boundary` on was finished."""
+    needed = set(np.unique(index["log"][needed_rows(index, boundary)]).tolist())
+    return [number for number, state in index.logs.items() if state.what == "settled" and number not in needed]
+
+
 def first_needed(index: Index, boundary: int, last: int) -> int:
     """The first segment with anything about rollouts from number `boundary` on, or unfinished ones, or calls; at most `last`."""
-    numbers = np.arange(len(index))
-    needed = (numbers >= boundary) | (index["stop"] == 0)
+    needed = needed_rows(index, boundary)
     calls = index.vocabularies["what"].find("environment")
     attached = needed[index.attached["rollout"]] | (index.attached["what"] == (-1 if calls is None else calls))
-    segments = [index["segment"][needed], index.attached["segment"][attached]]
+    segments = [index.own_segments(len(index))[needed], index.attached["segment"][attached]]
     return int(min([last, *(found.min() for found in segments if found.size)]))

@@ -11,6 +11,8 @@ used where they are mapped. The record's own checksum is what a reader checks wh
     NOTE          facts that came later, such as a reward
     SIGNAL        a teacher's answer
     ENVIRONMENT   order, call, result
+    LINK          where the log of a sampler has its FINISH, and what the index knows of it
+    LOG           what has become of the log of a sampler; `number` is the log's
 """
 
 from __future__ import annotations
@@ -22,16 +24,26 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from opd.errors import StoreError
-from opd.store.frames import ALIGN, Buffer
+from opd.store.frames import ALIGN, Buffer, FormatError
 from opd.types import TopK
 
-BEGIN, TOKENS, FINISH, NOTE, SIGNAL, ENVIRONMENT = range(1, 7)
-KINDS = {BEGIN: "begin", TOKENS: "tokens", FINISH: "finish", NOTE: "note", SIGNAL: "signal", ENVIRONMENT: "environment"}
+BEGIN, TOKENS, FINISH, NOTE, SIGNAL, ENVIRONMENT, LINK, LOG = range(1, 9)
+KINDS = {
+    BEGIN: "begin",
+    TOKENS: "tokens",
+    FINISH: "finish",
+    NOTE: "note",
+    SIGNAL: "signal",
+    ENVIRONMENT: "environment",
+    LINK: "link",
+    LOG: "log",
+}
 RECORD = struct.Struct("<B3xIIIII")
 CHECKED = struct.Struct("<BIII")
 
@@ -98,6 +110,13 @@ def split(payload: memoryview, start: int) -> Iterator[Record]:
         facts = json.loads(bytes(body[:size])) if size else {}
         yield Record(kind, number, facts, body[_padded(size) :], start + at, RECORD.size + length)
         at += RECORD.size + length
+
+
+def require_known(record: Record, path: Path) -> None:
+    if record.kind not in KINDS:
+        raise FormatError(
+            f"{path}, byte {record.offset}: a record of kind {record.kind}, which this version of opd does not know."
+        )
 
 
 # One function per kind
@@ -179,6 +198,14 @@ def signal_values(record: Record) -> tuple[np.ndarray | TopK, np.ndarray]:
 
 def environment(number: int, order: int, call: Any, result: Any) -> bytes:
     return encode_record(ENVIRONMENT, number, {"order": order, "call": call, "result": result})
+
+
+def link(number: int, facts: Mapping[str, Any]) -> bytes:
+    return encode_record(LINK, number, facts)
+
+
+def sampler_log(number: int, state: Sequence[Any]) -> bytes:
+    return encode_record(LOG, number, {"state": list(state)})
 
 
 def _padded(size: int) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 from opd.errors import RunDirectoryError
 from opd.store import records
 from opd.store.files import Files
-from opd.store.frames import Frame
-from opd.store.index import load_index
-from opd.store.reclaim import load_base
+from opd.store.frames import Frame, segment_name
+from opd.store.index import Index, LogState
+from opd.store.log import EMPTY, NOWHERE, Place, Position
 from opd.store.records import COLUMNS, ROW_COLUMNS, Record, Row
 from opd.store.recover import DAMAGED, REPAIRED, finish_repair, pending_repair, repaired_name
 from opd.store.rollouts import INDEX, RolloutStore
 from opd.store.salvage import Damage, Salvage
+from opd.store.samplers import FOLDER, folder_of, id_of, numbers_in
 from opd.store.state import names_of
 from opd.types import TokenColumns
 
@@ -38,6 +40,8 @@ class Saved:
     later: list[Record] = field(default_factory=list)  # notes and signals
     calls: dict[int, Record] = field(default_factory=dict)
     interrupted: bool = False  # damage since it began: tokens behind it may not be the next ones
+    link: Record | None = None  # to its finish record in the log of a sampler
+    place: Place = NOWHERE  # of the finish record
 
 
 @dataclass
@@ -50,6 +54,10 @@ class Report:
     torn: Damage | None = None
     index: str = ""
     rollouts: dict[int, Saved] = field(default_factory=dict)
+    logs: dict[int, LogState] = field(default_factory=dict)  # of samplers: what this log says of them
+    samplers: dict[int, Report] = field(default_factory=dict)
+    saved: Index | None = None  # what the saved index says
+    given_back: set[int] = field(default_factory=set)  # numbers of rollouts whose tokens are gone on purpose
 
     @property
     def finished(self) -> int:
@@ -59,14 +67,20 @@ class Report:
     def unfinished(self) -> list[Saved]:
         return [saved for saved in self.rollouts.values() if saved.finish is None and saved.begin is not None]
 
-    def lines(self) -> list[str]:
+    def summary(self) -> str:
         kinds = ", ".join(f"{self.kinds[name]} {name}" for name in records.KINDS.values() if self.kinds[name])
+        return f"{self.frames} commits: {kinds or 'no records'}"
+
+    def lines(self) -> list[str]:
         told = [f"{name}: {size} bytes" for name, size in self.segments]
-        told.append(f"{self.frames} commits: {kinds or 'no records'}")
+        told.append(self.summary())
         told.append(f"rollouts: {self.finished} finished, {len(self.unfinished)} unfinished")
         told.append(f"index: {self.index}")
         if self.torn is not None:
             told.append(f"torn tail, no damage: {self.torn}; the next writer cuts it")
+        for number, report in self.samplers.items():
+            torn = "" if report.torn is None else "; behind them a torn tail, no damage"
+            told.append(f"{report.directory.name}: {self.logs[number].what}, {report.summary()}{torn}")
         told += [f"DAMAGED {damage}" for damage in self.damages]
         if self.damages:
             told.append(f"`opd store repair {self.directory}` keeps what is whole.")
@@ -75,6 +89,10 @@ class Report:
 
 def find_log(run: Path) -> Path:
     """The log of a run directory, or the directory itself if it is one. It may still have the name a repair gave it."""
+    if run.resolve().name.startswith(FOLDER) and any(run.resolve().parent.glob("segment-*.log")):
+        raise RunDirectoryError(
+            f"{run}: this is the log of a sampler, a part of the rollout log above it. Name the run instead."
+        )
     for place in (run / "rollouts", run):
         candidate = pending_repair(place) or place
         if any(candidate.glob("segment-*.log")) or (candidate / INDEX).is_file():
@@ -83,18 +101,29 @@ def find_log(run: Path) -> Path:
 
 
 def check_log(run: Path) -> Report:
-    """Verify every byte of a run's log. Touches nothing; the run may be alive."""
-    report, salvage = Report(find_log(run)), Salvage(find_log(run))
-    report.index = salvage.index
+    """Verify every byte of a run's log, and of its samplers'. Touches nothing; the run may be alive."""
+    salvage = Salvage(find_log(run))
+    report = _checked(salvage)
+    report.index, report.saved = salvage.index, salvage.saved
+    join_samplers(report, salvage)
+    return report
+
+
+def _checked(salvage: Salvage, until: Place | None = None) -> Report:
+    """One log. `until`: what comes behind this is nothing."""
+    report = Report(salvage.directory)
     for number in salvage.numbers:
         path = salvage.log.path(number)
         report.segments.append((path.name, path.stat().st_size))
-    for _, item in salvage.frames():
+    for segment, item in salvage.frames():
+        if until is not None and Place(segment, item.offset) >= until:
+            break
         if isinstance(item, Frame):
             report.frames += 1
             for record in records.split(item.payload, item.start):
+                records.require_known(record, salvage.log.path(segment))
                 report.kinds[records.KINDS[record.kind]] += 1
-                _collect(report.rollouts, record)
+                _collect(report, record, segment)
         elif item.torn:
             report.torn = item
         else:
@@ -104,7 +133,11 @@ def check_log(run: Path) -> Report:
     return report
 
 
-def _collect(rollouts: dict[int, Saved], record: Record) -> None:
+def _collect(report: Report, record: Record, segment: int) -> None:
+    rollouts = report.rollouts
+    if record.kind == records.LOG:
+        report.logs[record.number] = LogState(*record.facts["state"])
+        return
     if record.kind == records.TOKENS:
         columns = records.rows_of(record)
         for row in zip(*(columns[name].tolist() for name, _ in ROW_COLUMNS), strict=True):
@@ -116,11 +149,132 @@ def _collect(rollouts: dict[int, Saved], record: Record) -> None:
     if record.kind == records.BEGIN:
         saved.begin = record
     elif record.kind == records.FINISH:
-        saved.finish, saved.rows = record, []
+        saved.finish, saved.rows, saved.place = record, [], Place(segment, record.offset)
+    elif record.kind == records.LINK:
+        saved.link = record
     elif record.kind == records.ENVIRONMENT:
         saved.calls[record.facts["order"]] = record
     else:
         saved.later.append(record)
+
+
+STATES = ("open", "settled", "gone")  # a log of a sampler goes through them in this order
+
+
+def join_samplers(report: Report, salvage: Salvage) -> None:
+    """To what the store's own log says of rollouts, what the logs of samplers hold of them, by the same numbers."""
+    for index in (None if salvage.base is None else salvage.base.index, salvage.saved):
+        for number, state in (index.logs if index is not None else {}).items():
+            known = report.logs.get(number, state)  # what the log said may be damaged
+            report.logs[number] = max(known, state, key=lambda found: STATES.index(found.what))
+    ends: dict[int, Place] = {}  # of what is linked in each log
+    for facts in (saved.link.facts for saved in report.rollouts.values() if saved.link is not None):
+        end = Place(facts["segment"], facts["offset"] + facts["size"])
+        ends[facts["log"]] = max(end, ends.get(facts["log"], NOWHERE))
+    unknown = {*ends, *numbers_in(report.directory)} - set(report.logs)
+    report.logs |= dict.fromkeys(unknown, LogState("open"))
+    report.given_back = _given_back(report, salvage)
+    for number in report.given_back & set(report.rollouts):
+        del report.rollouts[number]
+    strangers: dict[int, str] = {}
+    for number, state in sorted(report.logs.items()):
+        if state.what != "gone":
+            strangers |= _join(report, number, state, salvage, max(state.place, ends.get(number, NOWHERE)))
+    _judge(report, salvage, unknown, strangers)
+
+
+def _judge(report: Report, salvage: Salvage, unknown: set[int], strangers: Mapping[int, str]) -> None:
+    """What of the logs of samplers is damaged, and what the store's own log must have lost, since it does not know it.
+
+    A run that is alive has gone on since that was read: it is read once more before anything is said.
+    """
+    unfound = [saved.link for saved in report.rollouts.values() if saved.link is not None and saved.finish is None]
+    damaged = [number for number, log in report.samplers.items() if log.damages]
+    if not (unknown or strangers or unfound or damaged):
+        return
+    newer, lost = _checked(Salvage(report.directory)), list[str]()
+    for number in sorted(unknown - set(newer.logs)):
+        lost.append(f"{folder_of(report.directory, number).name} was opened here")
+    for row, name in strangers.items():
+        begun = newer.rollouts.get(row, Saved()).begin
+        if begun is None or begun.facts["id"] != name:
+            lost.append(f"rollout {name}, which a sampler has, was begun here")
+    if lost and not report.damages:  # else that is where
+        path = salvage.log.path(max(salvage.numbers, default=0))
+        size = path.stat().st_size if path.is_file() else 0
+        report.damages.append(Damage(path, size, 0, f"{lost[0]}, and is lost"))
+    gone = {number for number, state in newer.logs.items() if state.what == "gone"}
+    for link in unfound:
+        number, segment = link.facts["log"], segment_name(link.facts["segment"])
+        if number not in gone and number not in damaged:  # or it was said already
+            path, why = folder_of(report.directory, number) / segment, f"rollout {link.number} was finished here"
+            report.damages.append(Damage(path, link.facts["offset"], link.facts["size"], why))
+    for number in damaged:
+        report.damages += report.samplers[number].damages if number not in gone else []
+
+
+def _given_back(report: Report, salvage: Salvage) -> set[int]:
+    gone = [number for number, state in report.logs.items() if state.what == "gone"]
+    found = {number for number, saved in report.rollouts.items() if saved.link and saved.link.facts["log"] in gone}
+    if (base := salvage.base) is not None:
+        found |= set(np.flatnonzero(base.index.own_segments(len(base.index)) < base.first).tolist())
+    for index in (None if base is None else base.index, salvage.saved):
+        found |= set() if index is None else set(np.flatnonzero(np.isin(index["log"], gone)).tolist())
+    return found
+
+
+def _join(report: Report, number: int, state: LogState, salvage: Salvage, seen: Place) -> dict[int, str]:
+    """Rollouts that the store's own log does not know. `salvage`: of that. `seen`: what was durable in this one."""
+    folder, own = folder_of(report.directory, number), id_of(salvage.log.id, number)
+    strangers: dict[int, str] = {}
+    if state.what == "settled" and seen <= EMPTY:
+        report.samplers[number] = Report(folder)
+        return strangers  # nothing in it counts
+    witness = Position(seen.segment, seen.offset, 0, 0, own.hex()) if seen.segment >= 0 else None
+    settled = state.what == "settled"
+    log = report.samplers[number] = _checked(Salvage(folder, own, witness), state.place if settled else None)
+    for row, found in log.rollouts.items():
+        record = found.begin or found.finish
+        name = "" if record is None else record.facts["id"]
+        known = name if row in report.given_back else _known_name(report, salvage, row)
+        if known != name:
+            strangers[row] = name
+        if known not in (name, None):
+            continue
+        saved = Saved() if row in report.given_back else report.rollouts.setdefault(row, Saved())
+        if saved.finish is not None:
+            continue
+        link = None if saved.link is None else saved.link.facts
+        if found.finish is not None:
+            linked_here = link and (link["log"], link["segment"], link["offset"]) == (number, *found.place)
+            if linked_here or (link is None and _same(saved, found)):
+                saved.finish, saved.rows, saved.place = found.finish, [], found.place
+        elif not settled or (link is not None and link["log"] == number):
+            longer = saved.begin is None or len(found.rows) > len(saved.rows)
+            if found.begin is not None and longer and _same(saved, found):
+                saved.begin, saved.rows, saved.interrupted = found.begin, found.rows, found.interrupted
+    return strangers
+
+
+def _known_name(report: Report, salvage: Salvage, row: int) -> str | None:
+    """What the store calls this rollout, by its log or by an index: the segment of its begin may be given back."""
+    saved = report.rollouts.get(row, Saved())
+    for record in (saved.begin, saved.finish):
+        if record is not None:
+            return str(record.facts["id"])
+    for index in (None if salvage.base is None else salvage.base.index, salvage.saved):
+        if index is not None and row < len(index):
+            return str(json.loads(index.names[row])[0])
+    return None
+
+
+def _same(saved: Saved, found: Saved) -> bool:
+    """Whether what the log of a sampler has begins as what the store has; by tokens and versions."""
+    rows = [(row[1], row[5]) for row in found.rows]
+    if found.finish is not None:
+        columns = records.finished_arrays(found.finish)
+        rows = list(zip(columns["response_ids"].tolist(), columns["version"].tolist(), strict=True))
+    return all((row[1], row[5]) == theirs for row, theirs in zip(saved.rows, rows, strict=False))
 
 
 def repair(run: Path) -> list[str]:
@@ -185,7 +339,7 @@ def _rewrite_later(store: RolloutStore, id: str, record: Record) -> None:
         return
     facts: dict[str, Any] = {
         name: record.facts[name] for name in ("role", "kind", "teacher", "teacher_version", "view", "spans")
-    }
+    } | {"key": record.facts.get("key", "")}
     values, mask = records.signal_values(record)
     store.configure(commit_ms=0, fsync="commit", hidden=True)
     store.record_signal(id, values=values, mask=mask, **facts)
@@ -193,26 +347,19 @@ def _rewrite_later(store: RolloutStore, id: str, record: Record) -> None:
 
 def _lost(report: Report) -> list[str]:
     """Rollouts that are known to have existed and are gone, or are cut shorter; not those that were given back."""
-    base = load_base(report.directory)
-    given_back = set() if base is None else set(np.flatnonzero(base.index["segment"] < base.first).tolist())
-    lost = [
-        f"rollout number {number} (its name too)"
-        for number, saved in report.rollouts.items()
-        if not (saved.finish or saved.begin) and number not in given_back
-    ]
-    lost += [
-        f"later tokens of {saved.begin.facts['id']}" for saved in report.unfinished if saved.begin and saved.interrupted
-    ]
-    loaded = load_index(report.directory / INDEX)
-    if not isinstance(loaded, str):
-        index = loaded[0]
-        for row in range(len(index)):
-            saved = report.rollouts.get(row)
-            if row in given_back:
-                continue
-            if saved is None or (saved.finish is None and (saved.begin is None or index["stop"][row])):
-                lost.append(json.loads(index.names[row])[0])
-    return lost
+    names: dict[int, str] = {}
+    if (index := report.saved) is not None:
+        for row in sorted(set(range(len(index))) - report.given_back):
+            found = report.rollouts.get(row, Saved())
+            if found.finish is None and (found.begin is None or index["stop"][row]):
+                names[row] = json.loads(index.names[row])[0]
+    for number, saved in report.rollouts.items():
+        if saved.begin is None and saved.finish is None:
+            names.setdefault(number, f"rollout number {number} (its name too)")
+        elif saved.finish is None and saved.link is not None and saved.begin is not None:
+            names.setdefault(number, saved.begin.facts["id"])
+    cut = [saved.begin.facts["id"] for saved in report.unfinished if saved.begin and saved.interrupted]
+    return [*names.values(), *(f"later tokens of {id}" for id in cut)]
 
 
 def _free_name(path: Path) -> Path:

@@ -15,13 +15,15 @@ from opd.store import records
 from opd.store.commit import GroupCommit
 from opd.store.entries import Entries
 from opd.store.files import Files
-from opd.store.index import STOPS
+from opd.store.frames import FORMAT, LINKED_FORMAT
+from opd.store.index import STOPS, LogState
+from opd.store.linking import LinkingStore
 from opd.store.log import SEGMENT_BYTES, Place, SegmentLog
-from opd.store.reading import INDEX, StoreReader
-from opd.store.reclaim import BASE, first_needed
+from opd.store.reading import INDEX
+from opd.store.reclaim import BASE, first_needed, logs_not_needed
 from opd.store.records import Row
 from opd.store.recover import finish_repair, pending_repair
-from opd.store.state import ENVIRONMENT, Live, Waiting
+from opd.store.state import ENVIRONMENT, Live, Waiting, compose
 from opd.types import (
     Author,
     SampledToken,
@@ -36,7 +38,7 @@ HEAVY_BYTES = 128 << 20  # of signals in one frame, about
 Fsync = Literal["commit", "never"]
 
 
-class RolloutStore(StoreReader):
+class RolloutStore(LinkingStore):
     """`commit_ms`: how long tokens wait for the group commit at most (0: until `commit` is called, without a thread).
 
     `fsync`: `commit` syncs every group commit. `never` leaves it to the operating system: a killed process loses
@@ -61,6 +63,7 @@ class RolloutStore(StoreReader):
         self.directory, self._read_only, self._closed, self._heavy = directory, read_only, False, 0
         self._files = files or Files()
         self._log = SegmentLog(directory, self._files, segment_bytes=segment_bytes)
+        self._samplers = {}
         self._commit = GroupCommit(self._write, 0.0)
         self._lock = threading.RLock()  # of the state
         self._changing = threading.RLock()  # of what the index knows before the log does
@@ -71,7 +74,9 @@ class RolloutStore(StoreReader):
         self._saved_rows = len(self.index) if self.index_was == "whole" else 0
         self._open = {live.names["id"]: live.number for live in self._state.live.values()}  # rollouts that take tokens
         if not read_only:
+            self._require_known()
             self._log.open_for_writing()
+            self._take_in()
 
     def __len__(self) -> int:
         return len(self._state.index)
@@ -233,7 +238,7 @@ class RolloutStore(StoreReader):
                 yield
 
     def reclaim(self, boundary: int, until: int | None = None) -> int:
-        """Give back whole segments that hold nothing about rollouts from number `boundary` on; how many these were.
+        """Give back whole segments, and logs of samplers, with nothing about rollouts from number `boundary` on; how many these were.
 
         What is unfinished stays, and so do calls, whose costs count, and segment `until` with all behind it: a checkpoint
         names a frame there. The index keeps a row of every rollout.
@@ -243,12 +248,19 @@ class RolloutStore(StoreReader):
             last = self._log.end.segment
             last = last if until is None else min(until, last)
             before, first = self._log.first, first_needed(self.index, boundary, last)
-            if first <= before:
-                return 0
-            chain = self._log.header(first, self._log.map(first)).chain
-            self.index.save(self.directory / BASE, self._files, self._log.end, first=first, chain=chain)
-            self._log.give_back(first)
-            return first - before
+            if first > before:
+                chain = self._log.header(first, self._log.map(first)).chain
+                self.index.save(self.directory / BASE, self._files, self._log.end, first=first, chain=chain)
+                self._log.give_back(first)
+            unneeded = logs_not_needed(self.index, boundary)
+        with self._changing:
+            for number in unneeded:
+                self._note_log(number, LogState("gone"))
+        if unneeded:
+            with self._still():  # which is durable then, whatever the policy
+                for number in unneeded:
+                    self._remove(number)
+        return max(first - before, 0) + len(unneeded)
 
     def close(self) -> None:
         """Make everything durable, then save the index."""
@@ -274,18 +286,10 @@ class RolloutStore(StoreReader):
         self._saved_rows = len(self.index)
 
     def _write(self, batch: list[Row | np.ndarray | Waiting]) -> None:
-        """One frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""
-        rows = [item for item in batch if not isinstance(item, Waiting)]
-        others = [item for item in batch if isinstance(item, Waiting)]
-        parts: list[tuple[bytes, Waiting | None]] = [
-            (item.encode(), item) for item in others if item.kind == records.BEGIN
-        ]
-        if rows:
-            tokens = records.packed(rows)
-            parts.append((records.tokens(tokens), None))
-            self._state.deal(tokens)
-        parts += [(item.encode(), item) for item in others if item.kind != records.BEGIN]
-        start = self._log.append(b"".join(part for part, _ in parts))
+        """One frame."""
+        parts = compose(batch, self._state.live)
+        linked = any(item is not None and item.kind in (records.LINK, records.LOG) for _, item in parts)
+        start = self._log.append(b"".join(part for part, _ in parts), LINKED_FORMAT if linked else FORMAT)
         frame, offset = Place(start.segment, self._log.end.frame), start.offset
         with self._lock:
             for part, item in parts:
@@ -301,6 +305,9 @@ class RolloutStore(StoreReader):
         elif item.kind == records.FINISH:
             assert item.versions is not None
             index.finish(item.number, place, size, item.facts, item.versions)
+            del self._state.live[item.number]
+        elif item.kind == records.LINK:
+            index.link(item.number, item.facts, place.segment)
             del self._state.live[item.number]
         elif item.kind == records.SIGNAL:
             self._state.signal(item.number, item.facts, place, size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opd.errors import StoreError
 from opd.store.files import Files
-from opd.store.frames import HEADER, Frame, next_frame, read_frame, read_segment_header, segment_numbers
+from opd.store.frames import HEADER, FormatError, Frame, next_frame, read_frame, read_segment_header, segment_numbers
 from opd.store.index import load_index
 from opd.store.log import Position, SegmentLog
 from opd.store.reclaim import load_base
@@ -31,7 +31,8 @@ class Damage:
 class Salvage:
     """Walks all segments; `frames` gives good frames and damages in the order of the log."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, id: bytes = b"", witness: Position | None = None) -> None:
+        """`id` and `witness`: of the log of a sampler, which has no index: what it has to be, and what was durable in it."""
         self.directory = directory
         self.log = SegmentLog(directory, Files())
         self.base = load_base(directory)
@@ -40,8 +41,11 @@ class Salvage:
         self.numbers = [number for number in segment_numbers(directory) if number >= self.log.first]
         loaded = load_index(directory / "index.bin")
         self.index = loaded if isinstance(loaded, str) else "whole"
-        self.witness: Position | None = None if isinstance(loaded, str) else loaded[1]
-        self.log.id = self._find_id()
+        self.saved = None if isinstance(loaded, str) else loaded[0]
+        self.witness: Position | None = witness if isinstance(loaded, str) else loaded[1]
+        self.log.id = id or self._find_id()
+        if self.saved is not None and self.witness is not None and self.witness.log != self.log.id.hex():
+            self.saved, self.witness, self.index = None, None, "of another log"
 
     def frames(self) -> Iterator[tuple[int, Frame | Damage]]:
         """(segment, good frame or damage)."""
@@ -63,6 +67,8 @@ class Salvage:
             if self._chain not in (None, header.chain):
                 yield Damage(path, 24, 0, "this segment does not follow the one before it")
             self._chain = header.checksum
+        except FormatError:
+            raise
         except StoreError as error:
             yield Damage(path, 0, min(offset, len(data)), str(error).split(": ", 1)[1].split(". ")[0])
             self._chain = None
@@ -102,6 +108,8 @@ class Salvage:
         for number in self.numbers:
             try:
                 return read_segment_header(self.log.map(number), self.log.path(number)).log_id
+            except FormatError:
+                raise
             except StoreError:
                 continue
         if self.witness is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from opd.errors import StoreError
 from opd.store import records
 from opd.store.frames import Frame
-from opd.store.index import Index
+from opd.store.index import Index, LogState
 from opd.store.log import Place, Position
-from opd.store.records import PACKED, ROW_COLUMNS, Columns, Record
+from opd.store.records import PACKED, ROW_COLUMNS, Columns, Record, Row
 
 ENVIRONMENT = "environment"
 NAMES = ("id", "prompt_id", "visit", "sample", "domain", "source", "group", "pair")
@@ -71,6 +71,40 @@ class Waiting:
         return self.data
 
 
+def compose(
+    batch: Sequence[Row | np.ndarray | Waiting], live: Mapping[int, Live]
+) -> list[tuple[bytes, Waiting | None]]:
+    """Records of one frame: begins, then the tokens of whichever rollouts, then the rest; never a finish before its tokens."""
+    rows = [item for item in batch if not isinstance(item, Waiting)]
+    others = [item for item in batch if isinstance(item, Waiting)]
+    parts: list[tuple[bytes, Waiting | None]] = [(item.encode(), item) for item in others if item.kind == records.BEGIN]
+    if rows:
+        tokens = records.packed(rows)
+        parts.append((records.tokens(tokens), None))
+        deal(tokens, live)
+    return parts + [(item.encode(), item) for item in others if item.kind != records.BEGIN]
+
+
+def deal(rows: np.ndarray, live: Mapping[int, Live]) -> None:
+    """Tokens of whichever rollouts, `PACKED`, to each its own: what its finish record will hold."""
+    order = np.argsort(rows["rollout"], kind="stable")
+    tokens = rows.view(f"V{PACKED.itemsize}")[order].view(PACKED)
+    numbers, starts = np.unique(tokens["rollout"], return_index=True)
+    ends = [*starts[1:].tolist(), tokens.size]
+    for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
+        live[number].parts.append(tokens[start:end].copy())  # a view would keep everybody's in memory
+
+
+def take_tokens(record: Record, live: Mapping[int, Live]) -> None:
+    """A TOKENS record that is read again, to those that are not finished."""
+    columns = records.rows_of(record)
+    numbers, counts = np.unique(columns["rollout"], return_counts=True)
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        if (found := live.get(number)) is not None:
+            found.frames.append(columns)
+            found.replayed += count
+
+
 class State:
     def __init__(self, index: Index | None = None) -> None:
         self.index = index or Index()
@@ -91,15 +125,6 @@ class State:
             self._numbers[names["id"]] = live.number
         return live
 
-    def deal(self, rows: np.ndarray) -> None:
-        """Tokens of whichever rollouts, `PACKED`, to each its own: what its finish record will hold."""
-        order = np.argsort(rows["rollout"], kind="stable")
-        tokens = rows.view(f"V{PACKED.itemsize}")[order].view(PACKED)
-        numbers, starts = np.unique(tokens["rollout"], return_index=True)
-        ends = [*starts[1:].tolist(), tokens.size]
-        for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
-            self.live[number].parts.append(tokens[start:end].copy())  # a view would keep everybody's in memory
-
     # Replay
 
     def replay(self, segment: int, frame: Frame, where: str) -> None:
@@ -112,8 +137,8 @@ class State:
         stops = self.index["stop"]
         for record in records.split(frame.payload, frame.start):
             if record.kind == records.TOKENS:
-                self._take_tokens(record)
-            elif not stops[record.number]:
+                take_tokens(record, self.live)
+            elif record.kind != records.LOG and not stops[record.number]:
                 if record.kind == records.BEGIN:
                     self._begin_live(record)
                 elif record.kind == records.ENVIRONMENT:
@@ -126,7 +151,9 @@ class State:
         return min((Place(segment, offset) for segment, offset in places), default=end.place)
 
     def _apply(self, record: Record, frame: Place, where: str) -> None:
-        place, size = Place(frame.segment, record.offset), record.size
+        place = Place(frame.segment, record.offset)
+        if record.kind not in records.KINDS:
+            raise StoreError(f"{where}: a record of kind {record.kind}, which this version of opd does not know.")
         if record.kind == records.BEGIN:
             if record.number != len(self.index):
                 raise StoreError(f"{where}: rollout {record.number} begins, but {len(self.index)} is next")
@@ -134,7 +161,10 @@ class State:
             self.index.rows.set(live.number, segment=frame.segment, offset=frame.offset)
             return
         if record.kind == records.TOKENS:
-            self._take_tokens(record)
+            take_tokens(record, self.live)
+            return
+        if record.kind == records.LOG:
+            self.index.logs[record.number] = LogState(*record.facts["state"])
             return
         if record.number >= len(self.index):
             raise StoreError(
@@ -142,12 +172,21 @@ class State:
             )
         if record.kind == records.FINISH:
             self._finish(record, place, where)
-        elif record.kind == records.NOTE:
+        elif record.kind == records.LINK:
+            if self.live.pop(record.number, None) is None:
+                raise StoreError(f"{where}: rollout {record.number} is linked behind a finished one")
+            self.index.link(record.number, record.facts, place.segment)
+        else:
+            self._apply_later(record, place)
+
+    def _apply_later(self, record: Record, place: Place) -> None:
+        """What came to be known of a rollout."""
+        if record.kind == records.NOTE:
             self.index.note(record.number, record.facts)
         elif record.kind == records.SIGNAL:
-            self.signal(record.number, record.facts, place, size)
+            self.signal(record.number, record.facts, place, record.size)
         elif record.kind == records.ENVIRONMENT:
-            self.index.attach(record.number, ENVIRONMENT, place, size)
+            self.index.attach(record.number, ENVIRONMENT, place, record.size)
             if record.number in self.live:
                 self.live[record.number].calls += 1
 
@@ -170,14 +209,6 @@ class State:
         self.index.finish(
             record.number, place, record.size, record.facts["stop"], records.finished_arrays(record)["version"]
         )
-
-    def _take_tokens(self, record: Record) -> None:
-        columns = records.rows_of(record)
-        numbers, counts = np.unique(columns["rollout"], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if (live := self.live.get(number)) is not None:
-                live.frames.append(columns)
-                live.replayed += count
 
     def settle(self) -> None:
         """The log has been replayed."""

@@ -27,6 +27,7 @@ from opd.config import Stage
 from opd.data.stream import PromptStream, Visit
 from opd.errors import Stopped
 from opd.models.varlen import beside_training
+from opd.sampling.ahead import ThreadSampler
 from opd.trainer.gather import Gathered, reward_stored, score
 from opd.trainer.metrics import Clock
 from opd.trainer.trajectories import Trajectories
@@ -143,8 +144,10 @@ class Ahead:
         try:
             with _device(run.device, own_stream=True):
                 for step in range(first, run.spec.train.steps + 1):
+                    visits = stream.take(run.spec.rollout.prompts)
+                    prompts = trajectories.rendered(visits)  # which does not depend on any step
                     self._wait(lambda step=step: step <= self._trained + 1 + self._staleness)  # type: ignore[misc]
-                    sampled = self._sample(run, step, stream, trajectories)
+                    sampled = self._sample(run, step, visits, prompts, stream.state(), trajectories)
                     with self._moved:
                         job = _beside().submit(self._finish, run, sampled)
                         self._jobs.add(job)
@@ -155,18 +158,27 @@ class Ahead:
                 self._failure = error
                 self._moved.notify_all()
 
-    def _sample(self, run: StageRun, step: int, stream: PromptStream, trajectories: Trajectories) -> Sampled:
+    def _sample(
+        self,
+        run: StageRun,
+        step: int,
+        visits: list[Visit],
+        prompts: dict[str, np.ndarray],
+        stream: dict[str, Any],
+        trajectories: Trajectories,
+    ) -> Sampled:
+        """`stream`: where it stands behind these visits."""
         sampler, clock = run.samplers.ahead, Clock()
         assert sampler is not None
         with clock("sample"):
-            sampler.take_over()
-            visits = stream.take(run.spec.rollout.prompts)
-            written = trajectories.collect(visits, sampler.version, durable=False)
+            if isinstance(sampler, ThreadSampler):
+                sampler.take_over()
+            written = trajectories.collect(visits, sampler.version, prompts, durable=False)
         return Sampled(
             step,
             visits,
             written,
-            stream.state(),
+            stream,
             trajectories.consumed,
             trajectories.used,
             trajectories.continued,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opd.errors import Stopped
 from opd.types import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
 
 if TYPE_CHECKING:
@@ -38,12 +39,61 @@ class SharedSampler:
         mine = dealt(list(requests), self._world.rank, self._sharers)
         events = iter(self.own.sample(mine) if mine and self.own is not None else ())
         while True:
-            part = [tuple(event) for event in islice(events, ROUND)]
-            everyone: list[list[tuple[Any, ...]]] = self._world.gather(part)
-            for event in (event for found in everyone for event in found):
-                yield Finished(*event) if len(event) == len(Finished._fields) else SampledToken(*event)
+            part, stop = self._next(events)
+            everyone = self._exchanged(part)
+            with self._world.holding():  # what has been drawn is kept
+                for found in everyone:
+                    yield from found
+            if stop is not None:
+                raise stop
+            self._world.leave()
             if all(len(found) < ROUND for found in everyone):
                 return
+
+    def _next(self, events: Iterator[SampledToken | Finished]) -> tuple[list[SampledToken | Finished], Stopped | None]:
+        """Some events. A stop that comes while the others wait is told them before this rank leaves, and they leave with it."""
+        part: list[SampledToken | Finished] = []
+        try:
+            with self._world.answering():
+                part.extend(islice(events, ROUND))
+        except Stopped as stop:
+            return part, stop
+        return part, None
+
+    def _exchanged(self, part: list[SampledToken | Finished]) -> list[list[SampledToken | Finished]]:
+        if self._world.size == 1:
+            self._world.barrier()  # where a stop is heard of
+            return [part]
+        told = self._world.gather(to_columns(part))
+        return [part if rank == self._world.rank else from_columns(found) for rank, found in enumerate(told)]
+
+
+def to_columns(events: Sequence[SampledToken | Finished]) -> tuple[Any, ...]:
+    """Events as arrays, which a message carries as they are: who (a place among the names), token, log-probs, version; and at
+    which places an answer ended, and why.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(event.request_id for event in events))}
+    tokens = [event for event in events if isinstance(event, SampledToken)]
+    _, token, *numbers, version = zip(*tokens, strict=True) if tokens else [()] * len(SampledToken._fields)
+    who = np.array([places[event.request_id] for event in events], dtype=np.int32)
+    ends = {place: event.stop for place, event in enumerate(events) if isinstance(event, Finished)}
+    return (
+        list(places),
+        who,
+        np.array(token, np.int64),
+        np.array(numbers, np.float64),
+        np.array(version, np.int64),
+        ends,
+    )
+
+
+def from_columns(columns: tuple[Any, ...]) -> list[SampledToken | Finished]:
+    names, who, token, numbers, version, ends = columns
+    rows = iter(zip(token.tolist(), *numbers.tolist(), version.tolist(), strict=True))
+    return [
+        Finished(names[one], ends[place]) if place in ends else SampledToken(names[one], *next(rows))
+        for place, one in enumerate(who.tolist())
+    ]
 
 
 def dealt(requests: Sequence[SampleRequest], rank: int, size: int) -> list[SampleRequest]:

@@ -46,11 +46,14 @@ def ask(
     own = [rollout for rollout in rest if rollout.id in mine]
     together = teacher.model is not None and teacher.model.spread  # over ranks, which then score side by side
     answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own or together else []
+    written = kind != "hidden" or run.spec.keeps_hidden
+    if written and run.pager is not None:
+        run.pager.check()  # a resumed run would believe what is in the store
     said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
     known |= run.world.exchange(said, hidden=kind == "hidden")
     for rollout in rest:
         signal = known[rollout.id]
-        if kind != "hidden" or run.spec.keeps_hidden:
+        if written:
             run.store.record_signal(
                 rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,
                 view=signal.view, spans=signal.spans, key=text_key(shown[rollout.id]),

@@ -18,6 +18,7 @@ from opd.data.render import render_prompt
 from opd.data.source import PromptSource
 from opd.data.stream import Visit
 from opd.errors import DataError, TrainingError
+from opd.sampling.ahead import KeepsTokens
 from opd.sampling.draws import request_key, uniforms
 from opd.sampling.replay import RunSource
 from opd.sampling.rollouts import Rollouts
@@ -86,10 +87,17 @@ class Trajectories:
     )
     _replay: dict[str, DurableTokens] = field(default_factory=dict)
 
-    def collect(self, visits: Sequence[Visit], version: int, *, durable: bool = True) -> list[str]:
+    def collect(
+        self,
+        visits: Sequence[Visit],
+        version: int,
+        prompts: Mapping[str, np.ndarray] | None = None,
+        *,
+        durable: bool = True,
+    ) -> list[str]:
         """Ids of the finished rollouts, in the order of the visits. Nothing is returned that is not in the store.
 
-        `durable`: whether to wait for the disk. Who reads them waits for it anyway.
+        `prompts`: what `rendered` gave. `durable`: whether to wait for the disk. Who reads them waits for it anyway.
         """
         planned: dict[str, Planned] = {}
         self.unshown = self.used = self.continued = 0
@@ -99,9 +107,13 @@ class Trajectories:
                 plan = Planned(visit, sample, writer, shown)
                 if planned.setdefault(self.rollout_id(visit, sample), plan) is not plan:
                     raise _twice(visit.prompt)
-        prompts = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
+        prompts = self.rendered(visits) if prompts is None else prompts
         self.newest = self.carry_out(planned, version, prompts, durable=durable)
         return self.newest
+
+    def rendered(self, visits: Sequence[Visit]) -> dict[str, np.ndarray]:
+        """Ids of their prompts, by prompt."""
+        return {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
 
     def carry_out(
         self,
@@ -304,8 +316,13 @@ class Trajectories:
         assert stored.stop is not None
         self.store.finish(rollout_id, stored.stop)
 
-    def _sample(self, sampler: TokenSampler, requests: Sequence[SampleRequest], author: Author) -> None:
+    def _sample(self, sampler: TokenSampler | KeepsTokens, requests: Sequence[SampleRequest], author: Author) -> None:
         """Tokens of one step of the sampler, one of each request, go into the store together."""
+        if isinstance(sampler, KeepsTokens):
+            for count in sampler.keep(requests, author):
+                for _ in range(count):
+                    self.on_token()
+            return
         drawn: dict[str, SampledToken] = {}
         waiting = 0
         try:
