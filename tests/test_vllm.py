@@ -144,7 +144,9 @@ def recipe(teacher: dict[str, Any], steps: int, **objective: Any) -> dict[str, A
 def test_hidden_states_give_the_local_teachers_loss_and_gradients(server: Server, term: dict[str, Any]) -> None:
     student = load_model(STUDENT)
     loss, grads = step(opd.Teacher(TEACHER, student), student, **term)
-    served, served_grads = step(opd.Teacher(settings(server, "vllm"), student), student, **term)
+    there = opd.Teacher(settings(server, "vllm"), student)
+    assert all(there._opened._same._processes.values())  # a server that is restarted is noticed
+    served, served_grads = step(there, student, **term)
     assert loss > 0.1
     assert served == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(served_grads, grads, rtol=1e-5, atol=1e-5 * float(grads.abs().max()))

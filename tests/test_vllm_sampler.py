@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,16 +23,21 @@ from safetensors.torch import load_file, save_file
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, RemoteError, ServerAway, Stopped, TrainingError
+from opd.errors import ModelError, RecipeError, RemoteError, ServerAway, Stopped, TrainingError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
-from opd.sampling import vllm_engine
+from opd.models.lora import save_adapter
+from opd.models.settings import Lora
+from opd.runner.plan import make_plan
+from opd.sampling import vllm_engine, vllm_server
 from opd.sampling.collect import collect
+from opd.sampling.export import WeightsFile
 from opd.sampling.vllm import VllmSampler
+from opd.sampling.vllm_adapter import AdapterFile, why_merged
 from opd.sampling.vllm_engine import VllmEngine
 from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica, engine_environment
-from opd.types import Rollout, SampleRequest, Sampling
+from opd.types import Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.crash import durable, ended, kept, start
 from tests.foreign_server import free_port
 from tests.ranks import Job, together
@@ -38,6 +46,8 @@ real = pytest.mark.vllm
 PYTHON = os.path.abspath(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
 TOKEN = "a token for tests"
 LENGTH = 96
+ADAPTER = Lora(rank=6, alpha=12)
+SLOTS = 4  # of the engine for adapters
 EAGER = {"cache": 1, "eager": True}
 RECIPE: dict[str, Any] = {
     "student": "tiny/spelling",  # far from its teacher
@@ -76,6 +86,7 @@ def test_terms_that_weigh_by_ratios_are_corrected_unless_they_say_otherwise() ->
         ({"rollout": {"temperature": 0.7}, "objective": {"form": "policy_gradient"}}, "at temperature 1"),
         ({"rollout": {"staleness": 1, "in_flight": "keep"}}, "in_flight keep"),
         ({"rollout": {"teacher_mix": 0.2}}, "cannot draw from two models"),
+        ({"sampler": {"engine": "vllm", "lora": "merge"}}, "it has none"),
         ({"sampler": {"engine": "vllm", "address": "http://a:1", "replicas": 2}}, "do nothing"),
         ({"sampler": {"engine": "vllm", "devices": ["0"], "replicas": 2}}, "one for each"),
         ({"sampler": {"engine": "vllm", "address": ["http://a:1", "http://a:1/"]}}, "twice"),
@@ -142,6 +153,93 @@ def test_an_engine_that_takes_no_weights_of_this_size_or_has_no_vllm_says_so(tmp
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("lora", "sampler", "said"),
+    [
+        ({}, {}, "sampler.lora swap: the engines get the weights below the adapter once"),
+        ({"rank": 600}, {}, "sampler.lora merge: .*rank 512 at most, and student.lora.rank is 600"),
+        ({}, {"lora": "merge"}, "sampler.lora merge: .*as the recipe says"),
+    ],
+    ids=["by itself", "too large", "merged"],
+)
+def test_the_plan_says_how_adapters_get_to_the_engines(
+    lora: dict[str, Any], sampler: dict[str, Any], said: str
+) -> None:
+    spec = {**RECIPE, "student": {"model": "tiny/spelling", "lora": lora}, "sampler": {"engine": "vllm", **sampler}}
+    (plan,) = make_plan(load_recipe(spec))
+    assert [note for note in plan.notes if re.match(said, note)]
+
+
+def test_adapters_that_vllm_does_not_take_are_merged_or_refused() -> None:
+    from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    untied = LlamaConfig(**sizes, tie_word_embeddings=False)
+    experts = Qwen3MoeConfig(**sizes, num_experts=2, moe_intermediate_size=8, num_key_value_heads=2, head_dim=8)
+    assert "embed_tokens is a Embedding" in why_merged(untied, Lora(targets=["embed_tokens"]))
+    assert "a mixture's experts" in why_merged(experts, ADAPTER)
+    assert "Conv1D" in why_merged(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32), ADAPTER)
+    assert why_merged(experts, Lora(targets=["q_proj", "o_proj"])) == why_merged(untied, ADAPTER) == ""
+    assert not VllmSampler().takes_adapters(experts, ADAPTER)
+    with pytest.raises(RecipeError, match=r"sampler\.lora swap: .*Set it to merge"):
+        VllmSampler(lora="swap").takes_adapters(experts, ADAPTER)
+
+
+def test_a_server_that_takes_no_adapters_takes_weights_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for vLLM's modules, with a model whose class takes no adapters."""
+
+    def made(given: dict[str, Any]) -> Any:
+        if "enable_lora" in given:
+            raise ValueError("GPT2LMHeadModel does not support LoRA yet.")
+        nothing = lambda *given, **named: None  # noqa: E731
+        return SimpleNamespace(collective_rpc=nothing, reset_prefix_cache=nothing)
+
+    engine = SimpleNamespace(LLMEngine=SimpleNamespace(from_engine_args=made))
+    modules = {"vllm": SimpleNamespace(EngineArgs=dict), "vllm.v1.engine.llm_engine": engine}
+    modules["vllm.lora.request"] = SimpleNamespace(LoRARequest=lambda *given, **named: given)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    host = vllm_server.Host(tmp_path)
+    names = ("dtype", "slots", "parallel", "memory", "eager", "cache")
+    asked = {"config": {}, "stop_ids": [0], "max_length": 8} | dict.fromkeys(names)
+    with pytest.raises(ValueError, match="does not support LoRA"):
+        host.open({**asked, "lora": {"r": 6, "lora_alpha": 12, "target_modules": ["q_proj"]}})
+    assert "sampler.lora: merge" in host.hint
+    assert host.open({**asked, "lora": None})["version"] == -1
+    assert host.load(5, tmp_path / "model.safetensors")["version"] == 5
+    assert host._policy is None
+    assert not host.hint
+
+
+class Keeps:
+    """A sampler that ends every answer at once."""
+
+    def __init__(self) -> None:
+        self.loaded: list[WeightsRef] = []
+
+    def load(self, weights: WeightsRef) -> None:
+        self.loaded.append(weights)
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[Finished]:
+        return (Finished(request.id, "length") for request in requests)
+
+
+def test_a_sampler_by_hand_gives_engines_the_adapter_as_peft_would_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, keeps = with_adapter(0.1), Keeps()
+    monkeypatch.setattr(VllmSampler, "open", lambda *given, **named: keeps)
+    opd.Sampler(student, settings={"engine": "vllm"}).sample(["1 + 1 ="])
+    save_adapter(student.adapter, tmp_path)
+    written, (weights,) = load_file(tmp_path / "adapter_model.safetensors"), keeps.loaded
+    assert written.keys() == weights.adapter.keys()
+    assert all(torch.equal(tensor, weights.adapter[name]) for name, tensor in written.items())
+    with pytest.raises(ModelError, match="come without their adapter"):
+        AdapterFile(student.inference_copy(), WeightsFile(student.inference_copy())).write(student.weights(1))
+
+
 # Real engines
 
 
@@ -184,8 +282,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
             server.kill()
 
 
-def opened(student: LanguageModel, servers: list[Server]) -> VllmEngine:
-    spec = VllmSampler(address=[server.address for server in servers], **EAGER)
+def opened(student: LanguageModel, servers: list[Server], **more: Any) -> VllmEngine:
+    spec = VllmSampler(address=[server.address for server in servers], **EAGER, **more)
     return VllmEngine(student.inference_copy(), spec, LENGTH, merge_stop=student.stop_ids)
 
 
@@ -249,10 +347,13 @@ def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> No
     engine = opened(student, servers[:1])
     engine.load(student.weights(0))
     before = load_model("tiny/spelling")
-    stream = engine.sample(requests(4, max_new_tokens=60, stop_ids=()))
-    events = [next(stream) for _ in range(8)]
     changed(student, 0.02)
-    engine.load(student.weights(1))
+    newer = student.weights(1)  # ready before it begins: the engine does not wait for us
+    stream = engine.sample(requests(4, max_new_tokens=LENGTH - 16, stop_ids=()))
+    events = [next(stream)]
+    while len({event.request_id for event in events}) < 4:
+        events.append(next(stream))
+    engine.load(newer)
     events += list(stream)
     for request in requests(4):
         drawn = [event for event in events if event.request_id == request.id and len(event) > 2]
@@ -308,7 +409,7 @@ def test_weights_that_stay_behind_are_caught(
     old = load_file(engine._newest.path)
     put = Replica.put
 
-    def stale(self: Replica, version: int, file: Path) -> None:
+    def stale(self: Replica, version: int, file: Path, what: str = "weights") -> None:
         new = load_file(file)
         save_file(new | {"lm_head.weight": old["lm_head.weight"]} if head else old, tmp_path / "stale.safetensors")
         put(self, version, tmp_path / "stale.safetensors")
@@ -319,6 +420,110 @@ def test_weights_that_stay_behind_are_caught(
         engine.load(student.weights(1))
     monkeypatch.undo()
     engine.load(student.weights(1))
+
+
+# Adapters
+
+
+def with_adapter(by: float) -> LanguageModel:
+    student = load_model("tiny/spelling", lora=ADAPTER)
+    moved(student, by)
+    return student
+
+
+def moved(student: LanguageModel, by: float) -> None:
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in student.trainable().values():
+            parameter.add_(torch.randn_like(parameter) * by)
+
+
+def published(student: LanguageModel, version: int) -> WeightsRef:
+    return replace(student.weights(version), adapter={name: one.clone() for name, one in student.factors().items()})
+
+
+@pytest.fixture(scope="module")
+def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("adapters"))
+    yield server
+    server.kill()
+
+
+@real
+def test_an_adapter_is_swapped_in_the_midst_of_answers(adapter_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    put = Replica.put
+
+    def counted(self: Replica, version: int, file: Path, what: str = "weights") -> None:
+        sent.append((what, file.stat().st_size))
+        put(self, version, file, what)
+
+    monkeypatch.setattr(Replica, "put", counted)
+    students = [with_adapter(by) for by in (0.0, 0.1)]
+    engine = opened(students[0], [adapter_server], slots=SLOTS)
+    first, second = (published(student, version) for version, student in enumerate(students))
+    engine.load(first)
+    asked = requests(3 * SLOTS, max_new_tokens=40, stop_ids=())  # the last ones wait until we have read the first
+    stream = engine.sample(asked)
+    events = [next(stream)]
+    engine.load(second)
+    events += list(stream)
+    assert {event.version for event in events if isinstance(event, SampledToken)} == {0, 1}
+    for request in asked:
+        drawn = [event for event in events if isinstance(event, SampledToken) and event.request_id == request.id]
+        ids = np.array([event.token for event in drawn], dtype=np.int32)
+        whole = Rollout(**{**vars(collect(engine, [request])[0]), "response_ids": ids})
+        scored = [rescored(student, whole)[0] for student in students]
+        expected = [scored[event.version][place] for place, event in enumerate(drawn)]
+        np.testing.assert_allclose([event.logprob for event in drawn], expected, atol=1e-4)
+    (below, weights), *adapters = sent
+    assert (below, *(what for what, _ in adapters)) == ("weights", "adapter", "adapter")
+    assert max(size for _, size in adapters) < weights / 5
+
+    other = with_adapter(0.1)
+    changed(other, 0.02)  # below the adapter, too
+    opened(other, [adapter_server], slots=SLOTS).load(published(other, 0))
+    engine.load(published(students[1], 2))
+    assert [what for what, _ in sent[3:]] == ["weights", "adapter"] * 2
+
+
+@real
+def test_an_adapter_that_stays_behind_is_caught(
+    adapter_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = with_adapter(0.02)
+    engine = opened(student, [adapter_server], slots=SLOTS)
+    engine.load(published(student, 0))
+    assert engine._newest is not None
+    save_file(load_file(engine._newest.path), tmp_path / "stale.safetensors")
+    put = Replica.put
+
+    def stale(self: Replica, version: int, file: Path, what: str = "weights") -> None:
+        put(self, version, tmp_path / "stale.safetensors", what)
+
+    monkeypatch.setattr(Replica, "put", stale)
+    moved(student, 1e-3)  # about what one update does
+    with pytest.raises(TrainingError, match="does not sample with the weights of version 1"):
+        engine.load(published(student, 1))
+    monkeypatch.undo()
+    engine.load(published(student, 1))
+    (tmp_path / "stale.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(RemoteError, match=r"sampler\.lora: merge"):
+        engine.replicas[0].put(2, tmp_path / "stale.safetensors", "adapter")
+
+
+@real
+def test_two_ranks_give_their_adapter_to_the_leaders_engine_and_learn_from_its_tokens(
+    adapter_server: Server, tmp_path: Path
+) -> None:
+    sampler = {"engine": "vllm", "address": adapter_server.address, "lora": "swap", "slots": SLOTS, **EAGER}
+    student = {"model": "tiny/spelling", "lora": ADAPTER.model_dump(mode="json")}
+    spec = {**RECIPE, "student": student, "sampler": sampler, "train": {"steps": 4, "lr": 1e-2}}
+    together(2, tmp_path / "log", Job(tmp_path / "run", spec))
+    run = opd.Run(tmp_path / "run")
+    assert len(run.metrics) == 4
+    assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
+    assert "the adapter alone after every update" in (tmp_path / "run" / "log.txt").read_text()
 
 
 @real
@@ -335,10 +540,10 @@ def test_strangers_are_turned_away(servers: list[Server]) -> None:
 @real
 def test_two_ranks_learn_from_the_tokens_of_the_leaders_engine(servers: list[Server], tmp_path: Path) -> None:
     sampler = {"engine": "vllm", "address": servers[0].address, **EAGER}
-    spec = {**RECIPE, "sampler": sampler, "train": {"steps": 3, "lr": 3e-4}}
+    spec = {**RECIPE, "sampler": sampler, "train": {"steps": 2, "lr": 3e-4}}
     together(2, tmp_path / "log", Job(tmp_path / "run", spec))
     run = opd.Run(tmp_path / "run")
-    assert len(run.metrics) == 3
+    assert len(run.metrics) == 2
     assert max(metric["mismatch"] for metric in run.metrics) < 1e-4
 
 

@@ -195,16 +195,23 @@ def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
             yield f"{owner}.{child.parameter_name if isinstance(child, ParamWrapper) else 'weight'}", child
 
 
+def file_name(name: str) -> str:
+    """Of one of an adapter's parameters, in the files that peft writes."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}', '')}"
+
+
 def merged_weights(module: Any) -> dict[str, Tensor]:
     """Every adapted weight with its adapter added, by its plain name."""
+    with torch.no_grad():
+        return {name: merged(layer) for name, layer in adapted_layers(module)}
+
+
+def merged(layer: Any) -> Tensor:
+    """The weight of one of peft's layers, with its adapter added."""
     from peft.tuners.lora import ParamWrapper
 
-    merged = {}
-    with torch.no_grad():
-        for name, layer in adapted_layers(module):
-            base = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-            merged[name] = (base + layer.get_delta_weight(ADAPTER)).to(base.dtype)
-    return merged
+    base: Tensor = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+    return (base + layer.get_delta_weight(ADAPTER)).to(base.dtype)
 
 
 def save_adapter(adapter: Any, directory: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from opd.errors import RecipeError
 from opd.remote import HttpAddress, Variable
 from opd.sampling.samplers import BuiltInSampler, SamplerKind
 from opd.settings import Address, Positive, StageView, Word
@@ -16,6 +17,7 @@ from opd.types import TokenSampler
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.settings import Lora
     from opd.sampling.graphs import Partner
 
 
@@ -42,6 +44,10 @@ class VllmSampler(SamplerKind):
     memory: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory for weights and cache of an engine")
     cache: Positive | None = Field(None, le=4096, description="GiB of an engine's cache, on CPUs; default: vLLM's")
     eager: bool = Field(False, description="neither compile nor record graphs: starts sooner, samples slower")
+    lora: Literal["swap", "merge"] | None = Field(
+        None,
+        description="a student's adapters: given by themselves, or merged into all weights; default: swap where vLLM takes them",
+    )
     correct: bool = Field(
         True, description="terms that weigh by ratios and name no correction get tis: log-probs of two engines differ"
     )
@@ -93,6 +99,23 @@ class VllmSampler(SamplerKind):
     def sequences(self) -> int:
         return 0  # in memory of their own
 
+    def takes_adapters(self, config: Any, lora: Lora) -> bool:
+        from opd.sampling.vllm_adapter import why_merged
+
+        reason = "" if self.lora == "merge" else why_merged(config, lora)
+        if reason and self.lora == "swap":
+            raise RecipeError(f"sampler.lora swap: {reason}. Set it to merge.")
+        return self.lora != "merge" and not reason
+
+    def adapter_notes(self, config: Any, lora: Lora) -> Iterable[str]:
+        from opd.sampling.vllm_adapter import why_merged
+
+        if self.takes_adapters(config, lora):
+            yield "sampler.lora swap: the engines get the weights below the adapter once, and the adapter alone after every update"
+        else:
+            reason = "as the recipe says" if self.lora == "merge" else why_merged(config, lora)
+            yield f"sampler.lora merge: the engines get all weights after every update, with the adapter added to them: {reason}"
+
     def notes(self) -> Iterable[str]:
         count = len(self.address) or self.replicas
         yield (
@@ -103,6 +126,8 @@ class VllmSampler(SamplerKind):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
+        if self.lora is not None and not view.lora:
+            yield f"sampler.lora {self.lora} is about a student's adapters, and it has none. Drop it, or set student.lora."
         if view.resume == "exact":
             yield (
                 "checkpoint.resume exact draws unfinished answers again, token by token, and vLLM would draw others. Set "

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from opd.remote import nothing, to_stderr
 from opd.sampling.export import WeightsFile
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.sampling.vllm import VllmSampler
+from opd.sampling.vllm_adapter import AdapterFile
 from opd.sampling.vllm_probe import Expected, WeightsProbe
 from opd.sampling.vllm_replica import Replica, replicas_of
 from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
@@ -89,9 +90,12 @@ class VllmEngine:
         self._lock, self._reviving = threading.Lock(), dict[Replica, Callable[[str, Any], None]]()
         self._closed = False
         self._file = WeightsFile(model)
+        swaps = model.lora is not None and spec.takes_adapters(model.module.config, model.lora)
+        self._adapter = AdapterFile(model, self._file) if swaps else None
         self._opening = {
             "config": self._file.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
             "stop_ids": stop, "slots": spec.slots, "parallel": spec.parallel, "memory": spec.memory, "cache": spec.cache, "eager": spec.eager,
+            "lora": None if self._adapter is None else self._adapter.settings,
         }  # fmt: skip
         self._probe = WeightsProbe(model, max_length, stop)
         devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
@@ -116,8 +120,9 @@ class VllmEngine:
 
     def load(self, weights: WeightsRef) -> None:
         copy_weights(self.model, weights)
-        path = self._file.write(weights.version)
-        newest = Newest(path, self._probe.expect(weights.version))
+        path = self._file.write(weights.version) if self._adapter is None else self._adapter.write(weights)
+        settles = self._adapter is None or self._adapter.adds
+        newest = Newest(path, replace(self._probe.expect(weights.version), settles=settles))
         with self._lock:
             self._newest = newest
             here = [replica for replica in self.replicas if replica.fresh]
@@ -126,7 +131,7 @@ class VllmEngine:
         patience = self._spec.patience if self._spec.address else 0
         self._each(self._bring, here or self.replicas, patience)  # who was lost is brought back while others sample
 
-    def _each(self, call: Callable[[Replica], None], replicas: list[Replica], patience: float) -> None:
+    def _each(self, call: Callable[[Replica], Any], replicas: list[Replica], patience: float) -> None:
         """For all of them at once. One that is away is left out as long as another is there."""
         begun, waiting = time.monotonic(), False
         while True:
@@ -152,9 +157,9 @@ class VllmEngine:
             self.check()
             time.sleep(min(left, LOOK))
 
-    def _open(self, replica: Replica) -> None:
+    def _open(self, replica: Replica) -> dict[str, Any]:
         replica.start()
-        replica.ask("POST", "/open", self._opening)
+        return replica.ask("POST", "/open", self._opening)
 
     def _bring(self, replica: Replica) -> None:
         """It runs, has the newest weights, and is seen to use them."""
@@ -170,15 +175,19 @@ class VllmEngine:
                 time.sleep(AGAIN)
 
     def _give(self, replica: Replica) -> None:
-        self._open(replica)
-        given = self._newest
+        found = self._open(replica)
+        given, adapter = self._newest, self._adapter
         assert given is not None
+        if "base" not in found:
+            raise RemoteError(f"{replica.address} runs an earlier vllm_server.py: start the one of this opd.")
+        if adapter is not None and found["base"] != adapter.base:
+            replica.put(adapter.base, adapter.below)
         try:
-            replica.put(given.expected.version, given.path)
+            replica.put(given.expected.version, given.path, "weights" if adapter is None else "adapter")
         except FileNotFoundError:  # newer ones are there
             return
-        found = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
-        given.expected.check(replica, found, self._spec.tolerance)
+        said = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
+        given.expected.check(replica, said, self._spec.tolerance)
         with self._lock:
             replica.fresh = given is self._newest
 

@@ -51,9 +51,9 @@ class Replica:
         content = None if body is None else json.dumps(body).encode()
         return self._read(method, path, content)
 
-    def put(self, version: int, file: Path) -> None:
+    def put(self, version: int, file: Path, what: str = "weights") -> None:
         with file.open("rb") as content:
-            self._read("PUT", f"/weights?version={version}", content, file.stat().st_size)
+            self._read("PUT", f"/{what}?version={version}", content, file.stat().st_size)
 
     def _read(self, method: str, path: str, content: bytes | IO[bytes] | None, size: int | None = None) -> Any:
         try:

@@ -4,6 +4,7 @@
 
 POST /open      {"config": …, …}   the engine of a model with this config; it knows nothing until it gets weights
 PUT  /weights?version=N            a safetensors file, put in place; what is being sampled goes on with it
+PUT  /adapter?version=N            the same of an adapter over these weights, of an engine that was opened for one
 POST /score     {"texts": [ids…]}  log-probs of all tokens but the first of each
 POST /submit    {"session": S, "requests": […]}
 POST /abort     {"session": S, "names": […]}; without names: all, and the session
@@ -31,6 +32,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ BODY = 256 << 20  # bytes of a question
 PIECE = 1 << 20
 QUIET = 5.0  # seconds after which a line without tokens says that it is still there
 TOKEN = "OPD_TOKEN"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be started for
 
 
 class Refused(Exception):
@@ -60,7 +63,10 @@ class Host:
         self._stops: list[int] = []  # ids that are one event, whose log-prob comes with every token
         self._under_way: set[str] = set()
         self._scores: dict[str, list[float]] = {}
-        self._max_length = 0
+        self._max_length, self.hint = 0, ""  # what an error should say first
+        self._base: int | None = None  # version of the weights below an adapter
+        self._policy: Any = None  # what requests name, of an engine for adapters
+        self._swap: Any = None  # the same, to have it read anew
 
     def ask(self, call: Callable[[], Any]) -> Any:
         """From another thread: have something done between two steps."""
@@ -94,6 +100,7 @@ class Host:
         return self.state()
 
     def _made(self, asked: dict[str, Any]) -> Any:
+        self._policy, self._swap, self.hint = None, None, ""
         if asked["cache"] is not None:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(asked["cache"])
         try:
@@ -106,32 +113,57 @@ class Host:
         home = self._scratch / "model"
         home.mkdir(exist_ok=True)
         (home / "config.json").write_text(json.dumps(asked["config"]), encoding="utf-8")
-        engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(home),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=asked["dtype"],
-                max_model_len=asked["max_length"],
-                max_num_seqs=asked["slots"],
-                tensor_parallel_size=asked["parallel"],
-                gpu_memory_utilization=asked["memory"],
-                enforce_eager=asked["eager"],
-                enable_prefix_caching=True,
-                async_scheduling=False,  # every token knows which weights drew it
-                disable_log_stats=True,
-                seed=secrets.randbelow(2**31),  # replicas that draw alike would give a prompt the same answers
-            )
+        lora = {} if asked.get("lora") is None else self._prepare(asked["lora"])
+        arguments = EngineArgs(
+            model=str(home),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=asked["dtype"],
+            max_model_len=asked["max_length"],
+            max_num_seqs=asked["slots"],
+            tensor_parallel_size=asked["parallel"],
+            gpu_memory_utilization=asked["memory"],
+            enforce_eager=asked["eager"],
+            enable_prefix_caching=True,
+            async_scheduling=False,  # every token knows which weights drew it
+            disable_log_stats=True,
+            seed=secrets.randbelow(2**31),  # replicas that draw alike would give a prompt the same answers
+            **lora,
         )
+        engine = LLMEngine.from_engine_args(arguments)
         engine.collective_rpc("update_config", args=({"load_config": {"load_format": "safetensors"}},))
         return engine
 
+    def _prepare(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """A place for adapters, and what an engine that takes them is told."""
+        from vllm.lora.request import LoRARequest
+
+        folder = self._scratch / "adapter"
+        folder.mkdir(exist_ok=True)
+        self.hint = "sampler.lora: merge does without adapters, if it is these: "
+        (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        self._policy, self._swap = (LoRARequest("policy", 1, str(folder), load_inplace=new) for new in (False, True))
+        rank, targets = min(rank for rank in RANKS if rank >= settings["r"]), settings["target_modules"]
+        # without targets the head gets room for one, and then vLLM cannot score texts while it samples
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
     def load(self, version: int, path: Path) -> dict[str, Any]:
         """Weights in place. Requests under way are read again with them, and the prefixes kept for others are dropped."""
-        engine = self.engine
-        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path.parent)})
-        engine.reset_prefix_cache(reset_running_requests=True)
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path.parent)})
+        self._base = None if self._policy is None else version
+        return self._loaded(version if self._policy is None else -1)
+
+    def adapt(self, version: int, path: Path) -> dict[str, Any]:
+        """The same with an adapter, in place of the one before."""
+        if self._base is None:
+            raise Refused(409, "it has no weights for an adapter")
+        path.replace(Path(self._swap.lora_path) / "adapter_model.safetensors")
+        self.engine.add_lora(self._swap)
+        return self._loaded(version)
+
+    def _loaded(self, version: int) -> dict[str, Any]:
+        self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
         return self.state()
 
@@ -142,7 +174,7 @@ class Host:
         return self._engine
 
     def state(self) -> dict[str, Any]:
-        return {"identity": self.identity, "version": self.version}
+        return {"identity": self.identity, "version": self.version, "base": self._base}
 
     # Scoring
 
@@ -152,7 +184,7 @@ class Host:
         once = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         names = [f"score/{number}" for number in range(len(texts))]
         for name, ids in zip(names, texts, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": ids}, once)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, once, lora_request=self._policy)
         self._scores = {}
         while len(self._scores) < len(names):
             self.step()
@@ -181,7 +213,7 @@ class Host:
                 output_kind=RequestOutputKind.DELTA,
             )
             self._under_way.add(name)
-            self.engine.add_request(name, {"prompt_token_ids": request["ids"]}, params)
+            self.engine.add_request(name, {"prompt_token_ids": request["ids"]}, params, lora_request=self._policy)
 
     def abort(self, session: str, names: list[str] | None) -> None:
         whole = [name for name in self._under_way if name.startswith(f"{session}/")]
@@ -233,10 +265,17 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"/state": self.host.state, "/events": self._events})
 
     def do_POST(self) -> None:
-        self._answer({f"/{name}": getattr(self, f"_{name}") for name in ("open", "score", "submit", "abort")})
+        host = self.host
+        calls: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "/open": host.open,
+            "/score": lambda body: {"logprobs": host.score(body["texts"])},
+            "/submit": lambda body: host.submit(body["session"], body["requests"]),
+            "/abort": lambda body: host.abort(body["session"], body.get("names")),
+        }
+        self._answer({path: partial(self._asked, call) for path, call in calls.items()})
 
     def do_PUT(self) -> None:
-        self._answer({"/weights": self._weights})
+        self._answer({"/weights": lambda: self._put(self.host.load), "/adapter": lambda: self._put(self.host.adapt)})
 
     def _answer(self, routes: dict[str, Callable[[], Any]]) -> None:
         try:
@@ -253,12 +292,11 @@ class Handler(BaseHTTPRequestHandler):
             self._send(refused.status, {"error": str(refused)})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        except (KeyError, TypeError, ValueError) as error:
-            traceback.print_exc()
-            self._send(400, {"error": f"{type(error).__name__}: {error}"})
         except Exception as error:  # whatever an engine raises is told to who asked, and stands in the log
             traceback.print_exc()
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
+            status = 400 if isinstance(error, (KeyError, TypeError, ValueError)) else 500
+            hint = self.host.hint if urlsplit(self.path).path in ("/open", "/adapter") else ""
+            self._send(status, {"error": f"{hint}{type(error).__name__}: {error}"})
 
     def _send(self, status: int, found: Any) -> None:
         body = json.dumps(found).encode()
@@ -283,30 +321,14 @@ class Handler(BaseHTTPRequestHandler):
     def _query(self, name: str) -> str:
         return parse_qs(urlsplit(self.path).query)[name][0]
 
-    def _open(self) -> Any:
+    def _asked(self, call: Callable[[dict[str, Any]], Any]) -> Any:
         body = self._body()
-        return self.host.ask(lambda: self.host.open(body))
+        return self.host.ask(lambda: call(body)) or {}
 
-    def _score(self) -> Any:
-        texts = self._body()["texts"]
-        return {"logprobs": self.host.ask(lambda: self.host.score(texts))}
-
-    def _submit(self) -> Any:
-        body = self._body()
-        self.host.ask(lambda: self.host.submit(body["session"], body["requests"]))
-        return {}
-
-    def _abort(self) -> Any:
-        body = self._body()
-        self.host.ask(lambda: self.host.abort(body["session"], body.get("names")))
-        return {}
-
-    def _weights(self) -> Any:
+    def _put(self, load: Callable[[int, Path], Any]) -> Any:
         version, left = int(self._query("version")), self._length(self.limit)
-        folder = self.scratch / f"weights-{secrets.token_hex(4)}"
-        folder.mkdir()
-        path = folder / "model.safetensors"
-        try:
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=self.scratch) as folder:
+            path = Path(folder) / "model.safetensors"
             with path.open("wb") as file:
                 while left:
                     piece = self.rfile.read(min(left, PIECE))
@@ -314,10 +336,7 @@ class Handler(BaseHTTPRequestHandler):
                         raise Refused(400, f"{left} bytes are missing")
                     file.write(piece)
                     left -= len(piece)
-            return self.host.ask(lambda: self.host.load(version, path))
-        finally:
-            path.unlink(missing_ok=True)
-            folder.rmdir()
+            return self.host.ask(lambda: load(version, path))
 
     def _events(self) -> None:
         """Lines until whoever reads them goes away."""
@@ -351,13 +370,9 @@ def end_with(parent: Any, scratch: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A vLLM engine that samples for `sampler: {engine: vllm}` of opd.")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="there is no encryption: others than loopback need a tunnel"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="no encryption: others than loopback need a tunnel")
     parser.add_argument("--port", type=int, default=8300, help="0: any; it is printed")
-    parser.add_argument(
-        "--token-env", default=TOKEN, help="environment variable with the token that runs have to bring"
-    )
+    parser.add_argument("--token-env", default=TOKEN, help="variable with the token that runs have to bring")
     parser.add_argument("--max-gib", type=float, default=512.0, help="of weights that are taken")
     parser.add_argument("--child", action="store_true", help="end with the process that holds the standard input open")
     given = parser.parse_args()
@@ -373,7 +388,6 @@ def main() -> None:
         Handler.host, Handler.token, Handler.scratch = Host(Path(scratch)), token, Path(scratch)
         Handler.limit = int(given.max_gib * 2**30)
         server = ThreadingHTTPServer((given.host, given.port), Handler)
-        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         if given.child:
             threading.Thread(target=end_with, args=(sys.stdin, Path(scratch)), daemon=True).start()
