@@ -232,6 +232,11 @@ class Remote:
         finally:
             self._only = None
 
+    @property
+    def looked_at(self) -> OneServer | None:
+        """The one that alone is asked now."""
+        return self._only
+
     def check_used(self, check: Callable[[], None]) -> list[OneServer]:
         """Each that answered since the last time has to pass. Found: those that are away, for whose answers nobody can vouch."""
         away = []
@@ -372,6 +377,9 @@ class Remote:
             self.returns += first
         if first:
             self._say(f"{place.address} is back")
+
+    def say(self, line: str) -> None:
+        self._say(line)
 
     def _error(self, method: str, path: str, found: str, advice: str) -> RemoteError:
         return RemoteError(f"{self.address}: {method} {plain(path, 200)} was answered with {found}. {advice}")

@@ -23,6 +23,7 @@ def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, tok
     """`runner`: pooling, generate or sglang; `most`: log-probs at a position. `app.state`: what was asked, and what to do about it."""
     app = FastAPI()
     app.state.asked, app.state.fail, app.state.noise, app.state.says = [], 0, 0.0, None
+    app.state.started = None  # when, if it says so
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Response:
@@ -37,6 +38,12 @@ def app_of(model: LanguageModel, *, runner: str = "pooling", most: int = 20, tok
     @app.get("/v1/models")
     def models() -> Any:
         return {"data": [{"id": NAME, "max_model_len": 64}]}
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        if app.state.started is None:
+            raise HTTPException(404)
+        return Response(f"# HELP …\nprocess_start_time_seconds {app.state.started}\n", media_type="text/plain")
 
     @torch.no_grad()
     def hidden(ids: list[int]) -> torch.Tensor:

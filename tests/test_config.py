@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import yaml
@@ -106,6 +107,40 @@ def test_a_later_stage_continues_the_one_before() -> None:
         {**MINIMAL, "stages": [{"name": "warm"}, {"name": "distil"}, {"name": "fresh", "student": "smol"}]}
     )
     assert [stage.student.model for stage in recipe.stages] == ["tiny/generalist", "stage:warm", "smol"]
+
+
+def staged_teacher(default: object, laid_over: object) -> dict[str, object]:
+    stages = [{"name": "first"}, {"name": "second", "teachers": {"math": laid_over}}]
+    found = load_recipe({**MINIMAL, "teachers": {"math": default}, "stages": stages}).stages[1].teachers["math"]
+    return found.model_dump(exclude_unset=True)
+
+
+def test_a_teacher_of_another_kind_keeps_what_all_kinds_have() -> None:
+    common = {"role": "guide", "domains": ["addition"], "view": {"kind": "same", "skip": 2}}
+    frozen = {"kind": "frozen", "model": "tiny/arithmetic", "batch_tokens": 64, **common}
+    objective = {"objective": [{"role": "guide"}]}
+    stages = [{"name": "a"}, {"name": "b", "teachers": {"math": {"kind": "ema", "view": {"skip": 3}}}}]
+    later = load_recipe({**MINIMAL, **objective, "teachers": {"math": frozen}, "stages": stages}).stages[1]
+    kept = later.teachers["math"]
+    assert (kept.name, kept.role, kept.domains, kept.view.skip) == ("ema", "guide", ["addition"], 3)
+    assert kept.batch_tokens is None  # of the old kind, whatever the new one calls the same
+
+
+def test_a_kind_that_was_not_written_leaves_what_the_new_one_has() -> None:
+    assert staged_teacher("tiny/arithmetic", {"kind": "ema"}) == {"kind": "ema"}
+    later = staged_teacher({"model": "tiny/arithmetic", "dtype": "bfloat16"}, {"kind": "cached", "run": "stage:first"})
+    assert later == {"kind": "cached", "model": "tiny/arithmetic", "run": "stage:first"}
+    with pytest.raises(RecipeError, match="modle"):  # a mistake of the default stays one
+        staged_teacher({"modle": "tiny/arithmetic"}, {"kind": "ema"})
+
+
+@pytest.mark.parametrize(
+    "spelt", [lambda one: {"maths": one}, lambda one: {"domains": {"maths": one}}, lambda one: one]
+)
+def test_a_reward_of_another_kind_keeps_its_weight(spelt: Callable[[object], object]) -> None:
+    default = spelt({"kind": "custom", "path": "module:function", "weight": 2})
+    kept = merge({"rewards": default}, {"rewards": spelt({"kind": "exact"})})
+    assert kept == {"rewards": spelt({"kind": "exact", "weight": 2})}
 
 
 def test_resolved_recipe_reads_back_the_same() -> None:

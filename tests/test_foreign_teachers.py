@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,58 @@ def test_a_server_that_is_another_is_refused(model: LanguageModel, directory: st
         teacher.score(ROLLOUTS, SignalNeed("hidden"))  # it came back as another
     with serving(app_of(other), port), pytest.raises(RunDirectoryError, match="another model"):
         pooled(address, directory).restore(teacher.version, state)
+
+
+class Restarted:
+    """Behind one of the answers the server is another one, and behind a later one what it was before."""
+
+    def __init__(self, app: Any, after: int, until: int) -> None:
+        self.app, self.after, self.until = app, after, until
+
+    def __call__(self, run: Callable[[], Any]) -> Any:
+        found = run()
+        self.after, self.until = self.after - 1, self.until - 1
+        if self.after == 0:
+            self.app.state.noise, self.app.state.started = 5.0, "200.5"
+        if self.until == 0:
+            self.app.state.noise, self.app.state.started = 0.0, "300.5"
+        return found
+
+
+@pytest.mark.parametrize("runner", ["pooling", "generate"])
+def test_a_server_that_was_another_within_a_batch_is_asked_again(
+    model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    app = app_of(model, runner=runner)
+    app.state.started = "100.5"
+    with serving(app) as address:
+        teacher = (pooled if runner == "pooling" else asked)(address, directory, concurrency=1)
+        before = teacher.score(ROLLOUTS, SignalNeed("logprobs_at"))
+        restarted = Restarted(app, 1, len(ROLLOUTS))
+        signed = teacher._same._signed
+        monkeypatch.setattr(teacher._same, "_signed", lambda call: restarted(partial(signed, call)))
+        after = teacher.score(ROLLOUTS, SignalNeed("logprobs_at"))
+        assert restarted.until < 0
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_allclose(one.values, other.values, rtol=1e-4)
+        app.state.asked.clear()
+        teacher.score(ROLLOUTS, SignalNeed("logprobs_at"))
+        assert len(app.state.asked) == 3 + 3 + 1  # texts, the probe, and since when it runs
+
+
+def test_several_processes_behind_one_address_are_known_by_the_probe_alone(
+    model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app, lines = app_of(model), list[str]()
+    app.state.started = "0"
+    with serving(app) as address:
+        teacher = pooled(address, directory)
+        ask = teacher._same._process
+        monkeypatch.setattr(teacher._same, "_process", lambda: lines.append(ask()) or str(len(lines)))
+        for _ in range(2):
+            teacher.score(ROLLOUTS, SignalNeed("hidden"))
+        assert len(lines) == 4  # of the first batch alone
+    assert "another process whenever it is looked at" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_say_the_same_twice_is_refused(model: LanguageModel, directory: str) -> None:

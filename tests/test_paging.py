@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +17,15 @@ import opd
 from opd.config import load_recipe
 from opd.errors import DiskError, RecipeError, TrainingError
 from opd.models import load_model
-from opd.teachers.paging import PagedModel, Pager
+from opd.teachers.loads import CopiedLoad
+from opd.teachers.paging import PagedModel, PagedTeacher, Pager
 from opd.teachers.pinned import pinned, unpin
+from opd.teachers.probe import probe_rollouts
 from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
+from opd.teachers.views import SameView, behind
+from opd.trainer.signal_store import ask
+from opd.trainer.world import World
+from opd.types import SignalNeed
 from tests.helpers import save_tiny, tiny_model
 
 TASKS = {"arithmetic": "task:addition", "spelling": "task:reverse", "sorting": "task:sort", "ciphers": "task:caesar"}
@@ -46,7 +55,7 @@ def losses(tmp_path: Path, name: str, spec: dict[str, Any]) -> list[tuple[float,
     assert ("pages" in lines[0]) == ("pool" in spec)
     if "pool" in spec:
         assert all(line["pages"] == 4 for line in lines)  # each once per step, whatever is asked of it
-        assert all(line["time/page"] > 0 for line in lines)
+        assert all(line["time/page"] > 0 and line["page_rate"] > 0 for line in lines)
     return [tuple(line[key] for key in keys) for line in lines]
 
 
@@ -78,6 +87,25 @@ def test_losses_are_those_of_teachers_that_are_all_resident(tmp_path: Path) -> N
     assert starts[0] == starts[1]
     assert all(pair["origin"] is not None for pair in starts[0])
     assert not [path for path in (tmp_path / "two").iterdir() if path.name.startswith("tmp")]
+
+
+def test_parts_of_mixtures_come_and_go_as_well(tmp_path: Path) -> None:
+    """All their heads are here at once where the loss needs them, and one that another kind reads stays."""
+    spec = recipe(
+        teachers={
+            "all": {
+                "kind": "mixture",
+                "combine": "sum",
+                "parts": {**{name: f"tiny/{name}" for name in TASKS}, "start": {"kind": "ema"}},
+            }
+        },
+        rollout={"prompts": 4, "samples": 1, "max_new_tokens": 4},
+        train={"steps": 2, "micro_tokens": 32},
+    )
+    expected = losses(tmp_path, "all", spec)
+    assert losses(tmp_path, "two", {**spec, "pool": {"resident": 2}}) == expected
+    kinds = load_recipe(spec | {"pool": {"resident": 1}}).stages[0]
+    assert [ref.model for ref in kinds.pool.paged(kinds.teachers)] == [f"tiny/{name}" for name in TASKS]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +165,142 @@ def test_weights_that_came_back_different_stop_the_run(tmp_path: Path) -> None:
     pager = Pager(1, "memory", tmp_path)
     model, _ = paged(pager)
     model.stay.shelf._pieces[0][100:2000] = 0  # type: ignore[attr-defined]
-    with pytest.raises(TrainingError, match="is no longer the one that was opened"):
-        model.hidden(torch.tensor([3, 5]), opd.models.attention.Packed.of([2]))
+    teacher, asked = PagedTeacher("t", "teacher", model, None, (1,)), probe_rollouts(78, (1,))
+    for kind in ("hidden", "logprobs_at"):
+        with pytest.raises(TrainingError, match="is no longer the one that was opened"):
+            teacher.score(asked, SignalNeed(kind))
+        pager.release()
+    other, _ = paged(pager, seed=1)
+    ids, layout = torch.tensor([3, 5]), opd.models.attention.Packed.of([2])
+    for using in (partial(other.hidden, ids, layout), other.resident().__enter__):  # whoever else asks for weights
+        model.hidden(ids, layout)
+        with pytest.raises(TrainingError, match="is no longer the one that was opened"):
+            using()
+        pager.release()
+    with pytest.raises(TrainingError, match="is no longer the one that was opened"), pager.scoring([model]):
+        model.hidden(ids, layout)
+    assert model.stay.flat is None
+
+
+def test_a_batch_is_scored_without_waiting_for_the_probe_which_is_compared_at_its_end(tmp_path: Path) -> None:
+    pager = Pager(2, "memory", tmp_path)
+    models = [paged(pager, seed=seed)[0] for seed in range(3)]
+    teachers = [PagedTeacher(f"t{number}", "teacher", model, None, (1,)) for number, model in enumerate(models)]
+    models[0].stay.shelf._pieces[0][100:2000] = 0  # type: ignore[attr-defined]
+    asked, scored = probe_rollouts(78, (1,)), []
+    with pytest.raises(TrainingError, match="is no longer the one that was opened"), pager.scoring(models):
+        scored.extend(teacher.score(asked, SignalNeed("hidden")) for teacher in teachers)
+    assert len(scored) == 3  # by then its weights had gone
+    with pager.scoring(models[1:]):  # the others are not to blame
+        teachers[1].score(asked, SignalNeed("hidden"))
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("hidden", True), ("hidden", False), ("logprobs_at", False)])
+def test_nothing_is_written_down_before_the_probe_was_compared(tmp_path: Path, kind: Any, kept: bool) -> None:
+    pager, asked, written, told = Pager(1, "memory", tmp_path), probe_rollouts(78, (1,)), [], []
+    model, _ = paged(pager)
+    model.stay.shelf._pieces[0][100:2000] = 0  # type: ignore[attr-defined]
+    teacher = PagedTeacher("t", "teacher", model, None, (1,))
+    spec = SimpleNamespace(
+        teachers={"t": SimpleNamespace(view=SameView())},
+        checkpoint=SimpleNamespace(resume="prefill"),
+        keeps_hidden=kept,
+    )
+    store = SimpleNamespace(record_signal=lambda *facts, **more: written.append(facts))
+    run: Any = SimpleNamespace(spec=spec, store=store, world=World(), pager=pager, scored=None)
+    seen, mine = [behind(rollout.prompt_ids, rollout) for rollout in asked], {rollout.id for rollout in asked}
+    with pytest.raises(TrainingError, match="is no longer the one that was opened"), pager.scoring([model]):
+        told.append(ask(run, teacher, asked, seen, SignalNeed(kind), mine, False))
+    assert not written
+    assert len(told) == (kind == "hidden" and not kept)  # that is told before, and trained on by nobody
+
+
+class Queue:
+    """A stream that notes what is put into it, and how far the other one had come then."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Queue) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Moment) -> None:
+        self.log.append(f"{self.name} waits for {event.place}")
+
+
+class Moment:
+    place = ""
+
+    def record(self, queue: Queue) -> None:
+        self.place = f"{queue.name} at {len(queue.log)}"
+
+
+def test_copies_wait_for_the_memory_and_computing_for_the_copies(tmp_path: Path) -> None:
+    """As on a GPU, but for the streams: the next copy begins behind the teacher before, beside the one that scores."""
+    log: list[str] = []
+    computing, copying = Queue("computing", log), Queue("copying", log)
+
+    class Copying(Pager):
+        def _load(self, stay: Any, reader: Any) -> CopiedLoad:
+            log.append(f"copy {stay.name}")
+            flat = torch.empty(stay.layout.size, dtype=torch.uint8)
+            return CopiedLoad(stay.shelf, flat, lambda: computing, copying, Moment, lambda queue: nullcontext())
+
+        def _account(self) -> None:
+            """There is no clock."""
+
+    pager = Copying(2, "memory", tmp_path)
+    models = []
+    for number in range(4):
+        model = tiny_model("llama_tied", number)
+        model.name = str(number)
+        models.append(pager.take_in(model, None))
+    ids, layout = torch.tensor([3, 5]), opd.models.attention.Packed.of([2])
+    with pager.scoring(models):
+        for model in models:
+            model.hidden(ids, layout)
+            log.append(f"score {model.name}")
+    waits = [line for line in log if line.startswith("computing waits for copying at ")]
+    order = [line for line in log if line not in waits]
+    assert order == [
+        "copy 0", "copying waits for computing",
+        "copy 1", "copying waits for computing", "score 0",
+        "copy 2", "copying waits for computing", "score 1",
+        "copy 3", "copying waits for computing", "score 2",
+        "score 3",
+    ]  # fmt: skip
+    for number, wait in enumerate(waits):  # each before its model scores, for the end of its own copy
+        assert log.index(wait) < log.index(f"score {number}")
+        assert log.index(f"copy {number}") < int(wait.split()[-1]) <= log.index(f"copy {number}") + 2
+    assert len(waits) == 4
+    pager.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+@pytest.mark.parametrize("resident", [1, 2, 3])
+def test_on_a_gpu_each_says_what_it_said_though_nobody_waits(tmp_path: Path, keep: Any, resident: int) -> None:
+    pager, device = Pager(resident, keep, tmp_path), torch.device("cuda")
+    ids, layout = torch.arange(2, 70, device=device), opd.models.attention.Packed.of([68], device)
+    models, expected = [], []
+    for seed in range(5):
+        save_tiny(tmp_path / str(seed), seed=seed)
+        model = load_model(str(tmp_path / str(seed)), dtype="bfloat16", device="cuda")
+        expected.append(model.hidden(ids, layout).detach().clone())
+        models.append(pager.take_in(model, tmp_path / str(seed)))
+    for order in (range(5), [4, 2, 0, 1, 3]) * 3:
+        said = {}
+        with pager.scoring([models[number] for number in order]):
+            for number in order:
+                for _ in range(20):  # the device is busy while the next is on its way
+                    said[number] = models[number].hidden(ids, layout)
+        assert all(torch.equal(said[number], expected[number]) for number in order)
+        assert pager.metrics()["page_rate"] > 0
+    if keep == "memory":
+        models[2].stay.shelf._pieces[0][100:2000] = 0  # type: ignore[attr-defined]
+        with pytest.raises(TrainingError, match="is no longer the one that was opened"), pager.scoring(models):
+            said |= {number: model.hidden(ids, layout) for number, model in enumerate(models)}
+    pager.close()
 
 
 def test_files_of_a_checkpoint_are_read_where_they_hold_the_very_bytes(tmp_path: Path) -> None:

@@ -44,6 +44,24 @@ def test_linear_layers_are_quantised_and_the_head_is_not(kind: Any, family: str)
     assert layer.device.type == "cpu"
 
 
+def test_mxfp4_takes_layers_that_its_groups_divide_in_bfloat16_alone() -> None:
+    model = tiny_model("llama", intermediate_size=48)
+    model.module.bfloat16()
+    quantise_(model, "mxfp4")
+    assert not [name for name in model.unquantised if name.endswith("down_proj")]  # 48 wide
+    assert len(model.unquantised) == 12
+    layer = model.module.model.layers[0].self_attn.q_proj.weight
+    stored = [getattr(layer, name) for name in layer.__tensor_flatten__()[0]]
+    assert (
+        sum(part.numel() * part.element_size() for part in stored) <= layer.numel()
+    )  # of two bytes; scales are padded
+    teacher = QuantisedTeacher("t", "teacher", model, 99, (1, 3))
+    assert 0 < teacher.measure([behind(item.prompt_ids, item) for item in ROLLOUTS])["quantised_kl/t"] < 1
+    require_quantiser("teachers.t", "mxfp4", "bfloat16", "cpu")
+    with pytest.raises(RecipeError, match=r"mxfp4 with float32 does not run on cpu: .*set dtype: bfloat16"):
+        require_quantiser("teachers.t", "mxfp4", "float32", "cpu")
+
+
 def test_its_cost_is_the_kl_to_what_it_was_and_is_told_once() -> None:
     plain, model = tiny_model("llama"), tiny_model("llama")
     quantise_(model, "int8")
@@ -90,7 +108,7 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(monkeypatch: pytes
     teacher = {"model": "tiny/arithmetic", "quantise": "int4"}
     with pytest.raises(RecipeError, match=r"teachers\.t: quantise: int4 with float32 does not run on cpu: .*Use int8"):
         make_plan(load_recipe({**base, "teachers": {"t": teacher}}))
-    with pytest.raises(RecipeError, match="should be 'int8', 'fp8' or 'int4'"):
+    with pytest.raises(RecipeError, match="should be 'int8', 'fp8', 'int4' or 'mxfp4'"):
         load_recipe({**base, "teachers": {"t": {**teacher, "quantise": "int3"}}})
     teacher["quantise"] = "int8"
     with pytest.raises(RecipeError, match="a quantised teacher only scores"):

@@ -242,9 +242,29 @@ def test_what_is_no_http_gets_400(server: ServeProcess) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: " + b"y" * 70_000,
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
-            raw.sendall(sent)
-            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        assert b'{"error": "Invalid HTTP' in _told(server, sent, 400)
+
+
+def _told(server: ServeProcess, sent: bytes, status: int) -> bytes:
+    """What a client reads that has sent all it will send."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(sent)
+        raw.shutdown(socket.SHUT_WR)
+        found = b"".join(iter(functools.partial(raw.recv, 1000), b""))
+    assert found.startswith(b"HTTP/1.1 %d" % status), found
+    return found
+
+
+def test_a_client_that_sends_half_a_request_is_told_and_one_that_sent_all_is_answered(server: ServeProcess) -> None:
+    head = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"want": "logprobs", "ids": [[3, 4, 5]]}).encode()
+    for rest in (
+        b"",
+        b"Content-Length: %d\r\n\r\n" % (len(body) + 1) + body,
+        b"Transfer-Encoding: chunked\r\n\r\n9\r\nab",
+    ):
+        assert b'{"error": "the request ended early' in _told(server, head.encode() + rest, 400)
+    assert b"logprobs" in _told(server, head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body, 200)
 
 
 def test_metrics_and_shared_forward_passes(client: httpx.Client, server: ServeProcess) -> None:

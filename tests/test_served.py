@@ -66,6 +66,31 @@ def test_the_same_bits_as_in_process(server: ServeProcess, student: LanguageMode
     assert far.version > 0
 
 
+def test_a_mixture_may_have_parts_that_are_served(server: ServeProcess, tmp_path: Path) -> None:
+    """With others of any kind; a resumed run finds the same ones."""
+    found = []
+    for name, expert in (("near", {"model": "tiny/arithmetic"}), ("far", served(server))):
+        parts: dict[str, Any] = {"expert": expert, "start": {"kind": "ema"}}
+        blend = {"kind": "mixture", "combine": "geometric", "parts": parts}
+        run = opd.run(recipe(blend, steps=2) | {"checkpoint": {"every": 1}}, out=tmp_path / name)
+        found.append([row["loss"] for row in run.metrics])
+    assert found[0] == found[1]
+    (plan,) = make_plan(load_recipe(recipe(blend)))
+    assert any("teachers.arithmetic.expert: arithmetic at" in note and "weights" in note for note in plan.notes)
+    wrong = {**blend, "parts": {**parts, "expert": served(server, model="nobody")}}
+    with pytest.raises(RemoteError, match="no model 'nobody'"):
+        make_plan(load_recipe(recipe(wrong)))
+
+
+def test_the_table_at_the_start_knows_what_the_server_says(server: ServeProcess, tmp_path: Path) -> None:
+    load_model("tiny/generalist").save(str(tmp_path / "student"), stop=(7,))
+    spec = {**recipe(served(server), steps=1), "student": str(tmp_path / "student")}
+    run = opd.run(spec, out=tmp_path / "run")
+    (found,) = run.summary["stages"][0]["start"]
+    assert found["ids_differ"] == 0
+    assert [line for line in found["warnings"] if line.startswith("other stop ids: 1; the student 1, 7")], found
+
+
 def recipe(teacher: Any, steps: int = 3) -> dict[str, Any]:
     return {
         "name": "served",

@@ -172,7 +172,9 @@ def test_the_teachers_own_chat_template_changes_the_prompt_alone(tmp_path: Path)
     lengths = {}
     for kind in ("same", "revision"):
         for template in ("student", "teacher"):
-            read = {"kind": kind, "chat_template": template}
+            read = {"chat_template": template} | (
+                {} if kind == "same" else {"kind": kind}
+            )  # `same` goes without saying
             run = opd.run(
                 {**settings, "teachers": {"a": {"model": paths["teacher"], "view": read}}},
                 out=tmp_path / kind / template,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from opd import families
 from opd.config.paths import anchored
 from opd.config.plain_data import DEEPEST, explain, parse_value, plain_data, shown
 from opd.errors import RecipeError
+from opd.settings import Choice
 
 SHORT = {  # what a plain value at these keys is short for
     "student": "model", "coefficient": "value", "gate": "kind", "surrogate": "kind", "correction": "kind", "prompts": "source",
@@ -80,14 +82,53 @@ def _index(node: list[Any], part: str, override: str) -> int:
     raise RecipeError(f"override {override}: no item {shown(part)} in the list; it has {known}.")
 
 
-def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge of mappings; everything else (lists too) is replaced.
+def merge(base: Mapping[str, Any], override: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Deep merge of mappings; everything else (lists too) is replaced. Of a mapping of another kind, whose keys mean other
+    things, what all kinds have stays.
 
     >>> merge({"train": {"steps": 9, "lr": 1}}, {"train": {"steps": 5}})
     {'train': {'steps': 5, 'lr': 1}}
+    >>> merge({"shares": {"kind": "gap", "power": 0.5}}, {"shares": {"kind": "length"}})
+    {'shares': {'kind': 'length'}}
     """
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            place = (*path, str(key))
+            merged[key] = merge(_kept(old, value, place), value, place)
+        else:
+            merged[key] = value
     return merged
+
+
+def _kept(old: Mapping[str, Any], new: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, Any]:
+    """What of the old settings stays beside new ones. Where no kind was written, what the new kind has as well stays, too."""
+    before, now = old.get("kind"), new.get("kind")
+    if not isinstance(now, str) or before == now:
+        return old
+    family = _family(place)
+    kinds = {name: families.find(family, name) for name in families.names(family)} if family else {}
+    if before is not None:
+        common = _common_fields(kinds[now]) if now in kinds else ()
+        return {key: value for key, value in old.items() if key in common}
+    usual = next((kind for kind in kinds.values() if kind.by_default), None)
+    if now not in kinds or usual is None:
+        return old
+    gone = usual.model_fields.keys() - kinds[now].model_fields.keys()
+    return {key: value for key, value in old.items() if key not in gone}
+
+
+def _family(place: tuple[str, ...]) -> str | None:
+    """The family of what stands there: keys are called as their family is, but for those that users name."""
+    if place[0] == "teachers" and (len(place) == 2 or place[2:-1] == ("parts",)):
+        return "teacher"
+    if place[0] == "rewards":
+        return "reward"
+    return place[-1] if families.names(place[-1]) else None
+
+
+def _common_fields(kind: type[Choice]) -> Collection[str]:
+    """Of the class that all kinds of a family derive from."""
+    *_, base = (parent for parent in kind.__mro__ if issubclass(parent, Choice) and parent is not Choice)
+    return base.model_fields

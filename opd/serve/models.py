@@ -84,7 +84,8 @@ class ServedModel:
             found = {"ids": ids.int(), "logprobs": logprobs, "tail": tail, "stop": stop}
             return {name: part.cpu() for name, part in found.items()}
         if asked.tokens_NM is None:
-            return {"logprobs": token_logprobs(projection, tokens_N, merge=(question.stop_ids,)).cpu()}
+            found_N = token_logprobs(projection, tokens_N, merge=(question.stop_ids,), trusted=True)
+            return {"logprobs": found_N.cpu()}
         return {"logprobs": _given(projection, upload(asked.tokens_NM, hidden_ND.device), question.stop_ids).cpu()}
 
 

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import UserError
@@ -38,6 +39,7 @@ class ServeSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
     body_seconds: float = 30.0
     drain_seconds: float = 60.0
+    revisions: Sequence[str] = ()  # NAME=COMMIT
 
 
 def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSettings, say: Callable[[str], None]) -> None:
@@ -45,10 +47,11 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     if missing:
         raise UserError(f"serving needs {' and '.join(missing)}: pip install 'opd[serve]'.")
     named = served_names(models, adapters)
+    revisions = _revisions(settings.revisions, named)
     token = secrets.token_urlsafe(32) if settings.token_env is None else token_of(settings.token_env, "this server")
     assert token is not None
     listening = _listen(settings)
-    served = _load(named, settings, say)
+    served = _load(named, revisions, settings, say)
     from opd.serve.app import Front, make_app
     from opd.serve.sockets import BACKLOG, run_until_told
     from opd.serve.worker import ScoringThread
@@ -98,7 +101,21 @@ def _named(text: str, adapter: bool = False) -> tuple[str, str]:
     return (name, model) if given else (text.rstrip("/").rpartition("/")[2], text)
 
 
-def _load(named: Mapping[str, str], settings: ServeSettings, say: Callable[[str], None]) -> dict[str, ServedModel]:
+def _revisions(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Name -> revision of a model on the hub."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, revision = text.partition("=")
+        if name not in named or not revision:
+            known = ", ".join(named)
+            raise UserError(f"--revision {plain(text, 200)!r}: expected NAME=REVISION, NAME being one of {known}.")
+        found[name] = revision
+    return found
+
+
+def _load(
+    named: Mapping[str, str], revisions: Mapping[str, str], settings: ServeSettings, say: Callable[[str], None]
+) -> dict[str, ServedModel]:
     """Each model once, whatever it is called."""
     from opd.models import load_model
     from opd.runner.checks import pick_device
@@ -106,13 +123,15 @@ def _load(named: Mapping[str, str], settings: ServeSettings, say: Callable[[str]
 
     device = str(pick_device(settings.device))
     dtype = settings.dtype or ("float32" if device == "cpu" else "bfloat16")
-    loaded: dict[str, Any] = {}
+    loaded: dict[tuple[str, str | None], Any] = {}
     served = {}
     for name, model in named.items():
-        if model not in loaded:
+        path = Path(model).expanduser()
+        same = (str(path.resolve()) if path.is_dir() else model, revisions.get(name))
+        if same not in loaded:
             say(f"loading {plain(model, 200)} ({dtype}, {device})")
-            loaded[model] = load_model(model, dtype=dtype, device=device)
-        served[name] = ServedModel(name, loaded[model], settings.batch_tokens)
+            loaded[same] = load_model(model, dtype=dtype, device=device, revision=revisions.get(name))
+        served[name] = ServedModel(name, loaded[same], settings.batch_tokens)
     return served
 
 

@@ -1,9 +1,10 @@
-"""uvicorn with two habits more: headers have to come in time, and SIGTERM lets what was accepted be answered."""
+"""uvicorn with three habits more: headers have to come in time, half a request is told so, and SIGTERM lets what was accepted be answered."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import resource
 import socket
 import time
@@ -19,7 +20,6 @@ from opd.serve.app import Front
 BACKLOG = 4096  # connections that may wait to be accepted
 CONNECTIONS = 8192
 HEAD_BYTES = 64 << 10  # of a request line and headers
-LATE = b'{"error": "the request did not come in time"}'
 
 
 class PunctualProtocol(H11Protocol):
@@ -55,10 +55,29 @@ class PunctualProtocol(H11Protocol):
             self._clock = None
 
     def _late(self) -> None:
-        if not self.transport.is_closing():
-            head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(LATE) + LATE)
-            self.transport.close()
+        self._refuse("408 Request Timeout", "the request did not come in time")
+
+    def eof_received(self) -> bool:
+        """The client will send no more: of half a request it is told, and one that came whole is still answered."""
+        waits = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
+            self._refuse("400 Bad Request", "the request ended early: less came than its headers say")
+        elif waits:
+            self.cycle.keep_alive = False
+        return waits and not self.transport.is_closing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("400 Bad Request", msg)
+
+    def _refuse(self, status: str, message: str) -> None:
+        """Past the app, where no answer has begun."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = json.dumps({"error": message}).encode()
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
 
 
 class DrainingServer(uvicorn.Server):

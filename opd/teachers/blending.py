@@ -16,6 +16,7 @@ from torch import Tensor
 from opd.divergences import Mixture, Projection, statistics
 from opd.errors import RecipeError
 from opd.models.language_model import LanguageModel
+from opd.models.tokenizers import Elsewhere
 from opd.teachers.mixture import BlendKind, PartWeight
 from opd.teachers.scoring import ScoringTeacher, reached, spread
 from opd.teachers.views import behind
@@ -39,6 +40,12 @@ class BlendedTeacher(ScoringTeacher):
         self._kind, self._parts = kind, _scoring(name, parts)
         self._numbers = {domain: number for number, domain in enumerate(kind.weighed_domains(), start=1)}
         self.context = min(part.context for part in self._parts.values())
+        self.elsewhere = _together(name, list(self._parts.values()))
+
+    @property
+    def models(self) -> list[LanguageModel]:
+        """Of the parts that have one, in the order in which they score."""
+        return [part.model for part in self._parts.values() if part.model is not None]
 
     # What it says
 
@@ -131,6 +138,23 @@ class BlendedTeacher(ScoringTeacher):
         for (name, part), own in zip(self._parts.items(), versions, strict=True):
             start = f"{name}/"
             part.restore(own, {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)})
+
+
+def _together(name: str, parts: Sequence[ScoringTeacher]) -> Elsewhere | None:
+    """What parts stop at, and the ids that all of them know; those that are the student differ in neither."""
+    found = [part.elsewhere for part in parts if part.elsewhere is not None]
+    found += [
+        Elsewhere(name, one.stop_ids, one.head.weight.shape[0]) for part in parts if (one := part.model) is not None
+    ]
+    stop_ids = tuple(sorted({index for one in found for index in one.stop_ids}))
+    return Elsewhere(name, stop_ids, min(one.size for one in found)) if found else None
+
+
+def models_of(teacher: TeacherLike) -> list[LanguageModel]:
+    """That it scores with in this process, in order."""
+    if isinstance(teacher, BlendedTeacher):
+        return teacher.models
+    return [] if teacher.model is None else [teacher.model]
 
 
 def _scoring(name: str, parts: Mapping[str, TeacherLike]) -> dict[str, ScoringTeacher]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from opd.errors import RemoteError
 from opd.models.head import describe_head
-from opd.models.tokenizers import fingerprint, require_same
+from opd.models.tokenizers import Elsewhere, fingerprint, require_same
 from opd.teachers.kinds import Supplies
 from opd.teachers.reconnecting import Constancy
 from opd.teachers.views import behind
@@ -38,6 +38,7 @@ class CompletionsTeacher:
         student, head = supplies.student, describe_head(kind.local, kind.revision)
         require_same(student.tokenizer, head.tokenizer, student.name, f"{name} ({kind.local})")
         self._stops, self._fingerprint = supplies.stop_ids, fingerprint(head.tokenizer)
+        self.elsewhere = Elsewhere(kind.title, head.stop_ids, head.rows)
         self.version = int(self._fingerprint[:12], 16)
         self._remote = kind.connect(supplies.around)
         self.context = min(head.context, kind.room(kind.longest(self._remote)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opd.teachers.scoring import ScoringTeacher
 
 
-Quantisation = Literal["int8", "fp8", "int4"]
+Quantisation = Literal["int8", "fp8", "int4", "mxfp4"]
 
 
 class ModelRef(NamedTuple):
@@ -95,6 +95,10 @@ class TeacherKind(Choice):
     def scored_with(self) -> Sequence[ModelRef]:
         """Whose weights what it says depends on: scores that are kept are kept under their hashes."""
         return self.reads()
+
+    def waiting(self) -> Sequence[ModelRef]:
+        """Of those that it reads, the ones that need not be in memory while others score."""
+        return self.reads() if self.can_wait else ()
 
     def earlier(self) -> Sequence[str]:
         """Runs that it reads: directories, or `stage:NAME`."""
@@ -205,7 +209,8 @@ class FrozenTeacher(ModelTeacher):
     device: Word | None = Field(None, description="where it scores: cpu, cuda or cuda:N; default: the student's")
 
     quantise: Quantisation | None = Field(
-        None, description="int8, fp8 or int4: weights of its linear layers, with torchao; the head stays as it is"
+        None,
+        description="int8, fp8, int4 or mxfp4: weights of its linear layers, with torchao; the head stays as it is",
     )
 
     @field_validator("device")

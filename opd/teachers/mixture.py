@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema
 
 from opd.settings import SETTINGS, Choice, Family, Positive, StageView, Word, changed
 from opd.shorthand import Short
-from opd.teachers.kinds import ModelRef, Supplies, Surroundings, TeacherKind
+from opd.teachers.kinds import ModelRef, Outlook, Supplies, Surroundings, TeacherKind
 from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
@@ -147,6 +147,15 @@ class BlendKind(TeacherKind):
 
     def scored_with(self) -> Sequence[ModelRef]:
         return list(dict.fromkeys(ref for kind in self.members.values() for ref in kind.scored_with()))
+
+    def waiting(self) -> Sequence[ModelRef]:
+        """A model that a part of another kind reads as well stays."""
+        staying = {ref for kind in self.members.values() for ref in kind.reads() if ref not in kind.waiting()}
+        return [ref for ref in self.reads() if ref not in staying]
+
+    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+        found = [kind.inquire(f"{name}.{key}", tokenizer, student, planning) for key, kind in self.members.items()]
+        return Outlook(min(one.context for one in found), tuple(note for one in found for note in one.notes))
 
     def files(self) -> list[Path]:
         return [path for kind in self.members.values() for path in kind.files()]

@@ -144,7 +144,7 @@ def refuse_chasing(kind: StudentTeacher, view: StageView, every: int, force: boo
 
 
 def _asked(kind: TeacherKind, view: StageView, divergence: str) -> bool:
-    return any(term.minimises == divergence and term.role == kind.role for term in view.terms)
+    return any(term.plain_kl == divergence and term.role == kind.role for term in view.terms)
 
 
 def _following(kind: StudentTeacher, name: str, supplies: Supplies, *, every: int, rate: float) -> FollowingTeacher:

@@ -1,7 +1,9 @@
 """Any number of frozen teachers, a few of them in memory: the others wait on shelves, and are read back before they score.
 
-With two resident, one scores while a thread reads the next. None is resident while the student is updated, but for one head: what
-a teacher said is kept as hidden states. After every page-in a fixed probe is scored again, and has to be the same bit for bit.
+With two resident, one scores while the next is read. None is resident while the student is updated, but for one head: what
+a teacher said is kept as hidden states. After every page-in a fixed probe is scored again, behind what the teacher was brought in to
+score, and has to be the same bit for bit. While a batch is scored nobody waits for its answers: they are compared at the end, before
+anything is trained on what the teachers said, or before it is written down. So a GPU goes from one teacher to the next without a pause.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import Projection
+from opd.divergences import Projection, token_logprobs
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
+from opd.teachers.loads import CopiedLoad, Load, ReadLoad
 from opd.teachers.local import LocalTeacher
-from opd.teachers.probe import Probe
+from opd.teachers.probe import probe_rollouts, refuse_changed, refuse_lost
+from opd.teachers.scoring import Page
 from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Shelf, Staging
+from opd.teachers.views import behind
 from opd.types import Rendered, Rollout, Signal, SignalNeed
 
 SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not fit goes to pinned host memory
@@ -35,6 +41,7 @@ class Stay:
     def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
         self.name, self.shelf, self.layout, self.device = model.name, shelf, layout, model.device
         self.flat: Tensor | None = None
+        self.asked = True  # since its weights came in
         self._parameters = dict(model.module.named_parameters())
         self._head = [
             next((name for name, found in self._parameters.items() if found is part), None)
@@ -43,11 +50,16 @@ class Stay:
         own = copy.copy(model)  # whatever vocabulary it comes to share with others, it is compared with itself
         own.stays = False  # and passes are not recorded: its weights come and go
         self._scorer = LocalTeacher(model.name, "teacher", own, 8192, own.stop_ids)
-        self._probe = Probe(self._scorer, own.size, avoid=own.stop_ids)
+        texts = [behind(rollout.prompt_ids, rollout) for rollout in probe_rollouts(own.size, own.stop_ids)]
+        self._probe = Page.of(texts, model.device)
+        self._said = self._answers().cpu().numpy()
+        refuse_lost(self.name, self._said, own.size)
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        self._missing = {kind: torch.full((1,), float("nan"), dtype=kind, device=model.device) for kind in dtypes}
         self.take_away()
 
     def put(self, flat: Tensor) -> None:
-        self.flat = flat
+        self.flat, self.asked = flat, False
         for name, view in self.layout.views(flat).items():
             self._parameters[name].data = view
 
@@ -55,10 +67,17 @@ class Stay:
         """Shapes, dtypes and device stay as they are; whoever computed with what is left would get NaN."""
         self.flat = None
         for parameter in self._parameters.values():
-            parameter.data = parameter.new_full((1,), float("nan")).expand(parameter.shape)
+            parameter.data = self._missing[parameter.dtype].expand(parameter.shape)
 
-    def check(self) -> None:
-        self._probe.check(self._scorer)
+    def ask(self) -> ProbeAnswers:
+        """What it says of the probe, as soon as the device gets there."""
+        self.asked = True
+        return ProbeAnswers(self.name, self._said, self._answers())
+
+    @torch.no_grad()
+    def _answers(self) -> Tensor:
+        projection = self._scorer.project(self._scorer.hidden(self._probe))
+        return token_logprobs(projection, self._probe.tokens_N, merge=(self._scorer.stop_ids,), trusted=True)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """While its weights are here."""
@@ -82,6 +101,17 @@ class Stay:
         return weight, bias
 
 
+class ProbeAnswers(NamedTuple):
+    """To the probe: when the model was opened, and since its weights came back."""
+
+    name: str
+    before: np.ndarray
+    now: Tensor
+
+    def compare(self) -> None:
+        refuse_changed(self.name, self.before, self.now.cpu().numpy())
+
+
 class Pager:
     """Brings weights in and takes them away: at most `resident` models at once. `heads`: how many roles teachers have."""
 
@@ -89,7 +119,9 @@ class Pager:
         self._resident, self._keep, self._scratch, self._room = resident, keep, scratch, heads
         self._order: list[Stay] = []  # in which they will score
         self._here: list[Stay] = []
-        self._coming: dict[Stay, Future[Tensor]] = {}
+        self._coming: dict[Stay, Load] = {}
+        self._arrived: list[Load] = []  # while these score
+        self._answers: list[ProbeAnswers] = []  # that nobody has compared yet
         self._heads: dict[Stay, tuple[Tensor, Tensor | None]] = {}
         self._staging, self._reading = Staging(), threading.Lock()
         self._reader = ThreadPoolExecutor(1, "opd-pages") if resident > 1 else None
@@ -97,6 +129,7 @@ class Pager:
         self._shelves: list[Shelf] = []
         self.sizes: list[int] = []  # bytes of each model
         self.seconds, self.count = 0.0, 0  # waited for weights, and page-ins, of this step
+        self._read_bytes, self._read_seconds = 0, 0.0
 
     # Opening and closing
 
@@ -120,18 +153,21 @@ class Pager:
             shelf.close()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: seconds waited for weights, and how often some were brought in."""
-        return {"time/page": round(self.seconds, 4), "pages": self.count}
+        """Of the last step: seconds waited for weights, how often some were brought in, and how fast (GB/s)."""
+        rate = {"page_rate": round(self._read_bytes / self._read_seconds / 1e9, 3)} if self._read_seconds else {}
+        return {"time/page": round(self.seconds, 4), "pages": self.count, **rate}
 
     # Weights that are needed
 
     @contextmanager
     def scoring(self, order: Sequence[LanguageModel]) -> Iterator[None]:
-        """Models that will score, in this order; afterwards none is resident."""
-        self.seconds, self.count = 0.0, 0
+        """Models that will score, in this order; afterwards none is resident, and each has said of the probe what it did before."""
+        self.seconds, self.count, self._read_bytes, self._read_seconds = 0.0, 0, 0, 0.0
         self._order = list(dict.fromkeys(model.stay for model in order if isinstance(model, PagedModel)))
         try:
             yield
+            self.check()
+            self._account()
         finally:
             self.release()
 
@@ -139,20 +175,45 @@ class Pager:
         """Have its weights here, and those of the next on their way."""
         if stay.flat is not None:
             return
-        _settle(stay.device)
-        start = time.perf_counter()
+        self.ask()
         wanted = [stay, *self._behind(stay)]
         self._heads.clear()
         for other in [other for other in (*self._here, *self._coming) if other not in wanted]:
             self._drop(other)
-        coming = self._coming.pop(stay, None)
-        stay.put(coming.result() if coming is not None else self._read(stay, *self._room_for(stay)))
+        load = self._coming.pop(stay, None) or self._load(stay, None)
+        stay.put(load.arrive())
         self._here.append(stay)
         for other in wanted[1:]:
             if other.flat is None and other not in self._coming:
-                self._begin(other)
-        stay.check()
-        self.seconds, self.count = self.seconds + time.perf_counter() - start, self.count + 1
+                self._coming[other] = self._load(other, self._reader)
+        self.count += 1
+        if self._order:
+            self._arrived.append(load)
+
+    def ask(self) -> None:
+        """Models whose weights came in since are asked about the probe; between batches their answers are compared at once."""
+        self._answers += [stay.ask() for stay in self._here if not stay.asked]
+        if not self._order:
+            self._compare()
+
+    def check(self) -> None:
+        """Each model whose weights came in since is the one that was opened."""
+        self.ask()
+        self._compare()
+
+    def _compare(self) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer.compare()
+
+    def _account(self) -> None:
+        """How long the models of a batch were waited for, once the device is done with them."""
+        for device in {stay.device for stay in self._order if stay.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        for load in self._arrived:
+            took = load.took()
+            self.seconds, self._read_seconds = self.seconds + took.waited, self._read_seconds + took.read
+            self._read_bytes += load.size
 
     def head(self, stay: Stay) -> tuple[Tensor, Tensor | None]:
         """Its output head; of models whose weights are not here, the last few that were asked for stay."""
@@ -171,7 +232,7 @@ class Pager:
         """Nothing is resident any more, nor on its way."""
         for stay in (*self._here, *self._coming):
             self._drop(stay)
-        self._order = []
+        self._order, self._arrived, self._answers = [], [], []
         self._heads.clear()
 
     def _behind(self, stay: Stay) -> list[Stay]:
@@ -181,39 +242,28 @@ class Pager:
         at = self._order.index(stay)
         return self._order[at + 1 : at + self._resident]
 
-    def _begin(self, stay: Stay) -> None:
-        """Allocated here, where the memory is used and freed; read by the thread."""
-        assert self._reader is not None
-        self._coming[stay] = self._reader.submit(self._read, stay, *self._room_for(stay))
-
-    def _room_for(self, stay: Stay) -> tuple[Tensor, torch.cuda.Stream | None]:
-        """Bytes to read into, and the stream that copies them there, behind what was computed in that memory before."""
+    def _load(self, stay: Stay, reader: ThreadPoolExecutor | None) -> Load:
+        """Into memory that is allocated here, where it is used and freed."""
         flat = torch.empty(stay.layout.size, dtype=torch.uint8, device=stay.device)
         if stay.device.type != "cuda":
-            return flat, None
+            return ReadLoad(stay.shelf, flat, reader, self._reading, None)
         if stay.device not in self._streams:
             self._streams[stay.device] = torch.cuda.Stream(stay.device)
-        stream = self._streams[stay.device]
-        stream.wait_stream(torch.cuda.current_stream(stay.device))
-        return flat, stream
-
-    def _read(self, stay: Stay, flat: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-        with self._reading, nullcontext() if stream is None else torch.cuda.stream(stream):
-            stay.shelf.fill(flat, 0)
-            if stream is not None:
-                stream.synchronize()
-        return flat
+        copying = self._streams[stay.device]
+        if isinstance(stay.shelf, MemoryShelf):
+            return CopiedLoad.of(stay.shelf, flat, copying)
+        return ReadLoad(stay.shelf, flat, reader, self._reading, copying)
 
     def _drop(self, stay: Stay) -> None:
         if stay in self._coming:
-            wait([self._coming.pop(stay)])  # its memory is written to until then
+            self._coming.pop(stay).abandon()
         if stay in self._here:
             self._here.remove(stay)
             stay.take_away()
 
 
 def _settle(device: torch.device) -> None:
-    """What was computed so far is not counted as waiting for weights."""
+    """What was computed so far is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -235,9 +285,14 @@ class PagedModel(LanguageModel):
         weight, bias = self._pager.head(self.stay)
         return Projection(hidden, weight, bias, self.scale, self.softcap, self.size)
 
+    def ask(self) -> None:
+        """Once behind every page-in."""
+        self._pager.ask()
+
     @contextmanager
     def resident(self) -> Iterator[LanguageModel]:
         self._pager.bring(self.stay)
+        self._pager.check()
         plain = LanguageModel.__new__(LanguageModel)
         vars(plain).update({key: value for key, value in vars(self).items() if key not in ("stay", "_pager")})
         try:
@@ -248,6 +303,8 @@ class PagedModel(LanguageModel):
 
 class PagedTeacher(LocalTeacher):
     """A frozen checkpoint that comes and goes. What it said waits on the device, or where that is full in pinned host memory."""
+
+    _model: PagedModel
 
     def kept(self, hidden: Tensor) -> Tensor:
         if hidden.device.type != "cuda" or _has_room(hidden):
@@ -266,7 +323,9 @@ class PagedTeacher(LocalTeacher):
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
         found = super().score(rollouts, need, seen)
-        _settle(self._model.device)  # copies to the host are whole
+        self._model.ask()
+        if any(isinstance(signal.values, Tensor) and signal.values.device != self._model.device for signal in found):
+            _settle(self._model.device)  # copies to the host are whole
         return found
 
 

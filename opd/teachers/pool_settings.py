@@ -12,12 +12,13 @@ from opd.teachers.kinds import ModelRef, TeacherKind
 from opd.text import bytes_in_words
 
 
-def movable(kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
-    """Models of frozen teachers alone, which can be anywhere while others score."""
-    staying = {ref for kind in kinds.values() if not kind.can_wait for ref in kind.reads()}
-    waiting = (ref for kind in kinds.values() if kind.can_wait for ref in kind.reads())
+def movable(kinds: Mapping[str, TeacherKind], parts: bool = False) -> list[ModelRef]:
+    """Models of frozen teachers alone, which can be anywhere while others score. `parts`: those of mixtures, too."""
+    waiting = {name: set(kind.waiting()) if parts or kind.can_wait else set() for name, kind in kinds.items()}
+    staying = {ref for name, kind in kinds.items() for ref in kind.reads() if ref not in waiting[name]}
+    coming = (ref for name, kind in kinds.items() for ref in kind.reads() if ref in waiting[name])
     return list(
-        dict.fromkeys(ref for ref in waiting if ref not in staying and ref.device is None and ref.quantise is None)
+        dict.fromkeys(ref for ref in coming if ref not in staying and ref.device is None and ref.quantise is None)
     )
 
 
@@ -35,7 +36,7 @@ class TeacherPool(BaseModel):
 
     def paged(self, kinds: Mapping[str, TeacherKind]) -> list[ModelRef]:
         """Models that come and go; none where all have room. What another kind reads, is quantised or has a `device` stays."""
-        coming = movable(kinds)
+        coming = movable(kinds, parts=True)
         return coming if self.resident is not None and self.resident < len(coming) else []
 
     def describe(self, sizes: Sequence[int], device: str) -> str:
@@ -55,7 +56,7 @@ class TeacherPool(BaseModel):
         """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
         if self.keep is not None and self.resident is None:
             yield f"pool.keep {self.keep} says where teachers wait, but all of them are resident. Set pool.resident."
-        if self.resident is not None and not any(kind.can_wait for kind in kinds.values()):
+        if self.resident is not None and not any(kind.waiting() for kind in kinds.values()):
             yield f"pool.resident {self.resident}: only frozen teachers can wait outside, and there is none. Drop it."
         paged = set(self.paged(kinds))
         names = [name for name, kind in kinds.items() if kind.role == "teacher" and paged & set(kind.reads())]

@@ -14,7 +14,7 @@ from torch import Tensor
 from opd.divergences import Projection
 from opd.errors import RemoteError
 from opd.models.head import load_head
-from opd.models.tokenizers import fingerprint, require_same
+from opd.models.tokenizers import Elsewhere, fingerprint, require_same
 from opd.teachers.kinds import Supplies
 from opd.teachers.reconnecting import Constancy
 from opd.teachers.scoring import Page, ScoringTeacher
@@ -36,6 +36,7 @@ class RemoteHidden(ScoringTeacher):
         self._head = load_head(kind.local, kind.revision, dtype, str(student.device))
         require_same(student.tokenizer, self._head.tokenizer, student.name, f"{name} ({kind.local})")
         self.fingerprint = fingerprint(self._head.tokenizer)
+        self.elsewhere = Elsewhere(kind.title, self._head.stop_ids, self._head.rows)
         self.version = int(self._head.digest[:12], 16)
         self._remote = kind.connect(supplies.around)
         self.context = min(self._head.context, kind.room(kind.longest(self._remote)))

@@ -30,34 +30,42 @@ class Probe:
     def __init__(self, teacher: TeacherLike, size: int, *, avoid: Sequence[int] = (), tolerance: float = 0.0) -> None:
         self._tolerance, self._rollouts = tolerance, probe_rollouts(size, avoid)
         self.logprobs = self._score(teacher)
-        if not np.isfinite(self.logprobs).all():
-            raise TrainingError(
-                f"teacher {teacher.name!r}: {int((~np.isfinite(self.logprobs)).sum())} of {self.logprobs.size} log-probs of a fixed "
-                f"probe are not finite (the first is {self.logprobs[~np.isfinite(self.logprobs)][0]}). Its weights are damaged, or "
-                "its dtype is too narrow for it."
-            )
-        if np.ptp(self.logprobs) <= FLAT:
-            raise TrainingError(
-                f"teacher {teacher.name!r} answers {self.logprobs[0]:.4f} for every token of a fixed probe (-ln of its {size} ids is "
-                f"{-np.log(size):.4f}), whatever stands before it: its weights are not there. Check the model, or its server."
-            )
+        refuse_lost(teacher.name, self.logprobs, size)
 
     def check(self, teacher: TeacherLike) -> None:
         """Refuse a teacher that does not say what it said when it was opened."""
-        now = self._score(teacher)
-        gap = np.abs(now - self.logprobs)
-        same = np.array_equal(now, self.logprobs) if self._tolerance == 0 else bool((gap <= self._tolerance).all())
-        if not same:
-            worst = int(np.nan_to_num(gap, nan=np.inf).argmax())
-            raise TrainingError(
-                f"teacher {teacher.name!r} is no longer the one that was opened: token {worst} of a fixed probe had log-prob "
-                f"{self.logprobs[worst]:.9g}, and now has {now[worst]:.9g} (allowed difference {self._tolerance:g}). Its weights were "
-                "changed or lost on the way. Nothing was trained on it; resume the run."
-            )
+        refuse_changed(teacher.name, self.logprobs, self._score(teacher), self._tolerance)
 
     def _score(self, teacher: TeacherLike) -> np.ndarray:
         signals = teacher.score(self._rollouts, SignalNeed("logprobs_at"))
         return np.concatenate([np.asarray(signal.values, dtype=np.float64) for signal in signals])
+
+
+def refuse_lost(name: str, logprobs: np.ndarray, size: int) -> None:
+    """Answers that say nothing about any token, of a model with so many ids."""
+    strange = ~np.isfinite(logprobs)
+    if strange.any():
+        raise TrainingError(
+            f"teacher {name!r}: {int(strange.sum())} of {logprobs.size} log-probs of a fixed probe are not finite (the first is "
+            f"{logprobs[strange][0]}). Its weights are damaged, or its dtype is too narrow for it."
+        )
+    if np.ptp(logprobs) <= FLAT:
+        raise TrainingError(
+            f"teacher {name!r} answers {logprobs[0]:.4f} for every token of a fixed probe (-ln of its {size} ids is "
+            f"{-np.log(size):.4f}), whatever stands before it: its weights are not there. Check the model, or its server."
+        )
+
+
+def refuse_changed(name: str, before: np.ndarray, now: np.ndarray, tolerance: float = 0.0) -> None:
+    gap = np.abs(now - before)
+    same = np.array_equal(now, before) if tolerance == 0 else bool((gap <= tolerance).all())
+    if not same:
+        worst = int(np.nan_to_num(gap, nan=np.inf).argmax())
+        raise TrainingError(
+            f"teacher {name!r} is no longer the one that was opened: token {worst} of a fixed probe had log-prob {before[worst]:.9g}, "
+            f"and now has {now[worst]:.9g} (allowed difference {tolerance:g}). Its weights were changed or lost on the way. Nothing was "
+            "trained on it; resume the run."
+        )
 
 
 def probe_rollouts(size: int, avoid: Sequence[int] = ()) -> list[Rollout]:

@@ -25,7 +25,7 @@ from opd.teachers.scoring import Page
 from opd.types import Rendered, WeightsRef
 
 MEASURED = 2048  # tokens of the first batch at most, but one text at least
-GROUP = 128  # weights that share a scale in int4
+GROUPS = {"int4": 128, "mxfp4": 32}  # weights that share a scale
 TRIAL = (256, 256)  # of the layer that shows whether a device can
 
 
@@ -50,14 +50,22 @@ def require_quantiser(whose: str, kind: Quantisation, dtype: str, device: torch.
 
 
 def _config(kind: Quantisation) -> Any:
-    """Weights alone; `set_inductor_config` would change the precision of everybody's matrix products."""
+    """Weights alone; of mxfp4 the activations too, which torchao has no other way for: both are rounded, products are those of
+    bfloat16, on any device. `set_inductor_config` would change the precision of everybody's matrix products.
+    """
     from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     if kind == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if kind == "fp8":
         return Float8WeightOnlyConfig(set_inductor_config=False)
-    return Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+    if kind == "mxfp4":
+        from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        four = {"activation_dtype": torch.float4_e2m1fn_x2, "weight_dtype": torch.float4_e2m1fn_x2}
+        return MXDynamicActivationMXWeightConfig(GROUPS[kind], kernel_preference=KernelPreference.EMULATED, **four)
+    return Int4WeightOnlyConfig(GROUPS[kind], int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
 
 
 def load_teacher(ref: ModelRef, name: str, revision: str | None, dtype: str, device: str) -> LanguageModel:
@@ -76,7 +84,7 @@ def quantise_(model: LanguageModel, kind: Quantisation, device: torch.device | s
     def chosen(module: nn.Module, name: str = "") -> bool:
         if not isinstance(module, nn.Linear) or module is model.head:
             return False
-        return kind != "int4" or module.in_features % GROUP == 0
+        return module.in_features % GROUPS.get(kind, 1) == 0
 
     layers = {name: layer for name, layer in model.module.named_modules() if chosen(layer)}
     if not layers:

@@ -20,7 +20,7 @@ from opd.divergences import Projection, likeliest_ids, token_logprobs
 from opd.divergences.upload import upload
 from opd.models.attention import Packed
 from opd.models.packing import pack
-from opd.models.tokenizers import fingerprint
+from opd.models.tokenizers import Elsewhere, fingerprint
 from opd.teachers.kinds import BATCH_TOKENS
 from opd.teachers.views import behind
 from opd.text import first_line
@@ -72,6 +72,7 @@ class ScoringTeacher:
     version = 0
     context = sys.maxsize
     temperature = 1.0  # of its own distribution, whatever the student's
+    elsewhere: Elsewhere | None = None  # what is known of models that are not in this process
     matched: tuple[np.ndarray, np.ndarray] | None = (
         None  # ids of student and teacher that mean the same, if they differ
     )
@@ -185,8 +186,9 @@ class ScoringTeacher:
             if need.k is None:
                 raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")
             return self._likeliest(self.project(hidden_ND), need.k, page.counts)
-        logprobs_N = token_logprobs(self.project(hidden_ND), page.tokens_N, merge=(self.stop_ids,)).cpu()
-        return [part.numpy() for part in logprobs_N.split(page.counts)]
+        projection = self.project(hidden_ND)
+        logprobs_N = token_logprobs(projection, page.tokens_N, merge=(self.stop_ids,), trusted=True)
+        return [part.numpy() for part in logprobs_N.cpu().split(page.counts)]
 
     def _likeliest(self, projection: Projection, k: int, counts: Sequence[int]) -> list[TopK]:
         """Each stop id beside the k likeliest others, so that they can be one event at any temperature."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opd.errors import RemoteError, ServerAway, TokenizerMismatch
 from opd.remote import Addresses, Remote, Variable
-from opd.settings import Positive, StageView, Word
+from opd.settings import Positive, Word
 from opd.teachers.kinds import Outlook, Supplies, Surroundings, TeacherKind
 from opd.teachers.wire import PROTOCOL
 from opd.text import plain
@@ -79,9 +78,6 @@ class ServedTeacher(TeacherKind):
         None,
         description="every request a forward pass of its own, for the same bits; default: where it computes on a CPU",
     )
-
-    def refuse_as_part(self, view: StageView) -> Iterable[str]:
-        yield "kind served scores by itself, not as a part of a mixture. Load the model here (kind: frozen), or mix it where it is served."
 
     @property
     def title(self) -> str:

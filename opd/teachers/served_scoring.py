@@ -16,7 +16,7 @@ from torch import Tensor
 from opd.divergences import Projection
 from opd.errors import RemoteError, TokenizerMismatch
 from opd.files import write_whole
-from opd.models.tokenizers import fingerprint
+from opd.models.tokenizers import Elsewhere, fingerprint
 from opd.teachers.probe import Probe
 from opd.teachers.scoring import Page, ScoringTeacher
 from opd.teachers.wire import (
@@ -56,6 +56,7 @@ class ServedScorer(ScoringTeacher):
                 f"{ours}: their ids mean different tokens. Serve a teacher with the student's own tokenizer."
             )
         self.fingerprint = facts.tokenizer
+        self.elsewhere = Elsewhere(kind.title, facts.stop_ids, facts.rows)
         self._weight, self._bias = self._head(supplies.around.directory)
         self._known, self._seen = {facts.instance}, set[str]()  # processes that serve it, and those that have answered
         self._checking = True  # what is asked now is not checked itself
@@ -71,6 +72,10 @@ class ServedScorer(ScoringTeacher):
 
     def hidden(self, page: Page) -> Tensor:
         raise NotImplementedError("texts are sent, not pages")
+
+    @property
+    def width(self) -> int:
+        return self._facts.width
 
     def project(self, hidden: Tensor) -> Projection:
         facts = self._facts

@@ -22,7 +22,9 @@ from opd.models.language_model import LanguageModel, stored_parts
 from opd.models.packing import Pack
 from opd.models.tokenizers import differing_ids
 from opd.objective.batch import beside
+from opd.teachers.completions import CompletionsTeacher
 from opd.teachers.crossing import aligned_bytes
+from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import Group, SameView, View, behind, texts_for
 from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 
@@ -32,6 +34,7 @@ ORIGIN = 0.5  # cosine between weights; those of one origin are near 1, others n
 ALIGNED = 0.9  # share of the text that spans pair, where tokenizers differ
 SAMPLE = 65_536  # weights of a tensor that are compared
 COMPARED = 4  # tensors
+ASK = "`opd diagnose` measures whether a cold start on its own answers comes first."  # a few answers do not tell
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _measured(
     probe: Samples,
     stop_ids: tuple[int, ...],
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {} if model is None else _of_models(student, model)
+    found = _of_elsewhere(student, teacher) if model is None else _of_models(student, model)
     found["plain"] = _plain_prompts(student, probe)
     rollouts = [rollout for rollout in probe.rollouts if rollout.response_ids.size]
     seen = texts_for(view, rollouts, probe.prompts, probe.groups, teacher.context)
@@ -132,6 +135,19 @@ def _of_models(student: LanguageModel, model: LanguageModel) -> dict[str, Any]:
         "stop_ids": (student.stop_ids, model.stop_ids),
         "origin": same_origin(student, model),
         "memory": held(model, student),
+    }
+
+
+def _of_elsewhere(student: LanguageModel, teacher: TeacherLike) -> dict[str, Any]:
+    """What is known of one that is not here, or made of several; its tokenizer is the student's, or it had been refused."""
+    known = teacher.elsewhere if isinstance(teacher, ScoringTeacher | CompletionsTeacher) else None
+    if known is None:
+        return {}
+    return {
+        "ids_differ": 0,
+        "rows": (student.head.weight.shape[0], known.size),
+        "context": (student.context, min(teacher.context, student.context)),
+        "stop_ids": (student.stop_ids, known.stop_ids),
     }
 
 
@@ -337,7 +353,7 @@ def _about_stops(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             f"stops with probability below {LOST} where answers end",
             f"{pair.stop_mass:.2f}",
-            "Look at stop ids and template, or begin with a cold start on the teacher's answers.",
+            "Look at stop ids and template: `opd diagnose` says what it ends with instead.",
         )
 
 
@@ -346,10 +362,9 @@ def _about_distance(pair: Pair) -> Iterator[Finding]:
         yield Finding(
             "weights of another origin",
             f"cosine {pair.origin:.2f}",
-            "Such a teacher brought its student 0.60 of the way where one of the same origin brought it 0.94: begin with a "
-            "cold start, or take a teacher grown from the student's start.",
+            f"Such a teacher brought its student 0.60 of the way where one of the same origin brought it 0.94. {ASK}",
         )
-    cold = "Begin with a cold start (a stage with teacher_share: 1 and form: cross_entropy), look again, else take another teacher."
+    cold = f"Others have taught well from farther away. {ASK}"
     if pair.kl is not None and pair.kl > FAR:
         yield Finding(f"initial KL above {FAR} nats per token", f"{pair.kl:.2g}", cold)
     if pair.overlap is not None and pair.overlap < APART:

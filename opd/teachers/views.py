@@ -67,7 +67,6 @@ class View(Choice):
     """`rewrite` is enough for a view that changes the prompt alone; one that looks at other rollouts overrides `render`."""
 
     family = "view"
-    instructs: ClassVar[bool] = False  # it asks for another manner of answering, which a close follower overdoes
     reads_feedback: ClassVar[bool] = False  # so that what came with a reward is kept
     crosses: ClassVar[bool] = False  # the teacher has another tokenizer, and reads the response in its own tokens
     of_prompt: ClassVar[bool] = True  # the prompt alone says what it shows
@@ -81,6 +80,11 @@ class View(Choice):
     @property
     def as_sampled(self) -> bool:
         """Whether it shows exactly what the student read, so that there always is something to show."""
+        return False
+
+    @property
+    def instructs(self) -> bool:
+        """Whether it asks for another manner of answering, which a close follower overdoes."""
         return False
 
     def refuse(self, view: StageView) -> Iterable[str]:
@@ -112,13 +116,14 @@ class View(Choice):
         return None if shown is None else group.behind(shown, rollout, self.skip)
 
 
-AnyView = Annotated[View, Family("view")]
+AnyView = Annotated[View, Family("view", default="same")]
 
 
 class SameView(View):
     """What the student read."""
 
     name = "same"
+    by_default = True
 
     @property
     def as_sampled(self) -> bool:
@@ -134,11 +139,14 @@ class InstructionView(View):
     """An instruction that the student is not given: "Be concise.", a system prompt, experience, a document."""
 
     name = "instruction"
-    instructs = True
     instruction: Text = Field(description="its text")
     place: Literal["system", "before", "after"] = Field(
         "before", description="as the system message, or before or after the question"
     )
+
+    @property
+    def instructs(self) -> bool:
+        return True
 
     def rewrite(self, prompt: Prompt) -> Prompt | None:
         if self.place == "system" and prompt.messages is not None:
@@ -178,6 +186,11 @@ class TemplateView(ShowingView):
         if not fields_of(well_formed(value)):
             raise ValueError("a template names at least one field, such as {prompt} or {answer}")
         return value
+
+    @property
+    def instructs(self) -> bool:
+        """One that shows nothing of the row but the question is an instruction around it."""
+        return not self.shows() and self.template.strip() != f"{{{QUESTION}}}"
 
     def shows(self) -> set[str]:
         return set(fields_of(self.template)) - {QUESTION}

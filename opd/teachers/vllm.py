@@ -111,9 +111,6 @@ class ForeignTeacher(TeacherKind):
             tokenizer, describe_head(self.local, self.revision).tokenizer, "of this recipe", f"{name} ({self.local})"
         )
 
-    def refuse_as_part(self, view: StageView) -> Iterable[str]:
-        yield f"a model behind a server cannot be mixed with others. Load it here: {{model: {self.local}}}."
-
     def vocabulary(self, around: Surroundings) -> Elsewhere | None:
         from opd.models.head import describe_head
         from opd.models.tokenizers import Elsewhere
