@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from opd.config import Lora
 from opd.divergences import token_logprobs
@@ -289,6 +290,47 @@ def test_every_slot_gives_the_same_bits(kind: str, slots: int) -> None:
     for sampling in (request.sampling, replace(request.sampling, top_p=0.95)):
         copies = [replace(request, id=f"copy{index}", sampling=sampling) for index in range(engine.settings.slots)]
         assert len({tuple(response.numbers) for response in collect(engine, copies).values()}) == 1
+
+
+TAIL = BuiltInSampler(slots=8, prefill_rows=1, prefill_chunk=8)
+LONG_TAILED = [
+    replace(request, sampling=Sampling(length, top_k=top_k))
+    for length, top_k, request in zip(
+        (2, 18, 3, 9, 5, 4), (0, 0, 0, 0, 0, 4), make_requests((3, 7, 8, 5, 1, 6), Sampling(1)), strict=True
+    )
+]
+
+
+def test_steps_without_idle_slots_change_no_bit() -> None:
+    model = tiny_model("llama")
+    whole, engine = make_engine(model, TAIL), make_engine(model, TAIL)
+    whole.steps._fewer = []
+    counts = list(engine.steps._fewer)
+    assert counts[-1] == engine.settings.slots // 2
+    expected = {name: response.numbers for name, response in collect(whole, LONG_TAILED).items()}
+    assert {name: response.numbers for name, response in collect(engine, LONG_TAILED).items()} == expected
+    used = {name: {rows for call, rows, *_ in engine.steps._alike if call == name} for name in ("decode", "prefill")}
+    unlike = engine.steps._unlike  # some libraries multiply fewer rows in another order
+    assert used["decode"] == set(counts) or "decode" in unlike
+    assert used["prefill"] == {4} or "prefill" in unlike
+    assert not whole.steps._alike
+
+
+def test_steps_are_made_for_all_slots_where_that_changes_bits() -> None:
+    def by_rows(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out * (1 + 1e-6 * out.shape[:-1].numel())
+
+    engines = [make_engine(tiny_model("llama"), TAIL) for _ in range(2)]
+    for engine in engines:
+        engine.model.backbone.layers[0].mlp.register_forward_hook(by_rows)
+    engines[0].steps._fewer = []
+    expected, found = (collect(engine, LONG_TAILED) for engine in engines)
+    assert {name: response.numbers for name, response in found.items()} == {
+        name: response.numbers for name, response in expected.items()
+    }
+    assert engines[1].steps._unlike == {"decode", "prefill"}
+    assert not engines[1].steps._alike
+    assert not make_engine(tiny_model("qwen3_moe"), TAIL).steps._fewer
 
 
 def test_a_mixture_of_experts_keeps_its_tokens_in_other_company() -> None:

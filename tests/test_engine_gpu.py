@@ -13,6 +13,7 @@ import torch
 from opd.divergences import Projection, token_logprobs
 from opd.divergences.projection import log_probs
 from opd.models.attention import Packed
+from opd.models.fused import fuse_layers
 from opd.sampling.draws import request_key, uniforms, uniforms_at
 from opd.sampling.engine import Engine
 from opd.sampling.samplers import BuiltInSampler
@@ -31,9 +32,13 @@ SHAPE = {
 }  # tame enough for bf16
 
 
-def cuda_engine(kind: str, dtype: torch.dtype = torch.float32, spec: BuiltInSampler = SPEC, **config: Any) -> Engine:
+def cuda_engine(
+    kind: str, dtype: torch.dtype = torch.float32, spec: BuiltInSampler = SPEC, fused: bool = False, **config: Any
+) -> Engine:
     model = tiny_model(kind, **config)
     model.module.to("cuda", dtype)
+    if fused:
+        fuse_layers(model.module)
     return Engine(model.inference_copy(), spec, 200, merge_stop=STOPS)
 
 
@@ -69,10 +74,12 @@ def teacher_forced(engine: Engine, prompt: np.ndarray, response: list[int]) -> P
     return engine.model.project(hidden[len(prompt) - 1 : -1])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["plain", "compiled", "written out"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 0.15)])
-def test_logprobs_equal_a_teacher_forced_pass(dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
-    engine = cuda_engine("llama", dtype, SPEC.model_copy(update={"compile": compiled}), **SHAPE)
+def test_logprobs_equal_a_teacher_forced_pass(dtype: torch.dtype, tolerance: float, how: str) -> None:
+    spec = SPEC.model_copy(update={"compile": how == "compiled"})
+    engine = cuda_engine("llama", dtype, spec, fused=how == "written out", **SHAPE)
+    assert engine.steps.writes_out == (how == "written out" and dtype == torch.bfloat16)
     options = [
         Sampling(60),
         Sampling(60, 0.6),
@@ -127,10 +134,10 @@ def test_load_keeps_the_graphs() -> None:
     other.module.cuda()
     requests = make_requests((4, 9), Sampling(12))
     collect(engine, requests)
-    graphs = len(engine.steps._graphs)
+    graphs = len(engine.steps.calls.graphs)
     engine.load(other.weights(5))
     after = collect(engine, requests)
-    assert len(engine.steps._graphs) == graphs
+    assert len(engine.steps.calls.graphs) == graphs
     assert {event.version for event in after["r0"].events} == {5}
     fresh = collect(Engine(other.inference_copy(), SPEC, 200, merge_stop=STOPS), requests)
     assert after["r0"].ids == fresh["r0"].ids
@@ -192,3 +199,42 @@ def test_two_engines_record_at_once() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(sample, engines[:2])) == [alone, alone]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_sampling_that_cannot_be_recorded_goes_on(before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens, random numbers and other recordings are as if nothing had been tried; what was recorded `before` is still used."""
+    expected_engine, engine = cuda_engine("llama"), cuda_engine("llama")
+    requests = make_requests((3, 17, 8, 30, 12), Sampling(30))
+    longer = make_requests((4, 150), Sampling(20), seed=1)  # of the same span: 200 columns
+    expected = collect(expected_engine, requests)
+    if before:
+        collect(engine, requests)
+    numbers = torch.cuda.get_rng_state()
+    following = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(numbers)
+
+    def wait(*args: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.ones(1, device="cuda").item()
+
+    engine.model.backbone.layers[1].register_forward_pre_hook(wait)
+    filtered = [replace(request, sampling=Sampling(20, top_k=5)) for request in longer]
+    found = collect(engine, filtered)
+    assert {name: answer.ids for name, answer in found.items()} == {
+        name: answer.ids for name, answer in collect(expected_engine, filtered).items()
+    }
+    again = collect(engine, requests)
+    assert {name: answer.ids for name, answer in again.items()} == {
+        name: answer.ids for name, answer in expected.items()
+    }
+    assert caplog.text.count("cannot be recorded") == 1
+    kept = [graph is not None for graph in engine.steps.calls.graphs.values()]
+    assert any(kept)
+    assert not all(kept)
+    assert torch.equal(torch.rand(4, device="cuda"), following)
+    other = cuda_engine("llama")
+    assert {name: answer.ids for name, answer in collect(other, requests).items()} == {
+        name: answer.ids for name, answer in expected.items()
+    }
+    assert all(graph is not None for graph in other.steps.calls.graphs.values())

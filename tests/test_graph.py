@@ -23,6 +23,7 @@ from opd.runner.narrowing import narrowed
 from opd.runner.results import StageResult
 from opd.runner.reuse import EarlierStages, _take, reuse_stages, stage_keys
 from opd.runner.story import story_lines, story_of
+from opd.version import source_hash, this_version
 from tests.helpers import save_tiny
 
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
@@ -49,6 +50,25 @@ def test_stages_run_behind_what_they_need_and_otherwise_as_listed() -> None:
     assert order(taught, {"name": "b", **own}, {"name": "c", **own}, {"name": "d"}) == ["b", "c", "a", "d"]
     chosen = {"name": "a", "select": {"stage": "b"}}
     assert order(chosen, {"name": "b", **own}) == ["b", "a"]
+
+
+def test_a_stage_replaces_what_it_names_another_kind_of() -> None:
+    prompts = [{"source": "task:addition", "domain": "a"}, {"source": "task:sort", "domain": "b"}]
+    eval_ = {"every": 1, "prompts": 2, "early_stop": {"kind": "patience", "patience": 7}}
+    teachers = {"a": {"model": "tiny/arithmetic", "domains": ["a"]}, "b": {"kind": "frozen", "model": "tiny/sorting"}}
+    changes = {
+        "shares": {"kind": "length"}, "eval": {"early_stop": {"kind": "target", "of_teacher": 0.9}}, "teachers": {"b": {"kind": "self"}},
+    }  # fmt: skip
+    given = recipe(
+        {"name": "one"}, {"name": "two", **changes}, {"name": "three", "shares": {"power": 2}, "teachers": {"a": "tiny/pairs"}},
+        prompts=prompts, eval=eval_, teachers=teachers, shares={"kind": "gap", "power": 0.5},
+    )  # fmt: skip
+    one, two, three = load_recipe(given).stages
+    assert two.shares.model_dump()["power"] == -1.0
+    assert [stage.eval.early_stop and stage.eval.early_stop.name for stage in (one, two)] == ["patience", "target"]
+    assert [two.teachers[name].name for name in ("a", "b")] == ["frozen", "self"]
+    assert three.shares.model_dump()["power"] == 2.0  # of the same kind: laid over
+    assert three.teachers["a"].domains == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +204,23 @@ def test_a_key_tells_which_file_is_which_and_callables_have_none(tmp_path: Path)
     rewarded = with_rewards(read, lambda sample: 1.0)
     with pytest.raises(UserError, match="Python callables, whose code no key covers"):
         reuse_stages(rewarded, {"one": {}}, tmp_path, [tmp_path], [], print)
+
+
+def test_the_version_changes_with_what_a_run_computes_by_and_with_nothing_else(tmp_path: Path) -> None:
+    package = Path(opd.__file__).parent
+    assert this_version() == f"{opd.__version__}+{source_hash(package)}"
+    for path in ("trainer/step.py", "report/page.py", "cli.py", "recipes/quickstart.yaml"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes((package / path).read_bytes())
+    before = source_hash(tmp_path)
+    for path in ("report/page.py", "cli.py", "recipes/quickstart.yaml"):
+        (tmp_path / path).write_text("another")
+    (tmp_path / "trainer" / "step.pyc").write_text("compiled")
+    assert source_hash(tmp_path) == before
+    (tmp_path / "trainer" / "step.py").rename(tmp_path / "trainer" / "leap.py")
+    renamed = source_hash(tmp_path)
+    (tmp_path / "trainer" / "leap.py").write_text("another")
+    assert len({before, renamed, source_hash(tmp_path)}) == 3
 
 
 def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opd.models import varlen
 from opd.models.attention import Packed, masked_attention
+from opd.models.capture import own_stream, record
 from opd.models.fused import fuse_layers
 from opd.models.graphed import PassGraphs, PassSize
 from opd.models.language_model import LanguageModel
@@ -33,7 +34,7 @@ class Again:
         self.call()
 
 
-def again(call: Callable[[], None], pool: Any) -> Again:
+def again(call: Callable[[], None], pool: Any, stream: Any) -> Again:
     call()
     return Again(call)
 
@@ -183,3 +184,48 @@ def test_who_is_not_recorded() -> None:
     model.module.to("cuda", torch.bfloat16)
     model.checkpoint_layers()
     assert PassGraphs.of(model) is None
+
+
+@pytest.mark.gpu
+def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
+    """Random numbers, the allocator, and recordings after it."""
+    values, found = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+    pool, stream, numbers = torch.cuda.graph_pool_handle(), own_stream(values.device), torch.cuda.get_rng_state()
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(numbers)
+    with pytest.raises(RuntimeError):
+        record(lambda: found.add_((values * 2).sum().item()), pool, stream)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    shared = torch.empty(1 << 20, device="cuda")
+    shared.record_stream(torch.cuda.Stream())
+    del shared
+    torch.cuda.synchronize()
+    small = torch.empty(1, device="cuda")  # asking for more looks what has been given back
+    assert torch.cuda.memory_allocated() - before <= 1 << 19
+    graph = record(lambda: found.copy_(values * 3), torch.cuda.graph_pool_handle(), stream)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.tolist() == [3.0] * 8, small
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama", **SHAPE)
+    model.module.to("cuda", torch.bfloat16)
+    fuse_layers(model.module)
+    graphs = PassGraphs.of(model)
+    assert graphs is not None
+
+    def wait(*args: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.ones(1, device="cuda").item()
+
+    model.backbone.layers[1].register_forward_pre_hook(wait)
+    ids_T, layout = ids(sum(LONGER), "cuda"), Packed.of(LONGER, "cuda")
+    assert [graphs.hidden(ids_T, layout) for _ in range(3)] == [None] * 3
+    assert "cannot be recorded" in caplog.text
+    assert gradients(model, model.hidden(ids_T, layout))
+    torch.rand(4, device="cuda")

@@ -15,7 +15,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,18 @@ NORMS = ((0.0, True), (0.0, False), (1.0, False))  # what is added to the weight
 GATED = {"gate_proj", "up_proj", "down_proj"}
 ROTARY = "apply_rotary_pos_emb"
 STOCK = "_stock_class"  # of a fused class: what it was made of
+
+
+class NormFormula(NamedTuple):
+    """An RMS norm: its weight, its epsilon, what is added to the weight, and whether rounding comes before it."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    early: bool
+
+    def like(self, other: NormFormula) -> bool:
+        return self[1:] == other[1:]
 
 
 def fuse_layers(module: nn.Module) -> str:
@@ -61,6 +73,26 @@ def stock_layers(module: nn.Module) -> None:
     """Undo it."""
     for child in module.modules():
         child.__class__ = vars(type(child)).get(STOCK, type(child))
+
+
+def is_fused(child: nn.Module) -> bool:
+    return STOCK in vars(type(child))
+
+
+def stock_class(child: nn.Module) -> type[nn.Module]:
+    """Of a fused child: the class it had before."""
+    found: type[nn.Module] = vars(type(child))[STOCK]
+    return found
+
+
+def norm_of(child: nn.Module) -> NormFormula | None:
+    """Of a norm that was fused."""
+    return child.formula() if is_fused(child) and isinstance(child, KnownNorm) else None
+
+
+@runtime_checkable
+class KnownNorm(Protocol):
+    def formula(self) -> NormFormula: ...
 
 
 def _recognised(child: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -129,6 +161,9 @@ def _norm_class(base: Any, epsilon: str, offset: float, early: bool) -> type[nn.
 
             found: Tensor = rms_norm(x, self.weight, vars(self)[epsilon], offset, early)
             return found
+
+        def formula(self) -> NormFormula:
+            return NormFormula(self.weight, vars(self)[epsilon], offset, early)
 
     return _named(Fused, base)
 

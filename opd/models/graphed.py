@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from opd.divergences.upload import upload
 from opd.models import varlen
 from opd.models.attention import Packed, Unknown
-from opd.models.capture import record, waits_for_the_device
+from opd.models.capture import Recorder, on_device, on_stream, own_stream, record, waits_for_the_device
 from opd.models.fused import why_stock
 from opd.models.probe import FOREIGN, LENGTHS, rotary_limit, takes_our_attention
 from opd.models.recompute import decoder_layers
@@ -131,9 +130,9 @@ class RecordedPass:
         self.out, self.grads, self._leaves = self.embedded, (), []
         return kept
 
-    def record(self, recorder: Callable[[Callable[[], None], Any], Any], pool: Any) -> None:
-        self.forwards = recorder(self.forward, pool)
-        self.backwards = recorder(self.backward, pool) if self.learns else None
+    def record(self, recorder: Recorder, pool: Any, stream: Any) -> None:
+        self.forwards = recorder(self.forward, pool, stream)
+        self.backwards = recorder(self.backward, pool, stream) if self.learns else None
         self.out = self.out.detach()
 
 
@@ -168,11 +167,13 @@ class ReplayPass(torch.autograd.Function):
 class PassGraphs:
     """The recorded passes of a model whose weights stay where they are. One thread at a time."""
 
-    def __init__(self, model: LanguageModel, recorder: Callable[[Callable[[], None], Any], Any] = record) -> None:
+    def __init__(self, model: LanguageModel, recorder: Recorder = record) -> None:
         self._backbone, self._embed, self._recorder = model.backbone, model.module.get_input_embeddings(), recorder
         self._name, self._device = model.name, model.device
         self._count = sum(parameter.numel() for parameter in self._backbone.parameters())
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._stream: Any = own_stream(self._device) if on_gpu else None
         self._passes: dict[tuple[PassSize, bool], RecordedPass | None] = {}  # None: it does not fit
         self._seen: Counter[tuple[PassSize, bool]] = Counter()
         self._places: tuple[tuple[int, bool], ...] = ()
@@ -255,15 +256,15 @@ class PassGraphs:
         }
         held = self._held + sum(weight.nbytes for weight in learning.values())
         try:
-            kept = _on_a_side_stream(lambda: recorded.warm_up(learning), self._device)
+            kept = on_stream(self._stream, lambda: recorded.warm_up(learning))
         except torch.OutOfMemoryError:
             return False
         if not _has_room(kept + held, self._device):
             log.info("%s: no room to record a pass of %s tokens", self._name, recorded.size.tokens)
             return False
         try:
-            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-                recorded.record(self._recorder, self._pool)
+            with on_device(self._device):
+                recorded.record(self._recorder, self._pool, self._stream)
         except RuntimeError as error:  # of torch, CUDA or Triton; the pass itself has just been made without
             log.warning("%s: its passes cannot be recorded, and run slower (%s)", self._name, first_line(error))
             self._fails = True
@@ -290,18 +291,6 @@ def _recordable(model: LanguageModel) -> bool:
     return (
         packed and fixed and plain and embeddings == 1 and not recomputed and not random and model.dtype in varlen.HALF
     )
-
-
-def _on_a_side_stream(call: Callable[[], int], device: torch.device) -> int:
-    """Where graphs are recorded too, so that what libraries keep for a stream is there."""
-    if device.type != "cuda":
-        return call()
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        found = call()
-    torch.cuda.current_stream(device).wait_stream(side)
-    return found
 
 
 def _allocated(tensor: Tensor) -> int:

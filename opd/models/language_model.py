@@ -48,6 +48,8 @@ class LanguageModel:
 
     graphs: PassGraphs | None = None  # of passes that are recorded; a copy has none
 
+    lora: Lora | None = None  # settings of its adapters; a copy to sample with has them merged
+
     def __init__(self, module: Any, tokenizer: Any, name: str) -> None:
         self.module, self.tokenizer, self.name = module.eval(), tokenizer, name
         self.adapter: Any = None  # peft's wrapper, when there is one
@@ -117,7 +119,7 @@ class LanguageModel:
 
     def add_lora(self, settings: Lora) -> None:
         self._plain = share_module(self.module)
-        self.adapter = lora.attach(self.module, self.head, settings)
+        self.adapter, self.lora = lora.attach(self.module, self.head, settings), settings
 
     def checkpoint_layers(self) -> None:
         """Trade time for memory in passes with gradients; copies for sampling are left as they are."""
@@ -130,6 +132,10 @@ class LanguageModel:
         if self.adapter is not None:
             tensors |= lora.merged_weights(self.module)
         return WeightsRef(version, tensors)
+
+    def factors(self) -> dict[str, Tensor]:
+        """LoRA's, by the names of peft's files; shared, not copied."""
+        return {lora.file_name(name): parameter.detach() for name, parameter in self.trainable().items()}
 
     def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
         """A second module for sampling. Tensors are shared where nothing has to be converted or merged.
@@ -161,6 +167,7 @@ class LanguageModel:
         """The model below the adapters; every tensor is shared."""
         clone = copy.copy(self)
         clone.module, clone.adapter, clone._plain, clone.graphs = share_module(self._plain), None, None, None
+        clone.lora = None
         clone.head = clone.module.get_output_embeddings()
         plain_layers(clone.module)
         return clone
@@ -201,8 +208,9 @@ class LanguageModel:
                     )
                 parameter.copy_(tensors[name])
 
-    def save(self, directory: Path, stop: tuple[int, ...] = ()) -> None:
+    def save(self, directory: Path | str, stop: tuple[int, ...] = ()) -> None:
         """A plain Hugging Face directory (LoRA merged; the adapter beside it) that carries every stop id."""
+        directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         module = self.module
         if self.adapter is not None:

@@ -142,6 +142,21 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     return tokenizer
 
 
+def tokenizer_file(name: str, revision: str | None = None) -> Path | None:
+    """The tokenizer of a model that is on this machine; nothing is downloaded, and transformers is not needed."""
+    try:
+        location = locate(name, revision)
+    except ModelError:
+        return None
+    if location.directory is not None:
+        found = location.directory / "tokenizer.json"
+        return found if found.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    kept = try_to_load_from_cache(location.path, "tokenizer.json", revision=location.revision)
+    return Path(kept) if isinstance(kept, str) else None
+
+
 def load_config(name: str, revision: str | None = None) -> Any:
     """The model's config, after checking that it names a causal language model which its weight files can hold."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig

@@ -4,7 +4,7 @@ rank's rows of each tensor from the files, so that no rank ever holds more than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from opd.models.load import GENERATION, attention_of
 
 
 def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
-    """With the buffers and the generation config that it would be loaded with."""
+    """With the buffers and the generation config that it would be loaded with, and no dropout, either."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with _without_weights():
@@ -31,7 +31,7 @@ def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
     module.tie_weights()
     if (directory / GENERATION).exists():
         module.generation_config = GenerationConfig.from_pretrained(directory)
-    return module
+    return module.eval()
 
 
 def weights_here(directory: Path) -> bool:
@@ -59,10 +59,22 @@ def allocate(module: Any, device: str) -> None:
 
 
 @torch.no_grad()
-def read_parts(module: Any, name: str, directory: Path, rank: int, size: int) -> None:
-    """This rank's rows of every tensor; of a tied one, under the first of its names that is stored."""
+def read_parts(
+    module: Any,
+    name: str,
+    directory: Path,
+    rank: int,
+    size: int,
+    *,
+    names: Mapping[str, str] | None = None,
+    beside: Collection[str] = (),
+) -> None:
+    """This rank's rows of every tensor; of a tied one, under the first of its names that is stored.
+
+    `names`: those of the files, where the module has others; `beside`: what no file has.
+    """
     files = {key: file for file in weight_files(directory) for key in read_header(file)}
-    tensors = _tensors(module)
+    tensors = {(names or {}).get(key, key): tensor for key, tensor in _tensors(module).items() if key not in beside}
     missing = _missing(tensors, files)
     if missing:
         raise ModelError(f"model {name!r}: {missing[0]} is not in its files, which have other names than its class.")

@@ -31,6 +31,9 @@ from opd.models.recompute import decoder_layers
 from opd.types import WeightsRef
 
 T = TypeVar("T")
+SHARD = (
+    "shard"  # of the mesh of ranks: the last dimension, along which rows are spread; along another, groups are replicas
+)
 
 
 class ShardedModel(LanguageModel):
@@ -118,13 +121,18 @@ class ShardedModel(LanguageModel):
             part.reshard()
         return WeightsRef(version, tensors)
 
+    def factors(self) -> dict[str, Tensor]:
+        """All ranks have to ask."""
+        self.module.reshard()
+        return {lora.file_name(name): whole_of(weight) for name, weight in self.trainable().items()}
+
     def snapshot(self) -> LanguageModel:
         """A whole copy in the leader's memory; on the others, which only help, nothing that could be saved."""
         self.module.reshard()
         device = "cpu" if self.adapter is None else self.device
         tensors = {}
         for name, weight in self.sharded_weights.items():
-            found = weight.full_tensor().detach()
+            found = whole_of(weight)
             if self._leads:
                 tensors[name] = found.to(device, copy=True)
         return self._filled(tensors) if self._leads else self
@@ -160,14 +168,21 @@ class GatheredWeights(Mapping[str, Tensor]):
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights[name].detach()
-        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return whole_of(self._weights[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+@torch.no_grad()
+def whole_of(weight: Tensor) -> Tensor:
+    """All its rows, gathered from the ranks that have some. One rank by itself has them all."""
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    return weight.to_local() if weight.device_mesh.shape[-1] == 1 else weight.full_tensor()
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ A whole copy is there only where one is asked for: to sample with, or to score w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from opd.models.directory import reading_model
@@ -20,7 +21,8 @@ from opd.models.load import load_config, load_tokenizer, quiet_bars, weights_dir
 from opd.models.parts import allocate, module_without_weights, read_parts, reads_by_parts, weights_here
 from opd.models.probe import switch_attention
 from opd.models.recompute import checkpoint_layers, decoder_layers
-from opd.models.sharded import ShardedModel, shard_module
+from opd.models.settings import Lora
+from opd.models.sharded import SHARD, ShardedModel, shard_module
 
 
 class PartedModel(ShardedModel):
@@ -38,7 +40,7 @@ class PartedModel(ShardedModel):
         leads: bool,
     ) -> None:
         self._most, self._leads, self._last = most, leads, None
-        self._place = (mesh.get_local_rank("shard"), mesh["shard"].size())
+        self._place = (mesh.get_local_rank(SHARD), mesh[SHARD].size())
         module.inside(lambda: LanguageModel.__init__(self, module, tokenizer, name))
         module.reshard()
         switch_attention(plain, module.config._attn_implementation)
@@ -48,9 +50,10 @@ class PartedModel(ShardedModel):
 
     def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
         """Nothing of it is shared."""
-        kinds = {name: dtype or weight.dtype for name, weight in self._weights.items()}
-        gathered = self.weights(0).tensors
-        clone = self._filled({name: gathered[name].to(kind, copy=True) for name, kind in kinds.items()})
+        return self._copy(self.weights(0).tensors, dtype)
+
+    def _copy(self, gathered: Mapping[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
+        clone = self._filled({name: weight.to(dtype or weight.dtype, copy=True) for name, weight in gathered.items()})
         clone.module.to(self.device)  # buffers
         return clone
 
@@ -76,13 +79,23 @@ def files_here(name: str, revision: str | None) -> bool:
 
 
 def load_parted(
-    name: str, *, dtype: str, device: str, revision: str | None, gradient_checkpointing: bool, mesh: DeviceMesh,
-    most: Callable[[int], int], leads: bool,
-) -> PartedModel | None:  # fmt: skip
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    lora: Lora | None,
+    gradient_checkpointing: bool,
+    mesh: DeviceMesh,
+    most: Callable[[int], int],
+    leads: bool,
+) -> PartedModel | None:
     """None: it has to be read whole. Its files have other names than its class or are not here yet, or it does not run packed.
 
     Ranks of several machines agree on it beforehand (`files_here`): the weights may have come to some of them only.
     """
+    from opd.models.sharded_lora import Attached, PartedLora
+
     directory = weights_directory(name, revision)
     if directory is None or not files_here(name, revision):
         return None
@@ -95,12 +108,20 @@ def load_parted(
             return None
         if kernels_on(device):
             fuse_layers(module)
-        plain = copy.deepcopy(module)
-        module.requires_grad_(True)
+        plain, place = copy.deepcopy(module), (mesh.get_local_rank(SHARD), mesh[SHARD].size())
+        attached = None if lora is None else Attached(module, lora)
+        saved = None if attached is None else copy.deepcopy((module, attached.adapter))
+        if attached is None:
+            module.requires_grad_(True)
         if gradient_checkpointing:
             checkpoint_layers(module, name)
         shard_module(module, mesh, layers=True)
-        allocate(module, device)
-        read_parts(module, name, directory, mesh.get_local_rank("shard"), mesh["shard"].size())
-        model = PartedModel(module, plain, tokenizer, name, mesh, most, leads)
+        common = (module, plain, tokenizer, name, mesh, most, leads)
+        if attached is None or saved is None:
+            allocate(module, device)
+            read_parts(module, name, directory, *place)
+            model = PartedModel(*common)
+        else:
+            attached.fill(module, name, directory, device, place)
+            model = PartedLora(*common, attached, saved)
     return model if model._one_call else None

@@ -25,9 +25,11 @@ import torch
 from opd.divergences.lanes import LANES
 from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
-from opd.sampling.graphs import Partner, PrefillRow, Results, Settings, Steps, filters
+from opd.sampling.graphs import Partner, PrefillRow, Settings, Steps
+from opd.sampling.recorded import Results
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.sampling.samplers import BuiltInSampler
+from opd.sampling.sampling import filters
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
@@ -43,7 +45,7 @@ def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner
         slots, rows, chunk = 16, 1, 32
     even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
     slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
-    return Settings(slots, spec.prefill_rows or rows, chunk)
+    return Settings(slots, spec.prefill_rows or rows, chunk, even)
 
 
 def bound_by_overhead(model: LanguageModel) -> bool:
@@ -289,7 +291,7 @@ class _Schedule:
         longest = max(active.length for active in self.decoding.values())
         filtered = any(filters(active.request.sampling) for active in self.decoding.values())
         self.idle += self.settings.slots - len(self.decoding)
-        results = self.steps.decode(longest, filtered)
+        results = self.steps.decode(longest, filtered, self.decoding)
         self.engine.decode_steps += 1
         self.note(results, list(self.decoding.items()))
 

@@ -11,20 +11,20 @@ the number of rows, never on what the other rows hold.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.models.capture import record, waits_for_the_device
 from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
-from opd.sampling.sampling import Drawn, RowSettings, draw
-from opd.sampling.slots import SlotCache, SlotLayout, fused_decoding
+from opd.sampling.decode_layers import PROBED, DecodeLayers, agree, probe
+from opd.sampling.recorded import RecordedCalls, Results
+from opd.sampling.sampling import Drawn, RowSettings, draw, filters, kept
+from opd.sampling.slots import SlotCache, SlotLayout, fewer_rows, fused_decoding, fused_drawing
 from opd.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Settings:
     slots: int
     prefill_rows: int
     prefill_chunk: int
+    even: int = 1  # slots and chunks are multiples of this
 
 
 @dataclass(frozen=True)
@@ -63,25 +64,6 @@ class Partner:
 
     model: LanguageModel
     share: float
-
-
-class Results:
-    """What a call drew, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Waits only when read."""
-
-    def __init__(self, device_values: Tensor) -> None:
-        self._event: Any = None
-        if not device_values.is_cuda:
-            self._values = device_values.clone()
-        else:
-            self._values = torch.empty(device_values.shape, dtype=device_values.dtype, pin_memory=True)
-            self._values.copy_(device_values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def numpy(self) -> np.ndarray:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.numpy()
 
 
 class Steps:
@@ -121,31 +103,46 @@ class Steps:
         self._prefill_floats = self._zeros((rows, 2), torch.float32)
         self._prefill_out = self._zeros((4, rows), torch.float64)
         self._copy_slots = self._zeros((2, rows))
-        self._decode_out = self._zeros((4, settings.slots), torch.float64)
+        self._decode_out = self._zeros((4, entries), torch.float64)
         self._all_slots = torch.arange(settings.slots, device=self.device)
         self._chunk = torch.arange(chunk, device=self.device)
-        self._graphs: dict[Hashable, Any] = {}
-        self._graphed: bool | None = None  # whether calls are graphs: not where a layer waits for the device
-        self._pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.capture_seconds = 0.0  # compiling and capturing, so that a benchmark can tell it apart
-        self._decoding = fused_decoding(self.device, compiled)
+        on_gpu = self.device.type == "cuda"
+        self.calls = RecordedCalls(model.name, self.device, self.state) if on_gpu else None
+        self._fewer = fewer_rows(model.module, settings.slots, settings.even) if not on_gpu and partner is None else []
+        self._alike: set[tuple[str, int, int, bool]] = set()  # calls that are made without what is idle: see `_shorter`
+        self._unlike: set[str] = set()  # those that have to be made whole
+        self._decoding = fused_decoding(self.device, compiled=False)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
-        self._span_step, self._span_doubles = CPU_SPAN, False
-        if self.device.type == "cuda":
-            self._span_step, self._span_doubles = (COMPILED_SPAN if compiled else CUDA_SPAN), True
-        if compiled and self.device.type == "cuda":
-            stock_layers(model.module)
+        self._draw_rows = fused_drawing(self.device)
+        self._span_step, self._span_doubles = (CUDA_SPAN, True) if on_gpu else (CPU_SPAN, False)
+        self.prefill([])  # allocates the cache; rows are dummies
+        self.writes_out = False  # whether decode steps go through layers written out
+        self._layers = DecodeLayers.of(model, self._decoding["room"]) if self._decoding and not compiled else None
+        if self._layers is not None:
+            self._write_out_layers()
+        if compiled:
+            self._compile()
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What a call leaves for the next one, besides keys and values."""
+        return [self.token, self.column, *vars(self.slot_settings).values()]
+
+    def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _compile(self) -> None:
+        if self.device.type != "cuda":
+            log.warning("sampler.compile is for CUDA devices; on %s the decode step runs as it is", self.device)
+        else:
+            stock_layers(self.model.module)
+            self._decoding, self._draw_rows = fused_decoding(self.device, compiled=True), None
+            self._span_step = COMPILED_SPAN
             dynamo = torch._dynamo.config  # the limit counts spans and engines together
             dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
             self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
             self._decode_draw = torch.compile(draw, dynamic=False, fullgraph=True)
-        elif compiled:
-            log.warning("sampler.compile is for CUDA devices; on %s the decode step runs as it is", self.device)
-        self.prefill([])  # allocates the cache; rows are dummies
-
-    def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     # Called by the engine
 
@@ -156,12 +153,29 @@ class Steps:
         self._upload(self._prefill_floats, floats)
         end = max((row.first + len(row.ids) for row in rows), default=1)
         filtered = any(filters(row.sampling) for row in rows)
-        self._launch("prefill", self._prefill_step, self._span(end), filtered)
+        span, used = self._span(end), self._used(rows)
+        if used == self.settings.prefill_chunk:
+            self._launch("prefill", self._prefill_step, span, filtered)
+        else:
+            short, whole = (partial(self._prefill_step, span, filtered, *some) for some in ([used], []))
+            self._shorter(("prefill", used, span, filtered), short, whole)
         return Results(self._prefill_out)
 
-    def decode(self, longest: int, filtered: bool) -> Results:
-        """One token for every slot. `longest`: columns in use by the longest live slot, this step's included."""
-        self._launch("decode", self._decode_step, self._span(longest), filtered)
+    def decode(self, longest: int, filtered: bool, live: Collection[int] | None = None) -> Results:
+        """One token for every slot, or at least for those that are `live`. Result column i belongs to slot i.
+
+        `longest`: columns in use by the longest live slot, this step's included.
+        """
+        span, rows = self._span(longest), self._some(live)
+        if rows is None:
+            self._launch("decode", self._decode_step, span, filtered)
+        else:
+            real = rows[rows < self.settings.slots]
+            self._shorter(
+                ("decode", len(rows), span, filtered),
+                lambda: self._decode_some(rows, span, filtered)[: len(real)],
+                lambda: self._decode_step(span, filtered)[real],
+            )
         return Results(self._decode_out)
 
     def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
@@ -189,32 +203,34 @@ class Steps:
     # The two calls
 
     @torch.no_grad()
-    def _prefill_step(self, span: int, filtered: bool) -> None:
+    def _prefill_step(self, span: int, filtered: bool, used: int | None = None) -> Tensor:
+        """The logits. `used`: how many of a row's tokens are read, if not all."""
         chunk = self.settings.prefill_chunk
-        ids, fields = (
-            self._prefill_ints[:, :chunk],
-            dict(zip(FIELDS, self._prefill_ints[:, chunk:].unbind(1), strict=True)),
-        )
+        ids = self._prefill_ints[:, : used or chunk]
+        fields = dict(zip(FIELDS, self._prefill_ints[:, chunk:].unbind(1), strict=True))
         # Padding behind a prompt's end goes to columns that decoding overwrites before anyone reads them.
-        columns = self._in_bounds(fields["first"][:, None] + self._chunk)
+        columns = self._in_bounds(fields["first"][:, None] + self._chunk[:used])
         hidden = self._hidden(ids, SlotLayout(fields["slot"], columns, span, in_order=False))
         last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
         temperature, top_p = self._prefill_floats.unbind(1)
         settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
         other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
-        drawn = draw(self.model.project(last).logits(), settings, self.stop, filtered, other, self._share)
+        logits = self.model.project(last).logits()
+        drawn = self._drawn(draw, logits, settings, filtered, other)
         target = fields["target"]
-        self.token[target] = drawn.token
+        self.token[target] = drawn[0].long()
         self.column[target] = fields["first"] + fields["count"]
         self.slot_settings.temperature[target] = temperature
         self.slot_settings.top_p[target] = top_p
         self.slot_settings.top_k[target] = settings.top_k
         self.slot_settings.key[target] = settings.key
         self.slot_settings.position[target] = settings.position + 1
-        _store(self._prefill_out, drawn)
+        self._prefill_out.copy_(drawn)
+        return logits
 
     @torch.no_grad()
-    def _decode_step(self, span: int, filtered: bool) -> None:
+    def _decode_step(self, span: int, filtered: bool) -> Tensor:
+        """The logits."""
         slots = self.settings.slots
         token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
         layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
@@ -225,11 +241,60 @@ class Steps:
         beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
         other = self._other(token[:, None], beside, self._all_slots * 0)
         logits = self.model.project(hidden[:, 0]).logits()
-        drawn = self._decode_draw(logits, settings, self.stop, filtered, other, self._share)
-        token.copy_(drawn.token)
+        drawn = self._drawn(self._decode_draw, logits, settings, filtered, other)
+        token.copy_(drawn[0])
         column.copy_(self._in_bounds(column + 1))
         settings.position.add_(1)
-        _store(self._decode_out, drawn)
+        self._decode_out[:, :slots].copy_(drawn)
+        return logits
+
+    def _decode_some(self, rows: Tensor, span: int, filtered: bool) -> Tensor:
+        """The same for some slots: idle ones take as long as others."""
+        token, column, state = self.token[rows], self.column[rows], self.slot_settings
+        hidden = self._hidden(token[:, None], SlotLayout(rows, column[:, None], span, in_order=False))
+        settings = RowSettings(*(tensor[rows] for tensor in vars(state).values()))
+        logits = self.model.project(hidden[:, 0]).logits()
+        drawn = self._drawn(draw, logits, settings, filtered, None)
+        self.token[rows], self.column[rows] = drawn[0].long(), self._in_bounds(column + 1)
+        state.position[rows] = settings.position + 1
+        self._decode_out[:, rows] = drawn
+        return logits
+
+    def _shorter(
+        self, how: tuple[str, int, int, bool], short: Callable[[], Tensor], whole: Callable[[], Tensor]
+    ) -> None:
+        """The short way where it gives the logits of the whole one, which is a question of shapes and of the library that
+        multiplies. First both are gone, and the whole one counts.
+        """
+        with torch.inference_mode():
+            if how in self._alike:
+                short()
+                return
+            saved = [tensor.clone() for tensor in self.state]
+            found = short()
+            for tensor, before in zip(self.state, saved, strict=True):
+                tensor.copy_(before)
+            if torch.equal(found, whole()):
+                self._alike.add(how)
+            else:
+                self._unlike.add(how[0])
+
+    def _some(self, live: Collection[int] | None) -> Tensor | None:
+        """These slots, filled up with the scratch one to half of them all, or a quarter, and so on; None: all slots.
+
+        Threads cut tensors where their sizes say, and what lies at an edge is computed by other instructions: one only.
+        """
+        count = next((count for count in self._fewer if live is not None and count >= len(live)), None)
+        if live is None or count is None or "decode" in self._unlike or torch.get_num_threads() > 1:
+            return None
+        return torch.tensor([*live, *[self.settings.slots] * (count - len(live))])
+
+    def _used(self, rows: Sequence[PrefillRow]) -> int:
+        """How many tokens of a row hold any, in fours; all where nothing can be left out."""
+        chunk, step = self.settings.prefill_chunk, max(4, self.settings.even)
+        if not rows or not self._fewer or "prefill" in self._unlike or torch.get_num_threads() > 1:
+            return chunk
+        return min(-(-max(len(row.ids) for row in rows) // step) * step, chunk)
 
     @torch.no_grad()
     def _copy_step(self, span: int, filtered: bool) -> None:
@@ -248,6 +313,22 @@ class Steps:
         )
         return out.last_hidden_state
 
+    def _written_out(self, ids: Tensor, layout: SlotLayout) -> Tensor:
+        """The same for one token per slot, kernel by kernel."""
+        assert self._layers is not None
+        return self._layers(ids[:, 0], layout, self.cache)[:, None]
+
+    def _write_out_layers(self) -> None:
+        how = self._all_slots, self.model.size, self._span(PROBED), self._decoding
+        with torch.cuda.device(self.device):
+            right = agree(probe(self._written_out, *how), probe(self._hidden, *how))
+        if right:
+            self.writes_out, self._decode_hidden = True, self._written_out
+        else:
+            log.warning(
+                "%s: its layers compute something of their own, so that decode steps take longer", self.model.name
+            )
+
     def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
         """The partner's logits behind the last token of each row; it reads the same tokens into a cache of its own."""
         if self.partner is None or self.partner_cache is None:
@@ -262,6 +343,16 @@ class Steps:
         )
         rows = torch.arange(ids.shape[0], device=self.device)
         return self.partner.model.project(out.last_hidden_state[rows, last]).logits(self.model.size)
+
+    def _drawn(
+        self, usual: Callable[..., Drawn], logits: Tensor, settings: RowSettings, filtered: bool, other: Tensor | None
+    ) -> Tensor:
+        """(4, rows) float64: see `Results`."""
+        if self._draw_rows is not None and other is None:
+            return self._draw_rows(logits, settings, self.stop, kept(logits, settings) if filtered else None)
+        drawn = usual(logits, settings, self.stop, filtered, other, self._share)
+        rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
+        return torch.stack([row.double() for row in rows])
 
     @property
     def _share(self) -> float:
@@ -299,66 +390,9 @@ class Steps:
                 span *= 2
         return min(span, self.width)
 
-    def _launch(self, name: str, step: Callable[[int, bool], None], span: int, filtered: bool) -> None:
-        if self.device.type != "cuda":
-            with torch.inference_mode():
-                step(span, filtered)
+    def _launch(self, name: str, step: Callable[[int, bool], object], span: int, filtered: bool) -> None:
+        if self.calls is not None:
+            self.calls.launch((name, span, filtered), lambda: step(span, filtered))
             return
-        key = (name, span, filtered)
-        with torch.cuda.device(self.device):
-            if key not in self._graphs:
-                start = time.perf_counter()
-                self._graphs[key] = self._capture(step, span, filtered)
-                self.capture_seconds += time.perf_counter() - start
-            graph = self._graphs[key]
-            if graph is None:
-                step(span, filtered)
-            else:
-                graph.replay()
-
-    def _capture(self, step: Callable[[int, bool], None], span: int, filtered: bool) -> Any:
-        """Run twice to warm up (compilation, library handles, the cache's allocation), then record. None: cannot be.
-
-        The warm-up really steps, so what it changes is put back: slot state only. What it writes into the cache is
-        what the replay writes again, with the same inputs and to the same columns.
-        """
-        if self._graphed is False:
-            return None
-        state = [self.token, self.column, *vars(self.slot_settings).values()]
-        saved = [tensor.clone() for tensor in state]
-
-        def restore() -> None:
-            for tensor, before in zip(state, saved, strict=True):
-                tensor.copy_(before)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        waits = ""
-        with torch.cuda.stream(side):
+        with torch.inference_mode():
             step(span, filtered)
-            restore()
-            if self._graphed:
-                step(span, filtered)
-            else:
-                waits = waits_for_the_device(lambda: step(span, filtered))
-            restore()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graphed = not waits
-        if waits:
-            log.warning(
-                "%s: a step waits for the device (%s), so it runs without CUDA graphs, slower", self.model.name, waits
-            )
-            return None
-        graph = record(lambda: step(span, filtered), self._pool)
-        torch.cuda.current_stream().synchronize()  # not the device: another thread may be recording by now
-        return graph
-
-
-def _store(out: Tensor, drawn: Drawn) -> None:
-    rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
-    out.copy_(torch.stack([row.double() for row in rows]))
-
-
-def filters(sampling: Sampling) -> bool:
-    """Whether drawing needs the sorted vocabulary."""
-    return sampling.top_k > 0 or sampling.top_p < 1

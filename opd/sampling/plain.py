@@ -18,9 +18,8 @@ from torch import Tensor
 from opd.errors import TrainingError
 from opd.models.language_model import LanguageModel
 from opd.models.probe import FOREIGN, far, switch_attention
-from opd.sampling.graphs import filters
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
-from opd.sampling.sampling import Drawn, RowSettings, draw
+from opd.sampling.sampling import Drawn, RowSettings, draw, filters
 from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
 
 CACHES = ("past_key_values", "cache_params", "state")  # what stock classes call their cache, in and out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,12 @@ def stop_string_at_end(ids: list[int], strings: tuple[str, ...], tokenizer: Any)
     tail = ids[-max(map(len, strings)) - 16 :]
     text = tokenizer.decode(tail, skip_special_tokens=False)
     return any(string in text for string in strings)
+
+
+def weights_of(model: LanguageModel, version: int, swaps: bool) -> WeightsRef:
+    """As a sampler loads them; `swaps`: one that takes adapters by themselves. All ranks have to ask."""
+    weights = model.weights(version)
+    return replace(weights, adapter=model.factors()) if swaps else weights
 
 
 def copy_weights(model: LanguageModel, weights: WeightsRef) -> None:

@@ -17,6 +17,7 @@ from opd.data.render import render_prompt, response_text
 from opd.models.language_model import LanguageModel
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
+from opd.sampling.requests import weights_of
 from opd.sampling.samplers import SAMPLERS, SamplerKind
 from opd.settings import by_hand
 from opd.types import Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
@@ -53,7 +54,7 @@ class Sampler:
         self._kind: SamplerKind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], settings or {})
         self._visits: Counter[str] = Counter()
         self._opened: TokenSampler | None = None
-        self._room = 0
+        self._room, self._swaps = 0, False
         self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids and number of ids that it was opened with
 
     @property
@@ -84,7 +85,7 @@ class Sampler:
             return []
         sampler = self._with_room(max(request.prompt_ids.size for request in requests))
         self.version += 1
-        sampler.load(self.model.weights(self.version))
+        sampler.load(weights_of(self.model, self.version, self._swaps))
         return [_told(rollout, *planned[rollout.id]) for rollout in collect(sampler, requests, on_token=on_token)]
 
     def text(self, rollout: Rollout) -> str:
@@ -99,7 +100,8 @@ class Sampler:
             roomy = min(max(ROOM, 1 << (needed - 1).bit_length()), max(self.model.context, needed))
             self._room, self._ends = max(self._room, roomy), ends
             dtype = getattr(torch, self._kind.dtype) if self._kind.dtype else None
-            copy = self.model.inference_copy(dtype)
+            copy, lora = self.model.inference_copy(dtype), self.model.lora
+            self._swaps = lora is not None and self._kind.takes_adapters(self.model.module.config, lora)
             if self._opened is not None:
                 self._kind.close(self._opened)
             self._opened = self._kind.open(copy, self._room, merge_stop=ends[0])

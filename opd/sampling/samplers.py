@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opd.settings import Choice, Dtype, Family, Positive, StageView
+from opd.settings import Choice, Count, Dtype, Family, Positive, StageView
 from opd.types import TokenSampler
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
+    from opd.models.settings import Lora
     from opd.sampling.graphs import Partner
 
 
@@ -25,6 +26,11 @@ class SamplerKind(Choice):
     led: ClassVar[bool] = False  # whether one process has it for all ranks, since it works in processes of its own
 
     beside_training: ClassVar[bool] = False  # whether it can sample while another thread trains: `rollout.staleness`
+
+    @property
+    def beside_trainer(self) -> int:
+        """Processes of their own in which the trainer opens it for that; 0: a thread."""
+        return 0
 
     dtype: Dtype | None = Field(None, description="default: the student's")
 
@@ -52,6 +58,14 @@ class SamplerKind(Choice):
         """What models that do not learn sample with: a teacher that answers or is evaluated."""
         return self
 
+    def takes_adapters(self, config: Any, lora: Lora) -> bool:
+        """Whether it gets adapters of a student with this config by themselves, and not merged into its weights."""
+        return False
+
+    def adapter_notes(self, config: Any, lora: Lora) -> Iterable[str]:
+        """What a plan should say about how a student's adapters get to it."""
+        return ()
+
     def notes(self) -> Iterable[str]:
         """What a plan should say about it."""
         return ()
@@ -62,7 +76,7 @@ class SamplerKind(Choice):
         return False
 
     def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
-        """What samples batches of so many in a thread of its own, where it should not be what the trainer waits for."""
+        """What samples batches of so many beside training, where it should not be what the trainer waits for."""
         return self
 
     def sequences(self) -> int:
@@ -105,8 +119,16 @@ class BuiltInSampler(SamplerKind):
     prefill_rows: Positive | None = Field(None, le=65_536, description="rows of one prefill call")
     prefill_chunk: Positive | None = Field(None, description="prompt tokens per prefill row")
     compile: bool | Literal["auto"] = Field(
-        "auto", description="torch.compile the decode step (GPU; about a minute); auto: in runs that are long enough"
+        "auto",
+        description="torch.compile the decode step (GPU; minutes); auto: in runs that are long enough",
     )
+    processes: Count = Field(
+        0, le=256, description="of rollout.staleness: samplers in processes of their own; 0: one, in a thread"
+    )
+
+    @property
+    def beside_trainer(self) -> int:
+        return self.processes
 
     def open(
         self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], partner: Partner | None = None
@@ -130,9 +152,13 @@ class BuiltInSampler(SamplerKind):
     def for_batches(self, rollouts: int, model: LanguageModel) -> SamplerKind:
         from opd.sampling.engine import bound_by_overhead
 
-        if rollouts <= 64 or self.slots or self.prefill_rows or not bound_by_overhead(model):
+        if self.processes:
+            rollouts = -(-rollouts // self.processes)
+        elif rollouts <= 64:
             return self
-        return self.model_copy(update={"slots": min(rollouts, 128), "prefill_rows": 64})
+        if self.slots or self.prefill_rows or not bound_by_overhead(model):
+            return self
+        return self.model_copy(update={"slots": min(rollouts, 128), "prefill_rows": min(rollouts, 64)})
 
     def sequences(self) -> int:
         return self.slots or 64
@@ -148,6 +174,11 @@ class BuiltInSampler(SamplerKind):
         yield from super().refuse(view)
         if self.compile is True and view.device == "cpu":
             yield "sampler.compile is for CUDA devices, and the device is cpu. Set it to false."
+        if self.processes and not view.rollout.staleness:
+            yield (
+                f"sampler.processes {self.processes}: with rollout.staleness 0 sampling and training take turns, in one process. Set "
+                "rollout.staleness to 1 or more, or sampler.processes to 0."
+            )
 
 
 SAMPLERS = Family("sampler", key="engine", default=BuiltInSampler.name)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from opd.divergences.lanes import even_logsumexp, evenly
 from opd.sampling.draws import uniforms_at
+from opd.types import Sampling
 
 BLOCK = 256  # ids whose probabilities are summed before the running sum
 
@@ -99,6 +100,13 @@ def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return token[:, 0], (logits.gather(-1, token) - evenly(torch.log, total).float())[:, 0]
 
 
+def kept(logits: Tensor, settings: RowSettings) -> Tensor:
+    """(N, V): the ids that top-k and top-p leave."""
+    greedy = settings.temperature == 0
+    tempered = logits / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    return _filter(tempered, settings.top_p, settings.top_k) > float("-inf")
+
+
 def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """-inf outside the top k and, among those, outside the smallest set of mass top_p. At least one id stays.
 
@@ -111,3 +119,8 @@ def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     mass_before = probability.cumsum(-1) - probability
     outside = outside | ((top_p[:, None] < 1) & (rank > 0) & (mass_before >= top_p[:, None]))
     return torch.empty_like(logits).scatter(-1, order, ordered.masked_fill(outside, float("-inf")))
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether drawing needs the sorted vocabulary."""
+    return sampling.top_k > 0 or sampling.top_p < 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -42,6 +42,29 @@ def fused_decoding(device: torch.device, compiled: bool) -> Decoding:
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     store = None if compiled else decode_kernel.store_slots
     return {"kernel": decode_kernel.attend_slots, "store": store, "room": room}
+
+
+def fused_drawing(device: torch.device) -> Callable[..., Tensor] | None:
+    """See `draw_kernels`."""
+    if not kernels_on(device):
+        return None
+    from opd.sampling.draw_kernels import draw_rows
+
+    return draw_rows
+
+
+def fewer_rows(module: nn.Module, slots: int, even: int) -> list[int]:
+    """For how many slots a decode step can be made instead of all, ascending; one row would be another kind of product.
+
+    None where a row's own arithmetic depends on others: experts multiply as many rows at once as chose them.
+    """
+    experts = any("experts" in name.split(".") for name, _ in module.named_modules())
+    if experts or any(weight.ndim > 2 for weight in module.parameters()):
+        return []
+    counts = [slots]
+    while counts[0] % 2 == 0 and counts[0] >= 4 and counts[0] // 2 % even == 0:
+        counts.insert(0, counts[0] // 2)
+    return counts[:-1]
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,0 +1,140 @@
+"""Kernels of the sampler and of truncated divergences, compiled for GPUs that are not here. `make test-kernels` runs these."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+HALF, WIDE, DOUBLE, LONG, WORD = "*bf16", "*fp32", "*fp64", "*i64", "*i32"
+TILE = {"WIDTH": 1024, "TALL": 64, "WIDE": 32, "DEEP": 128}
+SMALL = {"WIDTH": 576, "TALL": 16, "WIDE": 32, "DEEP": 64}
+WEIGHTS = {name: HALF for name in ("weight_1", "weight_2", "weight_3", "bias_1", "bias_2", "bias_3")}
+ROWS = {"logits": WIDE, "temperature": WIDE, "found": DOUBLE, "stride": "i32", "size": "i32", "pieces": "i32"}
+PICKED = ROWS | {"keys": LONG, "positions": LONG, "stop": LONG, "out": DOUBLE, "rows": "i32"}
+CACHE = {"keys": HALF, "values": HALF, "column": LONG, "cache_slot": "i32", "cache_head": "i32", "cache_column": "i32"}
+PLACED = CACHE | {
+    "joined": HALF,
+    "cos": HALF,
+    "sin": HALF,
+    "query_gain": HALF,
+    "key_gain": HALF,
+    "query": HALF,
+    "eps": "fp32",
+    "turn_row": "i32",
+}
+HEADS = {"HEADS": 16, "GROUPS": 8, "HALF": 64, "LANES": 64, "OFFSET": 0.0, "EARLY": True}
+NORM = {"stream": HALF, "change": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
+SCANNED = {"values": WIDE, "stride": "i32", "columns": "i32"}
+
+# module, kernel, types of its arguments, its constants, warps, stages
+KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
+    *(
+        ("sampling.layer_kernels", "joined_kernel", {"x": HALF, **WEIGHTS, "out": HALF, "rows": "i32"}, constants, 4, 3)
+        for constants in (
+            {"END_1": 2048, "END_2": 3072, "COUNT": 4096, "BIAS": True, **TILE},
+            {"END_1": 576, "END_2": 768, "COUNT": 960, "BIAS": False, **SMALL},
+        )
+    ),
+    (
+        "sampling.layer_kernels",
+        "gated_kernel",
+        {"x": HALF, "gate": HALF, "up": HALF, "out": HALF, "rows": "i32"},
+        {"COUNT": 3072, **TILE},
+        4,
+        3,
+    ),
+    *(
+        (
+            "sampling.layer_kernels",
+            "add_norm_kernel",
+            NORM,
+            {"WIDTH": 1024, "LANES": 1024, "ADDS": adds, "OFFSET": 0.0, "EARLY": True},
+            2,
+            1,
+        )
+        for adds in (True, False)
+    ),
+    *(("sampling.layer_kernels", "place_kernel", PLACED, HEADS | {"NORMED": normed}, 1, 1) for normed in (True, False)),
+    *(
+        (
+            "sampling.draw_kernels",
+            "pieces_kernel",
+            ROWS | {"keep": keep},
+            {"FILTERED": keep == "*i8", "PIECE": 4096},
+            8,
+            1,
+        )
+        for keep in (DOUBLE, "*i8")
+    ),
+    *(
+        (
+            "sampling.draw_kernels",
+            "pick_kernel",
+            PICKED | {"keep": DOUBLE},
+            {"FILTERED": False, "STOPS": stops, "STOP_LANES": max(stops, 1), "PIECES": 64, "PIECE": 4096},
+            8,
+            1,
+        )
+        for stops in (0, 2)
+    ),
+    (
+        "divergences.triton_select",
+        "maxima_kernel",
+        SCANNED | {"maxima": WIDE, "blocks": "i32"},
+        {"BLOCKS": 64, "BLOCK": 64},
+        4,
+        1,
+    ),
+    (
+        "divergences.triton_select",
+        "blocks_kernel",
+        {"maxima": WIDE, "chosen": WORD, "blocks": "i32", "k": "i32"},
+        {"LANES": 4096},
+        8,
+        1,
+    ),
+    (
+        "divergences.triton_select",
+        "columns_kernel",
+        SCANNED | {"chosen": WORD, "found": WIDE, "ids": LONG, "k": "i32"},
+        {"LANES": 8192, "BLOCK": 64},
+        16,
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("module", "name", "types", "constants", "warps", "stages"), KERNELS)
+def test_kernels_compile(
+    module: str, name: str, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int, capability: int
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = vars(importlib.import_module(f"opd.{module}"))[name]
+    assert types.keys() | constants.keys() == set(kernel.arg_names)
+    source = ASTSource(
+        kernel,
+        {argument: types.get(argument, "constexpr") for argument in kernel.arg_names},
+        {(number,): constants[argument] for number, argument in enumerate(kernel.arg_names) if argument in constants},
+        {
+            (number,): [["tt.divisibility", 16]]
+            for number, argument in enumerate(kernel.arg_names)
+            if types.get(argument, "").startswith("*")
+        },
+    )
+    found = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+    assert found.metadata.shared <= 99 * 1024  # what the smallest card of these has for one block
