@@ -231,7 +231,10 @@ def test_bad_requests_are_refused() -> None:
         ({"support": "topk", "side": "student"}, "needs k"),
         ({"support": "topk", "k": 0}, "at least 1"),
         ({"weight": torch.ones(3)}, "expected"),
-        ({"tokens": torch.full((5,), 11)}, "outside the vocabulary"),
+        ({"tokens": torch.full((5,), 11)}, "tokens: id 11 is outside the vocabulary"),
+        ({"tokens": torch.full((5,), -1)}, "tokens: id -1 is outside the vocabulary"),
+        ({"tokens": torch.full((5,), 11), "trusted": True}, "outside the vocabulary"),
+        ({"support": "ids", "ids": torch.tensor([[3, -2]]).expand(5, 2)}, "ids: id -2 is outside the vocabulary"),
     ]:
         with pytest.raises(ValueError, match=words):
             divergence("reverse_kl", student, teacher, **options)  # type: ignore[arg-type]
@@ -239,6 +242,24 @@ def test_bad_requests_are_refused() -> None:
         divergence("acceptance", student, teacher, support="topk", k=2, closure="generalised")
     with pytest.raises(ValueError, match="weights"):
         Mixture([teacher, teacher], [1.0, -0.5])
+
+
+@pytest.mark.gpu
+def test_unknown_ids_leave_the_device_usable() -> None:
+    student, teacher = (
+        Projection(torch.randn(5, 16, device="cuda"), torch.randn(11, 16, device="cuda")) for _ in range(2)
+    )
+    for unknown in (11, -1):
+        tokens = torch.tensor([0, 1, 2, unknown, 3], device="cuda")
+        for ask in (
+            lambda tokens=tokens: token_logprobs(student, tokens),
+            lambda tokens=tokens: statistics(student, teacher, tokens=tokens),
+            lambda tokens=tokens: divergence("reverse_kl", student, teacher, tokens=tokens),
+        ):
+            with pytest.raises(ValueError, match=f"id {unknown} is outside the vocabulary of 11 ids"):
+                ask()
+    known = torch.arange(5, device="cuda")
+    assert torch.equal(token_logprobs(student, known), token_logprobs(student, known, trusted=True))
 
 
 @given(seed=SEEDS, temperature=st.sampled_from([1.0, 0.7]), merge=st.sampled_from(MERGES))

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from opd.divergences import Projection, divergence, teacher_log_ratio, token_logprobs
 from opd.divergences.projection import log_probs
+from opd.models.packing import Pack
+from opd.objective.micro import MicroBatch, TokenStatistics
 from opd.objective.surrogates import importance_sampling
 from opd.objective.weights import token_weights
+from tests.servers import rollouts
 
 KINDS: list[tuple[str, dict[str, float]]] = [
     ("reverse_kl", {}),
@@ -224,6 +227,15 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
     student, _ = heads(0)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         token_logprobs(student, torch.tensor([0, 1, 2, 3, 9]))
+    with pytest.raises(ValueError, match="id -3 is outside the vocabulary"):
+        token_logprobs(student, torch.tensor([0, 1, 2, -3, 8]))
+    pack = Pack.of(rollouts(9, [(2, 5)]))
+    nothing: Any = None
+    micro = MicroBatch(pack, student, nothing, {}, (), 1.0, 0.0, TokenStatistics.empty(5))
+    assert micro.tokens(np.arange(5)).tolist() == pack.rollouts[0].response_ids.tolist()
+    pack.rollouts[0].response_ids[3] = 9
+    with pytest.raises(ValueError, match="tokens: id 9 is outside the vocabulary of 9 ids"):
+        micro.tokens(np.arange(5))
 
 
 @given(seed=st.integers(0, 10**6), merged=st.booleans())

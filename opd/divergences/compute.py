@@ -64,6 +64,7 @@ def divergence(
     overlap: int | None = None,
     backend: Backend = "auto",
     memory: int | None = None,
+    trusted: bool = False,
     **params: float,
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
@@ -74,13 +75,14 @@ def divergence(
     none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
     called chunk by chunk; it enters here, not afterwards: the head's gradient is summed over rows inside. `merge`:
     groups of ids that are one event on both sides. `tokens` (N,) and `overlap` (a k) add statistics. `memory`: bytes
-    the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side.
+    the call may use beyond its inputs. Ids at or beyond the smaller vocabulary do not exist on either side. `trusted`:
+    given ids and tokens are sure to exist, so that a GPU is not waited for to look; one that does not ends the process.
     """
     formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
     truncation = Truncation(support, k, side, closure)
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
-    _check(student, rows.count, truncation, weight, ids, tokens, size)
+    _check(student, rows.count, truncation, weight, ids, tokens, size, trusted)
     if isinstance(rows, Mixture):
         _require_fit(rows, formula, truncation)
         weight = _weighed(weight, rows)
@@ -178,6 +180,7 @@ def _check(
     ids: Tensor | None,
     tokens: Tensor | None,
     size: int,
+    trusted: bool,
 ) -> None:
     if student.count != count:
         raise ValueError(f"student has {student.count} tokens, but teacher has {count}")
@@ -187,26 +190,32 @@ def _check(
         raise ValueError(
             f"support {truncation.support!r}, ids {'given' if ids is not None else 'missing'}: they go together"
         )
-    for name, given in (("ids: ", ids), ("tokens: ", tokens)):
+    for name, given, lowest in (("ids: ", ids, -1), ("tokens: ", tokens, 0)):
         if given is not None:
-            _require_known(given, size, name)
+            _require_known(given, size, trusted, name, lowest)
     if truncation.support == "topk" and truncation.k is None and truncation.side != "teacher":
         raise ValueError(f"support 'topk' of side {truncation.side!r} needs k")
 
 
-def _require_known(ids: Tensor, size: int, name: str = "") -> None:
-    """On a GPU the device itself stops at an id that does not exist: to look would be to wait for all that is queued."""
-    if ids.is_cuda:
-        torch._assert_async((ids < size).all(), f"{name}an id is outside the vocabulary of {size} ids")
-    elif ids.numel() and int(ids.max()) >= size:
-        raise ValueError(f"{name}id {int(ids.max())} is outside the vocabulary of {size} ids")
+def _require_known(ids: Tensor, size: int, trusted: bool, name: str = "", lowest: int = 0) -> None:
+    """On a GPU to look is to wait for all that is queued; of trusted ids the device itself stops at one that does not exist."""
+    known = (ids >= lowest) & (ids < size)
+    if trusted and ids.is_cuda:
+        torch._assert_async(known.all(), f"{name}an id is outside the vocabulary of {size} ids")
+    elif not known.all():
+        raise ValueError(f"{name}id {int(ids[~known][0])} is outside the vocabulary of {size} ids")
 
 
 @without_autocast
-def token_logprobs(projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0) -> Tensor:
-    """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass."""
+def token_logprobs(
+    projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0, trusted: bool = False
+) -> Tensor:
+    """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass.
+
+    `trusted`: see `divergence`.
+    """
     size = projection.vocabulary
-    _require_known(ids, size)
+    _require_known(ids, size, trusted)
     job = Job(None, size, merge, temperature, tokens=ids)
     plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
@@ -227,16 +236,18 @@ def statistics(
     merge: MergeGroups = (),
     tokens: Tensor | None = None,
     overlap: int | None = None,
+    trusted: bool = False,
     **params: float,
 ) -> RowStatistics:
     """A pass for values alone: for gates and weights that need the whole batch first.
 
-    Without a teacher, the student's.
+    Without a teacher, the student's. `trusted`: see `divergence`.
     """
     sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
     formula = None if teacher is None else Formula.of(kind, params)
     job = Job(formula, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
-    _check(student, student.count if teacher is None else teacher.count, job.truncation, None, None, tokens, job.size)
+    count = student.count if teacher is None else teacher.count
+    _check(student, count, job.truncation, None, None, tokens, job.size, trusted)
     plan = values_plan(job, student, teacher, CHUNK_BYTES)
     if not student.count:
         return _empty(student, plan).statistics

@@ -34,6 +34,11 @@ class DivergenceKind(Choice):
         """By the names that `opd.divergences.divergence` gives them."""
         return {}
 
+    @property
+    def plain_kl(self) -> str:
+        """Its name, or that of the KL that it is at an end of its range."""
+        return self.name
+
     def formula(self) -> Formula:
         from opd.divergences.formulas import Formula
 
@@ -86,6 +91,10 @@ class JSD(DivergenceKind):
     def parameters(self) -> dict[str, Any]:
         return {"beta": self.beta}
 
+    @property
+    def plain_kl(self) -> str:
+        return {0.0: ForwardKL.name, 1.0: ReverseKL.name}.get(self.beta, self.name)
+
 
 class SkewKL(DivergenceKind):
     """KL(T || alpha T + (1 - alpha) S)."""
@@ -96,6 +105,10 @@ class SkewKL(DivergenceKind):
     @property
     def parameters(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
+
+    @property
+    def plain_kl(self) -> str:
+        return self.name if self.alpha else ForwardKL.name
 
 
 class SkewReverseKL(DivergenceKind):
@@ -108,6 +121,10 @@ class SkewReverseKL(DivergenceKind):
     def parameters(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
 
+    @property
+    def plain_kl(self) -> str:
+        return self.name if self.alpha else ReverseKL.name
+
 
 class Alpha(DivergenceKind):
     """0 is reverse KL, 1 is forward KL."""
@@ -118,6 +135,10 @@ class Alpha(DivergenceKind):
     @property
     def parameters(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
+
+    @property
+    def plain_kl(self) -> str:
+        return {0.0: ReverseKL.name, 1.0: ForwardKL.name}.get(self.alpha, self.name)
 
 
 class TVD(DivergenceKind):

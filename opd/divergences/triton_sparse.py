@@ -21,6 +21,7 @@ from opd.divergences.rows import Job, RowStatistics, untransform_
 from opd.divergences.supports import closed, largest, unique_ids
 from opd.divergences.triton_backend import TileEngine
 from opd.divergences.triton_modes import Gradients, HeadTotals
+from opd.divergences.triton_select import largest_columns, takes
 from opd.divergences.triton_tiles import LogitReading, Tile
 
 GONE = LOG_ZERO / 2  # raw values at or below: not a column
@@ -70,7 +71,8 @@ class _Chosen:
         """The k largest of a side. Raw values are in the order of logits; merged events, which are elsewhere, come on top."""
         k, events, merged = self.job.truncation.k, self.events[side], self.engine.merged
         assert k is not None
-        values, ids = largest((self.tile.student, self.tile.teacher)[side], k)
+        raw = (self.tile.student, self.tile.teacher)[side]
+        values, ids = largest_columns(raw, k) if takes(raw, k) else largest(raw, k)
         if events is None or merged is None:
             return ids
         every = torch.cat([_finished(values, self._reading(side)), events], -1)

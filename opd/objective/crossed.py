@@ -200,12 +200,13 @@ class GOLD(CrossedTerm):
             owner = np.repeat(np.arange(count), spans[:, last] - spans[:, first] - 1)
             sums = micro.projection.hidden.new_zeros(count, dtype=micro.wide)
             if rows.size and side == 0:
-                values = token_logprobs(micro.projection.rows(micro.tensor(rows)), micro.tokens(rows), merge=merges[0])
+                student = micro.projection.rows(micro.tensor(rows))
+                values = token_logprobs(student, micro.tokens(rows), merge=merges[0], trusted=True)
                 sums = sums.index_add(0, micro.tensor(owner), values.to(sums))
             elif rows.size:
                 teacher = events.teacher.project(events.hidden[micro.tensor(rows)])
                 ids = micro.tensor(events.ids[rows].astype(np.int64))
-                values = token_logprobs(teacher, ids, merge=merges[1]).detach()
+                values = token_logprobs(teacher, ids, merge=merges[1], trusted=True).detach()
                 sums = sums.index_add(0, micro.tensor(owner), values.to(sums))
             found.append(sums)
         return found[0], found[1]

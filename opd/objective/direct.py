@@ -52,6 +52,10 @@ class Direct(CorrectedTerm):
         return self.divergence.name
 
     @property
+    def plain_kl(self) -> str:
+        return self.divergence.plain_kl
+
+    @property
     def parts(self) -> Iterable[Choice]:
         return [*super().parts, self.divergence, self.support]
 
@@ -91,6 +95,7 @@ class Direct(CorrectedTerm):
                 temperature=self.temperature,
                 merge=micro.merge,
                 tokens=tokens,
+                trusted=True,
                 **self.support.truncation,
             )
             self._note(micro, rows, self._untempered(micro, result.statistics, student, teacher, tokens))
@@ -108,10 +113,17 @@ class Direct(CorrectedTerm):
         if isinstance(teacher, TopK):
             k = self.support.teacher_ids
             alone = divergence(
-                "reverse_kl", student.detach(), teacher, support="topk", k=k, merge=micro.merge, tokens=tokens
+                "reverse_kl",
+                student.detach(),
+                teacher,
+                support="topk",
+                k=k,
+                merge=micro.merge,
+                tokens=tokens,
+                trusted=True,
             )
             return alone.statistics
-        return statistics(student.detach(), teacher, merge=micro.merge, tokens=tokens)
+        return statistics(student.detach(), teacher, merge=micro.merge, tokens=tokens, trusted=True)
 
     def _note(self, micro: MicroBatch, rows: np.ndarray, statistics: RowStatistics) -> None:
         assert statistics.reverse_kl is not None

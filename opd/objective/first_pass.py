@@ -52,10 +52,12 @@ def take_first_pass(
     def look(pack: Pack) -> None:
         projection = autocast_head(student.predict(pack))
         if ("proximal",) in needs:
-            ids = token_ids(pack, projection.hidden.device)
-            untempered = token_logprobs(projection, ids, merge=merge)
+            ids = token_ids(pack, projection)
+            untempered = token_logprobs(projection, ids, merge=merge, trusted=True)
             _spread(result.logprob, pack, untempered)
-            tempered = untempered if temperature == 1.0 else token_logprobs(projection, ids, temperature=temperature)
+            tempered = untempered
+            if temperature != 1.0:
+                tempered = token_logprobs(projection, ids, temperature=temperature, trusted=True)
             _spread(result.proximal, pack, tempered)
         if ("entropy",) in needs:  # of all tokens, whatever a teacher was shown
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)

@@ -109,7 +109,7 @@ class MicroBatch:
 
     def tokens(self, rows: np.ndarray) -> Tensor:
         """Ids of the response tokens of some rows."""
-        return self.tensor(concatenated(self.pack.rollouts, "response_ids").astype(np.int64)[rows])
+        return token_ids(self.pack, self.projection, rows)
 
     def segment(self, rows: np.ndarray) -> Tensor:
         """Rollout numbers of some rows, counted from 0 without gaps."""
@@ -152,19 +152,19 @@ class MicroBatch:
         """As ratios need them, both sides under one transform: merged at temperature 1, else tempered."""
         projection, ids = self.rows(rows), self.tokens(rows)
         if self.temperature == 1.0:
-            return token_logprobs(projection, ids, merge=self.merge)
-        return token_logprobs(projection, ids, temperature=self.temperature)
+            return token_logprobs(projection, ids, merge=self.merge, trusted=True)
+        return token_logprobs(projection, ids, temperature=self.temperature, trusted=True)
 
     def policy(self, rows: np.ndarray) -> Tensor:
         """Log-probs of the policy itself, untempered, with gradients."""
-        return token_logprobs(self.rows(rows), self.tokens(rows), merge=self.merge)
+        return token_logprobs(self.rows(rows), self.tokens(rows), merge=self.merge, trusted=True)
 
     def untempered(self, rows: np.ndarray, current: Tensor) -> Tensor:
         """Detached log-probs of the policy itself: advantages are untempered."""
         if self.temperature == 1.0:
             return current.detach()
         projection = self.rows(rows).detach()
-        return token_logprobs(projection, self.tokens(rows), merge=self.merge)
+        return token_logprobs(projection, self.tokens(rows), merge=self.merge, trusted=True)
 
     # What is noted for the metrics
 
@@ -242,8 +242,14 @@ def source_in_half(source: Source, dtype: torch.dtype) -> Source:
     return source.each(lambda part: in_half(part, dtype)) if isinstance(source, Mixture) else in_half(source, dtype)
 
 
-def token_ids(pack: Pack, device: torch.device) -> Tensor:
-    return upload(concatenated(pack.rollouts, "response_ids").astype(np.int64), device)
+def token_ids(pack: Pack, projection: Projection, rows: np.ndarray | None = None) -> Tensor:
+    """Ids of the response tokens, or of some. One that does not exist is found here: a device would give up for good."""
+    every, size = concatenated(pack.rollouts, "response_ids").astype(np.int64), projection.vocabulary
+    ids = every if rows is None else every[rows]
+    unknown = ids[(ids < 0) | (ids >= size)]
+    if unknown.size:
+        raise ValueError(f"tokens: id {unknown[0]} is outside the vocabulary of {size} ids")
+    return upload(ids, projection.hidden.device)
 
 
 def teacher_projections(

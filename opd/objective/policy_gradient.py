@@ -72,6 +72,10 @@ class PolicyGradient(CorrectedTerm):
         return self.divergence.name if self.advantage.of_teacher else ""
 
     @property
+    def plain_kl(self) -> str:
+        return self.divergence.plain_kl if self.advantage.of_teacher else ""
+
+    @property
     def parts(self) -> Iterable[Choice]:
         return [*super().parts, self.divergence, *self.advantage.parts, self.surrogate]
 

@@ -115,6 +115,11 @@ class Term(Choice):
         return ""
 
     @property
+    def plain_kl(self) -> str:
+        """The same, where a divergence stands at an end of its range by the name of the KL that it is there."""
+        return self.minimises
+
+    @property
     def authors(self) -> tuple[AuthorName, ...]:
         return self.usual_authors if self.on is None else tuple(self.on)
 
