@@ -11,14 +11,15 @@ import pytest
 import opd
 from opd.config import load_recipe
 from opd.errors import RecipeError
+from opd.runner.inputs import revision_read
 from opd.settings import by_hand
 from opd.teachers.kinds import AnyTeacher, Surroundings
 from opd.teachers.pool import open_teachers
 from opd.trainer.messages import read_message, write_message
 from opd.trainer.ranks import Ranks
-from opd.trainer.shared_sampler import dealt
+from opd.trainer.shared_sampler import dealt, from_columns, to_columns
 from opd.trainer.world import World
-from opd.types import Rollout, SampleRequest, Sampling
+from opd.types import Finished, Rollout, SampledToken, SampleRequest, Sampling
 from tests.ranks import Job, differences, start, together
 
 SHORT = ["train.steps=2", "eval.prompts=0", "rollout.prompts=9", "train.micro_tokens=96"]
@@ -54,6 +55,18 @@ def test_messages_come_out_as_they_went_in() -> None:
 def test_messages_hold_no_objects() -> None:
     with pytest.raises(TypeError, match="cannot tell each other a World"):
         write_message(World())
+
+
+def test_tokens_travel_as_columns() -> None:
+    events: list[SampledToken | Finished] = [
+        SampledToken("a", 7, -0.1, 1 / 3, float("-inf"), 2),
+        SampledToken("b", 8, -0.2, -0.3, -0.4, 3),
+        Finished("a", "length"),
+        SampledToken("b", 9, -0.5, -0.6, -0.7, 3),
+        Finished("b", "stop"),
+    ]
+    for some in (events, events[:2], events[2:3], []):
+        assert from_columns(read_message(write_message(to_columns(some)))) == some
 
 
 def test_samples_of_one_prompt_stay_on_one_rank() -> None:
@@ -130,3 +143,19 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
     group = start(2, tmp_path / "log.txt", "run", "quickstart", "student=tiny/nobody", "--out", str(tmp_path / "run"))
     assert group.codes() == [2, 2]
     assert group.said().count("tiny/nobody") == 1, group.said()
+
+
+def test_a_stage_that_was_passed_over_gives_on_a_revision() -> None:
+    stages = [
+        {"name": "first", "student": {"model": "org/model", "revision": "v1"}},
+        {"name": "second", "student": "stage:first"},
+        {"name": "third", "student": "stage:second"},
+    ]
+    base = {"teachers": {"only": "tiny/spelling"}, "prompts": {"source": "task:reverse", "domain": "only"}}
+    recipe = load_recipe({**base, "stages": stages})
+    trained = {"first": Path("run/checkpoints/first/step-2"), "second": Path("run/checkpoints/second/step-4")}
+    passed = {"first": Path("org/model"), "second": Path("org/model")}
+    inputs = {"first": {"hub:org/model@v1": {"for": "student", "commit": "abc"}}}
+    assert revision_read(recipe, trained, inputs, "third", "stage:second", None) is None
+    assert revision_read(recipe, passed, {}, "third", "stage:second", None) == "v1"
+    assert revision_read(recipe, passed, inputs, "third", "stage:second", None) == "abc"

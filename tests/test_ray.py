@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,14 +21,27 @@ import torch
 import yaml
 
 import opd
-from opd.cluster.ray_ranks import RayRanks
+from opd.cluster import ray_ranks
+from opd.cluster.ray_nodes import Machine, by_machine, free_port, look, marked, paths_of, refuse_others, variables_of
+from opd.cluster.ray_ranks import RayRanks, TrainerWorker
 from opd.cluster.ray_run import RayPlaces, carry_out_on, local_cluster, require_ray
-from opd.cluster.ray_workers import LOST, STUCK, Restarts, WorkerEnded, WorkerGroup, why_ended
-from opd.cluster.remote_sampler import SamplerWorker, _array, _tensor
+from opd.cluster.ray_servers import MOVED, ServerWorker
+from opd.cluster.ray_workers import (
+    LOST,
+    STUCK,
+    Restarts,
+    RunArguments,
+    WorkerEnded,
+    WorkerGroup,
+    server_ended,
+    why_ended,
+)
+from opd.cluster.remote_sampler import OTHER_WEIGHTS, SamplerWorker, _array, _tensor
 from opd.cluster.served_stage import served_models, served_name, served_stage
 from opd.config import load_recipe
 from opd.errors import RanksLost, RecipeError, UserError
 from opd.models import load_model
+from opd.runner.lock import RunLock
 from opd.store import RolloutStore
 from opd.trainer.messages import read_message, write_message
 from opd.types import SampleRequest, Sampling
@@ -51,16 +65,28 @@ RECIPE = {
 }
 
 
-def test_what_is_open_to_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_open_to_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     recipe = load_recipe(RECIPE)
     assert require_ray(recipe).placement == (2, 1, 1, 0)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(UserError, match="anybody who reaches this machine"):
         require_ray(recipe)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with pytest.raises(UserError, match="RAY_ADDRESS is set"):
+    with pytest.raises(UserError, match="without RAY_AUTH_MODE=token"):
+        require_ray(recipe)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert require_ray(recipe).trainers == 2
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    with pytest.raises(UserError, match="others may read this file"):
+        require_ray(recipe)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(UserError, match="on a machine of the cluster"):
         require_ray(recipe)
     monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(RecipeError, match="each is asked by one of the 2 trainers"):
@@ -103,6 +129,8 @@ def test_the_rank_that_tells_is_waited_for() -> None:
 
 def test_a_sampler_of_a_later_stage_is_another_one() -> None:
     student, worker = load_model("tiny/spelling"), SamplerWorker()
+    anything = write_message([])
+    assert read_message(b"".join(worker.sample(anything, 3))) == [OTHER_WEIGHTS]  # it has just been started again
     facts = {
         "model": "tiny/spelling", "revision": None, "dtype": "float32", "cuda": False, "sampler": {"engine": "builtin"},
         "threads": None, "stop_ids": list(student.stop_ids),
@@ -112,8 +140,9 @@ def test_a_sampler_of_a_later_stage_is_another_one() -> None:
         worker.load({**facts, "max_length": room}, weights)
         sampling = Sampling(room - 4, stop_ids=())
         message = write_message([SampleRequest("r", np.arange(20, 24, dtype=np.int32), 7, sampling)])
-        events = [event for part in worker.sample(message) for event in read_message(part)]
+        events = [event for part in worker.sample(message, 3) for event in read_message(part)]
         assert len(events) == room - 4 + 1
+    assert read_message(b"".join(worker.sample(anything, 4))) == [OTHER_WEIGHTS]  # newer ones did not reach it
 
 
 def test_ranks_that_are_lost_at_the_same_step_again_and_again_do_not_start_for_ever(tmp_path: Path) -> None:
@@ -132,6 +161,62 @@ def test_trainers_open_no_samplers_beside_those_of_ray() -> None:
     assert not RayRanks(None, 0, 2, 0, ["a worker"], {}).opens_sampler(led=False)
     assert RayRanks(None, 1, 2, 1, [], {}).opens_sampler(led=False)
     assert not RayRanks(None, 1, 2, 1, [], {}).opens_sampler(led=True)
+
+
+def test_a_machine_that_does_not_see_the_same_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with marked(tmp_path / "runs") as mark:
+        paths = [str(mark), str(tmp_path / "rows.jsonl"), str(tmp_path)]
+        mine = look(paths)
+        refuse_others(mine, [look(paths)], str(mark))
+        for path, seen, why in (
+            (str(mark), "", f"{mark.parent} is not the same directory"),
+            (paths[1], "", "rows.jsonl is not there"),
+            (paths[1], "file 7 abc", "rows.jsonl is another one there"),
+        ):
+            other = Machine("gpu-7", mine.versions, {**mine.seen, path: seen})
+            with pytest.raises(UserError, match=f"machine gpu-7: .*{why}"):
+                refuse_others(mine, [other], str(mark))
+        with pytest.raises(UserError, match=r"gpu-7 has opd 0\.0, and this one"):
+            refuse_others(mine, [Machine("gpu-7", {**mine.versions, "opd": "0.0"}, mine.seen)], str(mark))
+    assert not mark.exists()
+
+
+def test_what_a_recipe_names_is_looked_for_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    served = {"kind": "served", "address": "http://10.0.0.1:1", "model": "m", "token_env": "JUDGE_KEY"}
+    recipe = load_recipe({**RECIPE, "prompts": str(rows), "teachers": {"only": served}, "cluster": {}})
+    assert paths_of(recipe) == [str(rows)]
+    assert variables_of(recipe) == {"JUDGE_KEY": "secret"}
+
+
+def test_ranks_of_one_machine_stand_together() -> None:
+    assert by_machine(["b", "a", "b", "a"]) == [0, 2, 1, 3]
+    group = WorkerGroup(None, None, {}, load_recipe(RECIPE).stages[0].cluster, print)
+    found = [group._numbers(rank, ["b", "b", "b", "b", "a", "a"]) for rank in range(6)]
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "2", "3", "0", "1"]
+    assert {one["LOCAL_WORLD_SIZE"] for one in found} == {
+        "2"
+    }  # so that groups of hybrid sharding stay within a machine
+    assert {one["WORLD_SIZE"] for one in found} == {"6"}
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = str(free_port("127.0.0.1"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_ranks, "LEASE", 0.0)
+    arguments = RunArguments("quickstart", (), str(tmp_path / "run"), str(tmp_path))
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run"):
+        code, said = TrainerWorker().carry_out(variables, arguments, [], {}, again=True)
+        assert (code, "is in use" in said) == (LOST, True)
+        variables["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        assert TrainerWorker().carry_out(variables, arguments, [], {})[0] == 2
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +251,7 @@ def test_an_error_that_nobody_expected_comes_through(ray: Any) -> None:
         return 0, ""
 
     with pytest.raises(WorkerEnded, match="planted"):
-        group(ray)._wait([waits.remote(), bug.remote()], [], [])
+        group(ray)._wait([waits.remote(), bug.remote()], {}, [])
 
 
 @pytest.mark.ray
@@ -184,23 +269,28 @@ def test_a_second_interrupt_leaves_at_once(ray: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        group(ray)._wait([deaf.remote()], [], [])
+        group(ray)._wait([deaf.remote()], {}, [])
     assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.ray
-def test_a_server_that_cannot_start_tells_why(ray: Any, tmp_path: Path) -> None:
-    recipe = {**RECIPE, "cluster": {"trainers": 1, "servers": 1}}
-    place = tmp_path / "recipe.yaml"
-    place.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+def test_a_server_that_cannot_start_tells_why(ray: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        cluster = load_recipe(recipe).stages[0].cluster
-        placed = RayPlaces(cluster, dict.fromkeys(("tiny/arithmetic", "tiny/spelling"), address), 1, "float32")
-        with pytest.raises(WorkerEnded, match=r"a server of teachers has ended \(2\)(.|\n)*cannot be listened on"):
-            carry_out_on(ray, (str(place), (), str(tmp_path / "run")), load_recipe(recipe), placed, print)
+        worker = (
+            ray.remote(ServerWorker)
+            .options(num_cpus=0)
+            .remote(["tiny/spelling"], "secret", "cpu", "float32", "127.0.0.1")
+        )
+        assert ray.get(worker.address.remote()).startswith("http://127.0.0.1:")
+        code, said = ray.get(worker.wait.remote(f"http://127.0.0.1:{taken.getsockname()[1]}"))
+        assert code == 2
+        assert "cannot be listened on" in said
+        assert ray.get(worker.wait.remote("http://127.0.0.9:1"))[0] == MOVED  # it was started again on another machine
+    ended = server_ended(code, said)
+    assert (ended.exit_code, "has ended (2)" in str(ended)) == (2, True)
+    assert isinstance(server_ended(MOVED, "elsewhere"), RanksLost)  # the ranks have to be told where it is now
 
 
 @pytest.mark.ray
@@ -210,7 +300,13 @@ def test_a_mistake_is_told_once(ray: Any, tmp_path: Path) -> None:
     place.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     loaded = load_recipe(recipe)
     with pytest.raises(WorkerEnded, match="max_prompt_tokens") as found:
-        carry_out_on(ray, (str(place), (), str(tmp_path / "run")), loaded, RayPlaces.of(loaded), said.append)
+        carry_out_on(
+            ray,
+            RunArguments(str(place), (), str(tmp_path / "run"), str(tmp_path)),
+            loaded,
+            RayPlaces.of(loaded),
+            said.append,
+        )
     assert found.value.exit_code == 2
     assert not any("start again" in line for line in said)
 
@@ -240,6 +336,49 @@ def test_every_kind_of_worker_may_be_killed(tmp_path: Path) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=0.051)  # one question of 20
     stores = [RolloutStore(place / "rollouts", read_only=True).entries for place in (run, tmp_path / "one")]
     assert set(stores[0]) == set(stores[1])
+
+
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+for number in (2, 3):
+    nodes.add_node(wait=False, num_cpus=number - 1, node_ip_address=f"127.0.0.{number}")
+nodes.wait_for_nodes()
+print("at", nodes.address, flush=True)
+sys.stdin.read()
+nodes.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_cluster_of_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes with addresses of their own, and the command joins them."""
+    place, token = tmp_path / "recipe.yaml", tmp_path / "token"
+    recipe = {**RECIPE, "train": {"steps": 3, "lr": 1e-3, "micro_tokens": 256}, "eval": {"prompts": 0}}
+    place.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    token.chmod(0o600)
+    for name, value in (("MODE", "token"), ("TOKEN_PATH", str(token))):
+        monkeypatch.setenv(f"RAY_AUTH_{name}", value)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    nodes = subprocess.Popen([sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert nodes.stdin is not None
+    assert nodes.stdout is not None
+    try:
+        address = next(line for line in nodes.stdout if line.startswith("at ")).split()[1]
+        command = [sys.executable, "-m", "opd", "run", place.name, "--on", "ray", "--out", "run"]
+        environment = {**os.environ, "RAY_ADDRESS": address}
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+    finally:
+        nodes.communicate(timeout=60)  # the end of its input ends it
+    assert done.returncode == 0, done.stderr
+    assert "2 trainers, 1 samplers, 1 servers of 2 teachers on 3 machines" in done.stderr
+    opd.run(recipe, out=tmp_path / "one")
+    assert not differences(tmp_path / "one", tmp_path / "run")
 
 
 def _numbers(run: Path) -> list[dict[str, float | None]]:

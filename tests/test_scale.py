@@ -20,11 +20,16 @@ import opd
 from opd.config.cluster import Cluster
 from opd.models import load_model
 from opd.models.load import locate
+from opd.models.settings import Lora
 from opd.models.sharded_parts import PartedModel
 from opd.store import RolloutStore
+from opd.teachers.scoring import ScoringTeacher
 from opd.trainer.ranks import joined_ranks
 from opd.trainer.world import World
+from tests.families import family_named
+from tests.helpers import TEMPLATE, tiny_tokenizer
 from tests.ranks import Job, differences, numbers, start, together
+from tests.servers import TOKEN, TOKEN_ENV, ServeProcess
 
 pytestmark = pytest.mark.scale
 SMALL = [
@@ -223,9 +228,52 @@ def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
     assert list((run / "checkpoints" / "main").glob("step-*")), group.said()
 
 
+AWAY = LED.replace("import opd", "import time\nfrom pathlib import Path\nimport opd", 1).replace(
+    "return BuiltInSampler().open(model, max_length, merge_stop=merge_stop)",
+    """return Away(BuiltInSampler().open(model, max_length, merge_stop=merge_stop))
+
+    def heed(self, sampler, check):
+        sampler.check = check
+
+class Away:
+    def __init__(self, own):
+        self.load, self._own, self._asked = own.load, own, 0
+
+    def sample(self, requests):
+        self._asked += 1
+        for number, event in enumerate(self._own.sample(requests)):
+            yield event
+            while self._asked == 2 and number == 20:
+                Path(__file__).with_name("waiting").touch()
+                self.check()
+                time.sleep(0.05)
+""",
+)
+
+
+def test_a_stop_is_heard_while_the_sampler_of_all_ranks_is_away(tmp_path: Path) -> None:
+    plugin, run = tmp_path / "away_sampler.py", tmp_path / "run"
+    plugin.write_text(AWAY, encoding="utf-8")
+    settings = [*LITTLE, "train.steps=9", "sampler={engine: led}", f"plugins=[{plugin}]"]
+    group = start(2, tmp_path / "log.txt", "run", "quickstart", *settings, "--out", str(run))
+    while not (tmp_path / "waiting").exists():
+        time.sleep(0.05)
+        assert all(rank.exitcode is None for rank in group.ranks), group.said()
+    for rank in group.ranks:  # as torchrun passes it on
+        rank.terminate()
+    assert group.codes(60) == [75, 75], group.said()
+    entries = RolloutStore(run / "rollouts", read_only=True).entries.values()
+    trained = numbers(run)[0]["tokens"]
+    assert trained is not None
+    assert sum(entry.length for entry in entries) > trained + 8  # what had been drawn by then is kept
+    assert list((run / "checkpoints" / "main").glob("step-*")), group.said()
+
+
 @dataclass(frozen=True)
 class Loading(Job):
     """Each rank reads its part of the model `recipe`, the first then all of it, and says how much memory that took at most."""
+
+    lora: Lora | None = None
 
     def carry_out(self) -> None:
         with joined_ranks() as world:
@@ -236,7 +284,7 @@ class Loading(Job):
         (self.out / f"{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
     def _part(self, world: World, name: str) -> None:
-        model = world.load_student(name, "float32", "cpu", None, Cluster(), False)
+        model = world.load_student(name, "float32", "cpu", None, Cluster(), False, self.lora)
         assert isinstance(model, PartedModel)
 
 
@@ -264,6 +312,8 @@ def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
         module.save_pretrained(path)
         AutoTokenizer.from_pretrained(source).save_pretrained(path)
         jobs.append(Loading(path, path))
+        (path / "lora").mkdir()
+        jobs.append(Loading(path / "lora", path, lora=Lora(rank=4, alpha=8)))
         whole = sum(weight.numel() for weight in module.parameters()) * 4
         pages = (path / "model.safetensors").stat().st_size  # of the file, which count as soon as one near them is read
     together(4, tmp_path / "log.txt", *jobs)
@@ -273,3 +323,92 @@ def test_no_rank_ever_has_the_whole_student(tmp_path: Path) -> None:
             assert found.get("whole", 2 * whole) - pages > 0.9 * whole, found  # the measure tells the two apart
             # with a layer or two that are whole while the probe passes
             assert found["parts"] - pages < 0.6 * whole, found
+
+
+def test_ranks_measure_what_monitors_ask_for(tmp_path: Path) -> None:
+    asked = [{"kind": name, "every": 2, "answers": 16} for name in ("conflict", "calibration", "prefix")]
+    recipe = LONG | {"train": {"steps": 2, "lr": 1e-3, "micro_tokens": 128}, "monitors": {"watch": asked}}
+    opd.run(recipe, out=tmp_path / "alone")
+    for size in (1, 2):
+        together(size, tmp_path / f"log-{size}.txt", Job(tmp_path / f"on-{size}", recipe))
+    runs = [_measured(tmp_path / name) for name in ("alone", "on-1", "on-2")]
+    assert {"ece/teacher", "takeover/first", "takeover/late"} < runs[0].keys()
+    assert sum(name.startswith("cosine/") for name in runs[0]) == 2
+    assert runs[1] == pytest.approx(runs[0], abs=1e-4)
+    assert runs[2] == pytest.approx(runs[0], abs=1e-4)
+    assert not differences(tmp_path / "alone", tmp_path / "on-2")
+
+
+def _measured(run: Path) -> dict[str, float]:
+    """By probes, at the last step."""
+    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return {name: last[name] for name in last if name.startswith(("cosine/", "ece/teacher", "takeover/"))}
+
+
+KINDS: dict[str, dict[str, Any]] = {  # families, and what else a rank could do differently
+    "Llama": {"student": {"gradient_checkpointing": True, "lora": {"rank": 2, "alpha": 4}}},
+    "Qwen3": {"train": {"epochs": 2, "minibatches": 2}},
+    "Qwen3-MoE": {"student": {"lora": {"rank": 2, "alpha": 4}}},
+    "Gemma 2": {"eval": {"every": 1, "prompts": 3, "teachers": False}},
+    "Gemma 3": {"cluster": {"shard": "hybrid", "group": 1}},
+    "GPT-2": {"rollout": {"teacher_share": 0.25}},
+}
+
+
+def test_other_families_on_three_ranks(tmp_path: Path) -> None:
+    """Untied heads, experts, capped scores, windows, a model that does not run packed."""
+    jobs = []
+    for name, more in KINDS.items():
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        for seed, role in enumerate(("student", "teacher")):
+            family_named(name).build(seed).save_pretrained(tmp_path / name / role)
+            tokenizer.save_pretrained(tmp_path / name / role)
+        recipe = LONG | {"teachers": {"spelling": str(tmp_path / name / "teacher")}, "prompts": LONG["prompts"][1:]}
+        recipe = recipe | {"train": {"steps": 2, "lr": 1e-3, "micro_tokens": 64}, "eval": {"prompts": 0}}
+        recipe = recipe | {"rollout": {"prompts": 5, "samples": 2, "max_new_tokens": 6}, "student": {}}
+        recipe |= {key: {**recipe.get(key, {}), **values} for key, values in more.items()}
+        recipe["student"] |= {"model": str(tmp_path / name / "student")}
+        jobs.append(Job(tmp_path / name / f"{name} on ranks", recipe))
+        opd.run(recipe, out=tmp_path / name / "alone")
+    together(3, tmp_path / "log.txt", *jobs)
+    found = [line for job in jobs for line in differences(job.out.parent / "alone", job.out, 1e-4)]
+    assert not found, "\n".join(found)
+
+
+@dataclass(frozen=True)
+class Asking(Job):
+    """Each rank writes down which rollouts it asks its teacher about, step by step."""
+
+    def carry_out(self) -> None:
+        asked: list[list[str]] = []
+        score = ScoringTeacher.score
+
+        def counted(teacher: Any, rollouts: Any, *more: Any) -> Any:
+            if not rollouts[0].id.startswith("probe/"):  # by which a rank sees that the server has not changed
+                asked.append([rollout.id for rollout in rollouts])
+            return score(teacher, rollouts, *more)
+
+        os.environ[TOKEN_ENV] = TOKEN
+        ScoringTeacher.score = counted  # type: ignore[method-assign]
+        super().carry_out()
+        self.out.with_name(f"asked-{os.environ['RANK']}.json").write_text(json.dumps(asked), encoding="utf-8")
+
+
+def test_hidden_states_of_a_server_go_to_the_rank_that_trains_on_them(tmp_path: Path) -> None:
+    server = ServeProcess("spelling=tiny/spelling")
+    try:
+        served = {"kind": "served", "address": server.address, "model": "spelling", "token_env": TOKEN_ENV}
+        recipe = LONG | {"prompts": LONG["prompts"][1:], "eval": {"prompts": 0}}
+        recipe |= {"train": {"steps": 2, "lr": 1e-3}, "objective": {"form": "direct"}}
+        together(2, tmp_path / "log.txt", Asking(tmp_path / "two", recipe | {"teachers": {"spelling": served}}))
+    finally:
+        server.kill()
+    first, second = (json.loads((tmp_path / f"asked-{rank}.json").read_text()) for rank in range(2))
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        assert one
+        assert other
+        assert len(set(one) | set(other)) == len(one) + len(other) == 16
+    opd.run(recipe | {"teachers": {"spelling": "tiny/spelling"}}, out=tmp_path / "one")
+    assert not differences(tmp_path / "one", tmp_path / "two")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opd.cluster.ray_workers import LOST
+from opd.cluster.ray_nodes import free_port, node_address
+from opd.cluster.ray_workers import LOST, RunArguments
 from opd.cluster.remote_sampler import RemoteSampler
 from opd.cluster.served_stage import TeacherPlaces, served_stage
 from opd.config import Stage
@@ -14,6 +16,8 @@ from opd.models.language_model import LanguageModel
 from opd.trainer.ranks import Ranks, joined_ranks
 from opd.trainer.shared_sampler import SharedSampler
 from opd.types import TokenSampler
+
+LEASE = 20.0  # seconds between two attempts at a lock that may be that of a machine which is gone
 
 
 class RayRanks(Ranks):
@@ -64,19 +68,26 @@ class TrainerWorker:
     def pid(self) -> int:
         return os.getpid()
 
+    def meeting_point(self, host: str | None) -> tuple[str, int]:
+        """Where the first rank can be met by the others: there, or on its machine's own address."""
+        host = host or node_address()
+        return host, free_port(host)
+
     def carry_out(
         self,
         environment: Mapping[str, str],
-        arguments: tuple[str, Sequence[str], str],
+        arguments: RunArguments,
         samplers: Sequence[Any],
         teachers: TeacherPlaces,
+        again: bool = False,
     ) -> tuple[int, str]:
-        """The exit code of `opd run X --resume --out DIR`, and what it had to say."""
+        """The exit code of `opd run X --resume --out DIR`, and what it had to say. `again`: after ranks that were lost."""
         os.environ.update(environment)
-        from opd.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, Stopped
+        os.chdir(arguments.folder)
+        from opd.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, RunLocked, Stopped
         from opd.runner.run import run
 
-        recipe, overrides, out = arguments
+        recipe, overrides, out, _ = arguments
 
         def make(store: Any, rank: int, size: int, local: int) -> RayRanks:
             return RayRanks(store, rank, size, local, samplers, teachers)
@@ -87,6 +98,11 @@ class TrainerWorker:
             return LOST, str(error)  # the whole group is started again
         except AnotherRank as error:
             return error.exit_code, ""  # that one tells of it
+        except RunLocked as error:
+            time.sleep(
+                LEASE if again else 0
+            )  # a file server gives back the lock of a machine that is gone after a while
+            return LOST if again else error.exit_code, str(error)
         except Stopped:
             return RESUME_ME, "stopped; a checkpoint is saved"
         except OpdError as error:

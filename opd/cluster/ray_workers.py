@@ -2,98 +2,122 @@
 
 from __future__ import annotations
 
-import os
+import math
 import signal
-import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-from opd.cluster.served_stage import TOKEN, TeacherPlaces
+from opd.cluster.ray_nodes import by_machine, send_signal
+from opd.cluster.ray_servers import MOVED
+from opd.cluster.served_stage import TOKEN
 from opd.config.cluster import Cluster
 from opd.errors import RESUME_ME, OpdError, Preempted, RanksLost, Stopped
 
 RESTARTS = 20  # of the trainer's group in one run, and of each sampler and server
 STUCK = 5  # of them in a row without a step that is new
 STOPS = (signal.SIGINT, signal.SIGTERM)
+LOOPBACK = "127.0.0.1"
 POLL = 0.5  # seconds
+PATIENT = 60.0  # seconds before it is said that a trainer has no place
+STOPPED = 5.0  # seconds for servers to end
 LOST = -1  # in place of an exit code: the rank was lost, or lost touch with another
 WORDS = 600  # characters of why
 Say = Callable[[str], None]
 
 
-class WorkerGroup:
-    """In the places of one placement group: trainers, then samplers, then servers."""
+class RunArguments(NamedTuple):
+    """As the ranks are told them."""
 
-    def __init__(self, ray: Any, group: Any, each: Mapping[str, int], cluster: Cluster, say: Say) -> None:
+    recipe: str
+    overrides: tuple[str, ...]
+    out: str
+    folder: str  # in which relative paths of `overrides` begin
+
+
+class WorkerGroup:
+    """In the places of one placement group: trainers, then samplers, then servers.
+
+    `host`: where they listen for each other; None: on the addresses of their machines.
+    """
+
+    def __init__(
+        self, ray: Any, group: Any, each: Mapping[str, int], cluster: Cluster, say: Say, host: str | None = LOOPBACK
+    ) -> None:
+        self._host = host
         self._ray, self._group, self._cluster, self._say = ray, group, cluster, say
         self._gpus = each.get("GPU", 0)
-        self._workers: list[Any] = []  # samplers and servers: Ray ends a worker that nobody holds
+        self._samplers: list[Any] = []  # Ray ends a worker that nobody holds
+        self._servers: list[Server] = []
 
-    def _start(self, kind: type, place: int, *arguments: Any, restarts: int) -> Any:
+    def _start(self, kind: type, place: int, *arguments: Any, restarts: int, calls: int = 1) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         made = self._ray.remote(kind).options(
-            num_cpus=1, num_gpus=self._gpus, max_restarts=restarts, scheduling_strategy=where
+            num_cpus=1, num_gpus=self._gpus, max_restarts=restarts, max_concurrency=calls, scheduling_strategy=where
         )
         return made.remote(*arguments)
 
-    def samplers(self) -> list[Any]:
+    def start_samplers(self) -> None:
         from opd.cluster.remote_sampler import SamplerWorker
 
         first = self._cluster.trainers
-        found = [
-            self._start(SamplerWorker, first + number, restarts=RESTARTS) for number in range(self._cluster.samplers)
-        ]
-        self._workers += found
-        return found
+        for number in range(self._cluster.samplers):
+            self._samplers.append(self._start(SamplerWorker, first + number, restarts=RESTARTS))
 
-    def servers(self, places: TeacherPlaces, token: str, device: str, dtype: str) -> list[Any]:
-        """What each of them has to say when it cannot go on."""
+    def start_servers(
+        self, dealt: Sequence[Sequence[str]], token: str, device: str, dtype: str, commits: Mapping[str, str]
+    ) -> None:
+        """One for each part of the teachers' models."""
         from opd.cluster.ray_servers import ServerWorker
 
-        by_port: dict[int, list[str]] = {}
-        for model, address in places.items():
-            by_port.setdefault(int(address.rpartition(":")[2]), []).append(model)
         first = self._cluster.trainers + self._cluster.samplers
-        found = [
-            self._start(ServerWorker, first + number, models, port, token, device, dtype, restarts=RESTARTS)
-            for number, (port, models) in enumerate(by_port.items())
-        ]
-        self._workers += found
-        return [worker.wait.options(max_task_retries=-1).remote() for worker in found]
+        for number, models in enumerate(dealt):
+            arguments = (models, token, device, dtype, self._host, commits)
+            worker = self._start(ServerWorker, first + number, *arguments, restarts=RESTARTS, calls=2)
+            self._servers.append(Server(worker, models))
 
     def close(self) -> None:
         """Nobody is started again."""
-        for worker in self._workers:
+        over = [server.worker.stop.remote() for server in self._servers]
+        over += [server.task for server in self._servers if server.task is not None]
+        if over:
+            self._ray.wait(over, num_returns=len(over), timeout=STOPPED)
+        for worker in (*self._samplers, *(server.worker for server in self._servers)):
             self._ray.kill(worker)
 
-    def train(
-        self,
-        arguments: tuple[str, tuple[str, ...], str],
-        samplers: Sequence[Any],
-        serving: Sequence[Any],
-        places: TeacherPlaces,
-        token: str,
-    ) -> None:
+    def train(self, arguments: RunArguments, token: str, variables: Mapping[str, str]) -> None:
         """Until all ranks are through. A rank that is lost takes the others with it, and all begin again."""
         from ray.exceptions import RayActorError
 
         from opd.cluster.ray_ranks import TrainerWorker
 
-        restarts = Restarts(Path(arguments[2]))
+        restarts = Restarts(Path(arguments.out))
         while True:
-            ranks = [self._start(TrainerWorker, number, restarts=0) for number in range(self._cluster.trainers)]
+            nodes = self._nodes()
+            order = by_machine(nodes)
+            ranks = [self._start(TrainerWorker, place, restarts=0) for place in order]
             try:
-                processes = self._ray.get([rank.pid.remote() for rank in ranks])
+                machines = [nodes[place] for place in order]
+                started = list(zip(self._when_placed([rank.pid.remote() for rank in ranks]), machines, strict=True))
+                places = {model: server.listen(self._ray) for server in self._servers for model in server.models}
+                host, port = self._ray.get(ranks[0].meeting_point.remote(self._host))
+                common = {**variables, TOKEN: token, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
                 pending = [
-                    rank.carry_out.remote(self._variables(number, token), arguments, samplers, places)
+                    rank.carry_out.remote(
+                        {**common, **self._numbers(number, machines)},
+                        arguments,
+                        self._samplers,
+                        places,
+                        restarts.done > 0,
+                    )
                     for number, rank in enumerate(ranks)
                 ]
-                self._wait(pending, processes, serving)
+                self._wait(pending, started, [server.task for server in self._servers])
                 return
             except (RanksLost, RayActorError) as error:
                 restarts.count(str(error)[:WORDS])
@@ -102,8 +126,35 @@ class WorkerGroup:
                 for rank in ranks:
                     self._ray.kill(rank)
 
-    def _wait(self, pending: Sequence[Any], processes: Sequence[int], serving: Sequence[Any]) -> None:
-        """Ctrl-C and SIGTERM go on to the ranks, which stop at the same point and save; a second Ctrl-C leaves at once."""
+    def _nodes(self) -> list[str]:
+        """Of the trainers' places; one that went with its machine gets another where there is room."""
+        told = False
+        while True:
+            found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+            nodes = [found.get(place, "") for place in range(self._cluster.trainers)]
+            if all(nodes):
+                return nodes
+            if not told:
+                self._say("ray: waiting for room for the trainers")
+            told = True
+            time.sleep(POLL)
+
+    def _when_placed(self, tasks: Sequence[Any]) -> list[int]:
+        _, left = self._ray.wait(tasks, num_returns=len(tasks), timeout=PATIENT)
+        if left:
+            self._say(f"ray: {len(left)} of {len(tasks)} trainers have no place yet")
+        found: list[int] = self._ray.get(tasks)
+        return found
+
+    def _numbers(self, rank: int, machines: Sequence[str]) -> dict[str, str]:
+        """As torchrun sets them. Where machines have unequally many ranks, groups of a size that fits into each are local."""
+        local = machines[:rank].count(machines[rank])
+        together = math.gcd(*(machines.count(machine) for machine in set(machines)))
+        names = {"RANK": rank, "LOCAL_RANK": 0 if self._gpus else local, "WORLD_SIZE": len(machines)}
+        return {name: str(value) for name, value in {**names, "LOCAL_WORLD_SIZE": together}.items()}
+
+    def _wait(self, pending: Sequence[Any], started: Sequence[tuple[int, str]], serving: Sequence[Any]) -> None:
+        """`started`: processes and their nodes (two machines may use one number). Ctrl-C and SIGTERM go on to the ranks, which stop at the same point and save; a second Ctrl-C leaves at once."""
         heard: list[int] = []
 
         def hear(number: int, frame: FrameType | None) -> None:
@@ -112,22 +163,23 @@ class WorkerGroup:
             heard.append(number)
 
         before = {number: signal.signal(number, hear) for number in STOPS}
-        told, left, found = False, list(pending), list[tuple[int, str]]()
+        told, left, found, watched = False, list(pending), list[tuple[int, str]](), list(serving)
         try:
             while left:
-                done, _ = self._ray.wait([*left, *serving], timeout=POLL)
+                done, _ = self._ray.wait([*left, *watched], timeout=POLL)
                 if heard and not told:
                     told = True
                     self._say(
                         "ray: stopping; a checkpoint is saved first, where that fits into half of checkpoint.grace (press Ctrl-C again "
                         "to quit at once)"
                     )
-                    for process in processes:
-                        with suppress(ProcessLookupError):  # it has ended by itself
-                            os.kill(process, signal.SIGTERM)  # Ray's workers do not hear SIGINT
+                    send_signal(self._ray, started, signal.SIGTERM)  # Ray's workers do not hear SIGINT
                 for one in done:
-                    if one in serving:
+                    if one in watched and not heard:
                         raise server_ended(*self._answer(one))
+                    if one in watched:  # ranks that save need none
+                        watched.remove(one)
+                        continue
                     left.remove(one)
                     found.append(self._answer(one))
                 if not heard and (error := why_ended(found, over=not left)) is not None:
@@ -151,15 +203,22 @@ class WorkerGroup:
         except RayActorError as error:
             return LOST, str(error)[:WORDS]
 
-    def _variables(self, rank: int, token: str) -> dict[str, str]:
-        if rank == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self._port = free.getsockname()[1]
-        size = self._cluster.trainers
-        names = {"RANK": rank, "LOCAL_RANK": 0 if self._gpus else rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), TOKEN: token}
-        return {name: str(value) for name, value in names.items()} | where
+
+@dataclass
+class Server:
+    """A worker with some of the teachers, and what it is waited for by."""
+
+    worker: Any
+    models: Sequence[str]
+    address: str = ""
+    task: Any = None
+
+    def listen(self, ray: Any) -> str:
+        """Where it listens; one that has moved, or has not begun, is asked where it can."""
+        if self.task is None or ray.wait([self.task], timeout=0)[0]:
+            self.address = ray.get(self.worker.address.options(max_task_retries=-1).remote())
+            self.task = self.worker.wait.options(max_task_retries=-1).remote(self.address)
+        return self.address
 
 
 class WorkerEnded(OpdError):
@@ -186,8 +245,10 @@ def why_ended(found: Sequence[tuple[int, str]], over: bool) -> OpdError | None:
     return None
 
 
-def server_ended(code: int, said: str) -> WorkerEnded:
-    """A server whose teachers nobody has any more."""
+def server_ended(code: int, said: str) -> OpdError:
+    """A server whose teachers nobody has any more, or not where the ranks look for them."""
+    if code == MOVED:
+        return RanksLost(said)
     if code == LOST:
         return WorkerEnded(f"a server of teachers was lost {RESTARTS + 1} times: {said}", OpdError.exit_code)
     return WorkerEnded(f"a server of teachers has ended ({code}). It said:\n{said}", code or OpdError.exit_code)

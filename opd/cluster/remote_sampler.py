@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROUND = 256  # events in one message
 AWAY = 600.0  # seconds that a worker may be away
+OTHER_WEIGHTS = ("other weights",)  # in place of events
 
 
 class SamplerWorker:
@@ -30,6 +31,7 @@ class SamplerWorker:
 
     def __init__(self) -> None:
         self._sampler: TokenSampler | None = None
+        self._version: int | None = None
         self._facts: Mapping[str, Any] = {}
 
     def pid(self) -> int:
@@ -42,10 +44,15 @@ class SamplerWorker:
             self._sampler, self._facts = _opened(facts), facts
         version, arrays = weights
         self._sampler.load(WeightsRef(version, {name: _tensor(*array) for name, array in arrays.items()}))
+        self._version = version
 
-    def sample(self, message: bytes) -> Iterator[bytes]:
-        """The end of an answer comes with its last token: who goes on behind what has come must not draw behind an end."""
-        assert self._sampler is not None
+    def sample(self, message: bytes, version: int) -> Iterator[bytes]:
+        """The end of an answer comes with its last token: who goes on behind what has come must not draw behind an end.
+        A worker that has been started again since has other weights than are asked for, or none.
+        """
+        if self._sampler is None or self._version != version:
+            yield write_message([OTHER_WEIGHTS])
+            return
         part: list[tuple[Any, ...]] = []
         for event in self._sampler.sample(read_message(message)):
             if len(part) >= ROUND and not isinstance(event, Finished):
@@ -78,16 +85,22 @@ def _annotated(family: Any) -> Any:
     return Annotated[SamplerKind, family]
 
 
+class WorkerStartedAgain(Exception):
+    """It has not the weights that are asked for."""
+
+
 class RemoteSampler:
     """What a rank of the trainer has of a worker."""
 
     def __init__(self, worker: Any, facts: Mapping[str, Any]) -> None:
         self._worker, self._facts = worker, dict(facts)
         self._weights: Any = None  # in Ray's store, for as long as they are the newest
+        self._version = -1
 
     def load(self, weights: WeightsRef) -> None:
         import ray
 
+        self._version = weights.version
         self._weights = ray.put((weights.version, {name: _array(tensor) for name, tensor in weights.tensors.items()}))
         self._publish()
 
@@ -119,16 +132,18 @@ class RemoteSampler:
                     else:
                         drawn[event.request_id].append(event.token)
                     yield event
-            except RayActorError:
+            except (RayActorError, WorkerStartedAgain):
                 waiting = {name: _behind(request, drawn[name]) for name, request in waiting.items()}
                 self._publish()
 
     def _events(self, requests: list[SampleRequest]) -> Iterator[SampledToken | Finished]:
         import ray
 
-        stream = self._worker.sample.options(num_returns="streaming").remote(write_message(requests))
+        stream = self._worker.sample.options(num_returns="streaming").remote(write_message(requests), self._version)
         for reference in stream:
             for event in read_message(ray.get(reference)):
+                if tuple(event) == OTHER_WEIGHTS:
+                    raise WorkerStartedAgain
                 yield Finished(*event) if len(event) == len(Finished._fields) else SampledToken(*event)
 
 

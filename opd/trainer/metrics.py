@@ -54,11 +54,14 @@ def step_metrics(
         else None,
     }
     by_domain: dict[str, list[np.ndarray]] = {}
+    ids, by_id = list[np.ndarray](), list[np.ndarray]()
     for batch, found in statistics:
         for rollout, values in zip(
             batch.rollouts, np.split(found.reverse_kl, np.cumsum(batch.response_lengths)[:-1]), strict=True
         ):
             by_domain.setdefault(rollout.domain, []).append(values)
+            ids.append(rollout.response_ids)
+            by_id.append(values)
     joined = {domain: np.concatenate(parts) for domain, parts in sorted(by_domain.items())}
     divergences = _joined(list(joined.values()))
     metrics["reverse_kl"] = _mean(divergences)
@@ -79,6 +82,7 @@ def step_metrics(
     metrics |= {f"kl/{domain}": _mean(values) for domain, values in joined.items()}
     metrics |= calibration_error(rollouts, rewards)
     metrics |= spread_metrics(divergences, _joined([found.mismatch for _, found in statistics]), sampled)
+    metrics |= dominance(_joined(ids), _joined(by_id))
     metrics |= _shares([found.counts for _, found in statistics])
     metrics |= dict(extra)
     metrics |= {f"time/{phase}": round(value, 4) for phase, value in seconds.items()}
@@ -101,6 +105,17 @@ def spread_metrics(divergences: np.ndarray, mismatch: np.ndarray, sampled: Seque
         every = np.concatenate(pairs)[:PAIRS]
         found["distinct"] = np.unique(every).size / every.size
     return found
+
+
+def dominance(ids: np.ndarray, divergences: np.ndarray) -> dict[str, float]:
+    """How much more of the KL one token holds than its share of the text: of the one for which that is most."""
+    known = ~np.isnan(divergences)
+    sizes = np.abs(divergences[known])
+    if sizes.size < FEWEST or not sizes.sum() > 0:
+        return {}
+    which = np.unique(ids[known], return_inverse=True)[1]
+    held, seen = np.bincount(which, weights=sizes) / sizes.sum(), np.bincount(which) / sizes.size
+    return {"kl_one": float((held - seen).max())}
 
 
 def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -28,16 +28,16 @@ class Optimiser:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], spec: Train) -> None:
         self._spec, self._parameters = spec, dict(parameters)
-        self._masters = {
+        self._halves = {
             name: parameter
-            if parameter.dtype == torch.float32 or spec.precision == "bfloat16"
-            else nn.Parameter(parameter.detach().float())
+            for name, parameter in parameters.items()
+            if parameter.dtype != torch.float32 and spec.precision != "bfloat16"
+        }
+        self._masters = {
+            name: nn.Parameter(self._here(parameter.detach()).float()) if name in self._halves else self._own(parameter)
             for name, parameter in parameters.items()
         }
-        self._halves = {
-            name: parameter for name, parameter in parameters.items() if parameter is not self._masters[name]
-        }
-        self._hooks = {name: _hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
+        self._hooks = {name: self._hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
         masters = self._masters.values()
         decayed = [parameter for parameter in masters if parameter.ndim > 1]
         others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
@@ -59,14 +59,22 @@ class Optimiser:
                 "another optimiser has been made for these weights, and it gets their gradients now. Go on with that one, "
                 "or make a new one."
             )
-        limit = math.inf if self._spec.clip is None else self._spec.clip
-        return self._norm(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
+        return self._clip(math.inf if self._spec.clip is None else self._spec.clip)
 
-    def _norm(self, total: torch.Tensor) -> float:
-        return float(total)
+    def _clip(self, limit: float) -> float:
+        return float(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
+
+    def _own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A weight that is its own master."""
+        return parameter
+
+    @staticmethod
+    def _here(tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has of a weight: all of it, unless weights are spread over ranks."""
+        return tensor
 
     def _part(self, tensor: torch.Tensor, owner: nn.Parameter) -> torch.Tensor:
-        """What this process keeps of a tensor that belongs to a weight: all of it, unless weights are spread over ranks."""
+        """What this process keeps of a whole tensor that belongs to a weight."""
         return tensor
 
     def step(self, step: int) -> float:
@@ -77,20 +85,28 @@ class Optimiser:
         self.adamw.step()
         self._round()
         self.updates += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.discard()
         return rate
 
     @torch.no_grad()
     def _round(self) -> None:
         """The weights to compute with, from their masters; in place, so that a sampler goes on sharing them."""
         if self._halves:
-            torch._foreach_copy_(list(self._halves.values()), [self._masters[name] for name in self._halves])
+            halves = [self._here(half) for half in self._halves.values()]
+            torch._foreach_copy_(halves, [self._masters[name] for name in self._halves])
+
+    def gradients(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Of these weights, as they are now: what this process has of them."""
+        owners = [self._masters[name] if name in self._halves else self._parameters[name] for name in names]
+        return [
+            torch.zeros_like(self._here(owner)) if owner.grad is None else self._here(owner.grad) for owner in owners
+        ]
 
     def discard(self) -> None:
         """Forget the gradients of an update that must not be applied, those that no master has taken over among them."""
         self.adamw.zero_grad(set_to_none=True)
-        for half in self._halves.values():
-            half.grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments by parameter name, and masters, for a checkpoint."""
@@ -110,34 +126,37 @@ class Optimiser:
             )
         with torch.no_grad():
             for name, half in self._halves.items():  # where the checkpoint has none: saved in another precision
-                self._masters[name].copy_(half)
+                self._masters[name].copy_(self._here(half))
             for name, (owner, _, key) in keys.items():
-                master = self._masters[owner]
+                master, part = self._masters[owner], self._part(tensors[name], self._parameters[owner])
                 if key == MASTER:
-                    master.copy_(self._part(tensors[name], master))
+                    master.copy_(part)
                 else:
                     device = (
                         "cpu" if key == "step" and not self._fused else master.device
                     )  # where AdamW keeps its count
-                    self.adamw.state[master][key] = self._part(tensors[name], master).to(device, copy=True)
+                    self.adamw.state[master][key] = part.to(device, copy=True)
         self._round()
         self.updates = updates
 
+    @classmethod
+    def _hook(cls, half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
+        """A gradient goes to one master only, so an optimiser made earlier loses this weight."""
+        if half in _HOOKS:
+            _HOOKS[half].remove()
+        handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master), cls._here))
+        _HOOKS[half] = handle
+        return handle
 
-def _hook(half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
-    """A gradient goes to one master only, so an optimiser made earlier loses this weight."""
-    if half in _HOOKS:
-        _HOOKS[half].remove()
-    handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master)))
-    _HOOKS[half] = handle
-    return handle
 
-
-def _take_over(master: weakref.ref[nn.Parameter], half: nn.Parameter) -> None:
+def _take_over(
+    master: weakref.ref[nn.Parameter], here: Callable[[torch.Tensor], torch.Tensor], half: nn.Parameter
+) -> None:
     """The gradient that a weight has just got goes to its master, as long as there is one."""
-    owner, grad = master(), half.grad
-    if owner is None or grad is None:
+    owner = master()
+    if owner is None or half.grad is None:
         return
+    grad = here(half.grad)
     owner.grad = grad.float() if owner.grad is None else owner.grad.add_(grad)
     half.grad = None
 

@@ -59,6 +59,8 @@ class TrainedStep:
         if len(set(self.batch.teacher_of.values())) < 2:
             return {}
         with self.clock(PHASE):
+            if self.run.world.sharded:
+                return self._cosines_on_ranks(answers)
             found = {domain: self._gradient(chosen) for domain, chosen in self._by_domain(answers).items()}
             known = {domain: gradient for domain, gradient in found.items() if bool(gradient.any())}
             if len(known) < 2:
@@ -68,6 +70,41 @@ class TrainedStep:
                 domain: float(torch.cosine_similarity(gradient, whole - gradient, dim=0))
                 for domain, gradient in known.items()
             }
+
+    def _cosines_on_ranks(self, answers: int) -> dict[str, float]:
+        """Each rank has rows of the gradient, and products of vectors add up. Groups that are replicas add the same, which cancels."""
+        found = {domain: self._rows(chosen) for domain, chosen in self._by_domain(answers).items()}
+        whole = torch.stack(list(found.values())).sum(0)
+        pairs = {domain: (rows, whole - rows) for domain, rows in found.items()}
+        products = {name: [float(a @ b), float(a @ a), float(b @ b)] for name, (a, b) in pairs.items()}
+        total = {name: np.sum([part[name] for part in self.run.world.gather(products)], 0) for name in products}
+        known = {name: values for name, values in total.items() if values[1]}
+        if len(known) < 2:
+            return {}
+        return {name: float(both / max((own * other) ** 0.5, 1e-30)) for name, (both, own, other) in known.items()}
+
+    def _rows(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Of the same gradient, what this rank has of it. Teachers' hidden states are on the rank that trained on them."""
+        run, train, student = self.run, self.run.spec.train, self.run.student
+        mine = {rollout.id for rollout in run.world.deal(self.batch.rollouts)}
+        batch = TrainingBatch(rollouts, self.batch.signals, self.batch.rewards, teacher_of=self.batch.teacher_of)
+        autocast = partial(torch.autocast, student.device.type, torch.bfloat16, enabled=train.precision == "autocast")
+
+        def cut(part: Sequence[Rollout]) -> list[Pack]:
+            here = [rollout for rollout in part if rollout.id in mine]
+            return micro_batches(here, train.micro_budget, student.device, self.batch.teacher_of)
+
+        with autocast():
+            prepared = run.objective.prepare(student, batch, self.step, cut, train.updates, run.world.complete)
+        weights = prepared.weights(rollouts)
+        for micro in student.passes(cut(rollouts)):
+            with autocast():
+                loss, _ = student.inside(partial(run.objective, student, micro, prepared, weights))
+            if loss.requires_grad:
+                loss.backward()
+        rows = torch.cat([part.float().flatten() for part in run.optimiser.gradients(last_layer(student.trainable()))])
+        run.optimiser.discard()
+        return rows[:: -(-rows.numel() // COMPARED) or 1]
 
     def _by_domain(self, answers: int) -> dict[str, list[Rollout]]:
         """The first answers of each domain, in whole groups."""
@@ -84,7 +121,7 @@ class TrainedStep:
     def _gradient(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Of the objective on these alone, with respect to the last layer; of many weights every so many."""
         run, train = self.run, self.run.spec.train
-        student, weights = run.student, last_layer(run.student.trainable())
+        student, weights = run.student, list(last_layer(run.student.trainable()).values())
         stride = -(-sum(weight.numel() for weight in weights) // COMPARED)
         batch = TrainingBatch(rollouts, self.batch.signals, self.batch.rewards, teacher_of=self.batch.teacher_of)
         autocast = partial(torch.autocast, student.device.type, torch.bfloat16, enabled=train.precision == "autocast")
@@ -128,6 +165,8 @@ class TrainedStep:
         by_teacher: dict[str, list[Rollout]] = {}
         for rollout in (rollout for rollout in rollouts if rollout.id in hidden):
             signal = hidden[rollout.id]
+            if signal.values is None:  # on another rank
+                continue
             offered = "logprobs_at" in self.run.teachers[signal.teacher].offers
             if offered and signal.crossed is None and signal.mask.all():
                 by_teacher.setdefault(signal.teacher, []).append(rollout)
@@ -135,7 +174,8 @@ class TrainedStep:
         for name, mine in by_teacher.items():  # it reads nothing again: log-probs follow from hidden states
             signals = self.run.teachers[name].score(mine, SignalNeed("logprobs_at", hidden=hidden))
             found |= {rollout.id: np.asarray(one.values) for rollout, one in zip(mine, signals, strict=True)}
-        return found
+        told = {name: value for part in self.run.world.gather(found) for name, value in part.items()}
+        return {rollout.id: told[rollout.id] for rollout in rollouts if rollout.id in told}
 
     # Taking over
 
@@ -191,8 +231,9 @@ class TrainedStep:
             for name, requests in by_teacher.items()
             for answer in collect(run.samplers.teacher(name), requests, run.check_stop)
         }
+        samples = [Sample(prompts[rollouts[name].prompt_id], text) for name, text in texts.items()]
         with run.rewarding:
-            results = run.rewarder([Sample(prompts[rollouts[name].prompt_id], text) for name, text in texts.items()])
+            results = run.world.share(lambda: list(run.rewarder(samples)))
         gains = [
             is_right(result) - is_right(replace(result, reward=self.batch.rewards[name]))
             for name, result in zip(texts, results, strict=True)
@@ -201,13 +242,13 @@ class TrainedStep:
 
 
 def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
-    """What the monitors of a stage want to know beyond its metrics. Of several ranks none has the whole model, and none is asked."""
-    if run.world.size > 1:
-        return {}
+    """What the monitors of a stage want to know beyond its metrics. Ranks measure together, or none of them."""
     graphs, run.student.graphs = run.student.graphs, None  # which passes are recorded is for training to say
     try:
         return {name: value for monitor in run.spec.monitors.watch for name, value in monitor.measure(probe).items()}
     except torch.OutOfMemoryError as error:
+        if run.world.size > 1:
+            raise
         log.warning(
             "step %s: no memory for the monitors' probes, which are left out (%s)", probe.step, first_line(error)
         )
@@ -216,11 +257,11 @@ def take_probes(run: StageRun, probe: TrainedStep) -> dict[str, float]:
         run.student.graphs = graphs
 
 
-def last_layer(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+def last_layer(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """What a pass backwards reaches first; all of them, where layers have no numbers."""
     numbers = {name: int(found[0]) for name in parameters if (found := LAYER.findall(name))}
     last = max(numbers.values(), default=None)
-    return [parameter for name, parameter in parameters.items() if numbers.get(name) == last]
+    return {name: parameter for name, parameter in parameters.items() if numbers.get(name) == last}
 
 
 def _flat(gradient: Tensor | None, weight: nn.Parameter) -> Tensor:

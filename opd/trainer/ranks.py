@@ -19,19 +19,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from opd.config import Stage, Train
 from opd.config.cluster import Cluster
 from opd.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Pack
-from opd.models.sharded import ShardedModel
+from opd.models.settings import Lora
+from opd.models.sharded import SHARD, ShardedModel, whole_of
 from opd.models.sharded_parts import files_here, load_parted
 from opd.models.spread import load_spread
 from opd.objective.batch import TrainingBatch
 from opd.objective.micro import TokenStatistics
 from opd.teachers.of_student import SPREAD
+from opd.trainer.meeting import meet
 from opd.trainer.messages import read_message, write_message
 from opd.trainer.optimiser import Optimiser
 from opd.trainer.sharded_optimiser import ShardedOptimiser
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
-HYBRID = ("replicate", "shard")
+HYBRID = ("replicate", SHARD)
 LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
 _RUNS = count()  # of this process
 FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
@@ -56,6 +57,8 @@ class Ranks(World):
         self._store, self.rank, self.size, self._local = store, rank, size, local
         self._interrupts: Interrupts | None = None
         self._stopping = 0  # the signal that all ranks know of
+        self._answers = False  # while the others wait for what this one samples
+        self._held = False  # until what came by an exchange is kept
         self._turn = 0  # exchanges so far, the same on every rank
         self._batch: dict[str, Rollout] = {}  # the newest that was dealt
 
@@ -108,6 +111,8 @@ class Ranks(World):
     # Messages
 
     def share(self, make: Callable[[], T]) -> T:
+        if self.size == 1:
+            return make()
         self._turn += 1
         made = make() if self.leads else None
         message = _bytes([self._turn, made]) if self.leads else torch.empty(0, dtype=torch.uint8)
@@ -115,12 +120,14 @@ class Ranks(World):
         dist.broadcast(length, 0)
         message = message if self.leads else torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(message, 0)
-        found = self._opened(message)
-        return made if self.leads else found  # type: ignore[return-value]
+        return made if self.leads else self._opened(message)  # type: ignore[return-value]
 
     def gather(self, part: T) -> list[T]:
-        self._turn += 1
         asked = 0 if self._interrupts is None else self._interrupts.asked
+        if self.size == 1:
+            self._hear(asked)
+            return [part]
+        self._turn += 1
         message = _bytes([self._turn, [asked, part]])
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([message.numel()]))
@@ -128,9 +135,12 @@ class Ranks(World):
         padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
         everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(everyone, padded)
-        found = [self._opened(one[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
-        self._hear(max(stop for stop, _ in found))
-        return [part if rank == self.rank else other for rank, (_, other) in enumerate(found)]
+        told = [
+            (asked, part) if rank == self.rank else self._opened(everyone[rank][: int(lengths[rank])])
+            for rank in range(self.size)
+        ]
+        self._hear(max(stop for stop, _ in told))
+        return [other for _, other in told]
 
     def _opened(self, message: torch.Tensor) -> Any:
         turn, value = read_message(message.numpy().tobytes())
@@ -151,12 +161,35 @@ class Ranks(World):
 
     def listen(self, interrupts: Interrupts) -> Callable[[], None]:
         self._interrupts = interrupts
+        return self.leave
 
-        def check() -> None:
-            if self._stopping:
-                interrupts.check()
+    def leave(self) -> None:
+        if self._stopping and not self._held and self._interrupts is not None:
+            self._interrupts.check()
 
-        return check
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def heed(self, check: Callable[[], None]) -> Callable[[], None]:
+        def sooner() -> None:
+            check()
+            if self._answers and self._interrupts is not None:
+                self._interrupts.check()
+
+        return sooner
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
 
     def _hear(self, signal: int) -> None:
         if signal and self._interrupts is not None:
@@ -186,7 +219,14 @@ class Ranks(World):
         return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
 
     def load_student(
-        self, name: str, dtype: str, device: str, revision: str | None, cluster: Cluster, gradient_checkpointing: bool
+        self,
+        name: str,
+        dtype: str,
+        device: str,
+        revision: str | None,
+        cluster: Cluster,
+        gradient_checkpointing: bool,
+        lora: Lora | None,
     ) -> LanguageModel | None:
         if not all(self.gather(files_here(name, revision))):
             return None
@@ -195,6 +235,7 @@ class Ranks(World):
             dtype=dtype,
             device=device,
             revision=revision,
+            lora=lora,
             gradient_checkpointing=gradient_checkpointing,
             mesh=self._mesh(device, cluster),
             most=self.most,
@@ -208,7 +249,7 @@ class Ranks(World):
 
     def _mesh(self, device: str, cluster: Cluster) -> DeviceMesh:
         group = self._group(cluster)
-        sizes, names = ((self.size,), ("shard",)) if group == self.size else ((self.size // group, group), HYBRID)
+        sizes, names = ((self.size,), (SHARD,)) if group == self.size else ((self.size // group, group), HYBRID)
         return init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
 
     def _group(self, cluster: Cluster) -> int:
@@ -233,9 +274,9 @@ class Ranks(World):
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}
         for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = whole_of(tensor)
             if self.leads:
-                found[name] = full.detach().to("cpu", copy=True)
+                found[name] = full.to("cpu", copy=True)
         return found
 
     def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
@@ -327,7 +368,7 @@ def joined_ranks(make: Callable[[Any, int, int, int], Ranks] = Ranks) -> Iterato
         raise UserError(
             "torch.distributed is in use in this process already; opd joins the ranks of a launcher itself."
         )
-    shared, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    shared, rank, size = meet(PATIENCE)
     store = dist.PrefixStore(f"opd/{next(_RUNS)}", shared)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)

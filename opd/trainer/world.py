@@ -6,7 +6,8 @@ rollouts to sample, to score and to pass through the student. `World` itself is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from opd.errors import RecipeError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # a recipe is read, and refused, before torch is needed
     from opd.config.cluster import Cluster
     from opd.models.language_model import LanguageModel
     from opd.models.packing import Pack
+    from opd.models.settings import Lora
     from opd.objective.batch import TrainingBatch
     from opd.objective.micro import TokenStatistics
     from opd.runner.interrupts import Interrupts
@@ -79,7 +81,14 @@ class World:
     # Models
 
     def load_student(
-        self, name: str, dtype: str, device: str, revision: str | None, cluster: Cluster, gradient_checkpointing: bool
+        self,
+        name: str,
+        dtype: str,
+        device: str,
+        revision: str | None,
+        cluster: Cluster,
+        gradient_checkpointing: bool,
+        lora: Lora | None,
     ) -> LanguageModel | None:
         """One of which every rank reads a part; None: it is read whole, and sharded later."""
         return None
@@ -146,6 +155,22 @@ class World:
     def listen(self, interrupts: Interrupts) -> Callable[[], None]:
         """What raises once a stop was asked for; on several ranks, once all know of it."""
         return interrupts.check
+
+    def heed(self, check: Callable[[], None]) -> Callable[[], None]:
+        """The same for a sampler that answers for all ranks, which wait for it meanwhile: it may leave by itself (`answering`)."""
+        return check
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nobody leaves in here."""
+        yield
+
+    def leave(self) -> None:
+        """Raise, where a stop has been heard of."""
 
 
 def refuse_numbered(name: str, whose: str = "") -> None:
