@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from opd.diagnose.measures import Answering, Depth, PairMeasures, StopProbe, Stretch
+from opd.diagnose.measures import Answering, Depth, Form, PairMeasures, StopProbe, Stretch
 from opd.files import line_of
+from opd.holder import myself
 from opd.store import RolloutStore
 from opd.types import Author, SampledToken
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2"> <!-- \x1b[31mred\x1b[0m \u202eright to left\u2066 '
-    "\u2028 ]]> {{constructor}} javascript:alert(1) \ud800 &lt;b&gt; \x00"
+    "\u2028 \U000e0041 ]]> {{constructor}} javascript:alert(1) \ud800 &lt;b&gt; \x00"
 )
 
 
@@ -76,6 +77,8 @@ def make_run(
             "tokens": 40 * steps,
         }
         (root / "summary.json").write_text(json.dumps({"status": "done", "stages": [result]}), encoding="utf-8")
+    else:
+        (root / "run.lock").write_text(json.dumps(myself()), encoding="utf-8")
     if rollouts:
         fill_store(root / "rollouts", rollouts, domain)
     return root
@@ -132,6 +135,7 @@ def made_up_diagnosis(text: str) -> dict[str, Any]:
         kl=0.2,
         overlap=0.7,
         overlap_mass=0.99,
+        form=Form(0.5, (1.0, 3.0), {"code": (0.0, 0.5)}),
         stretches=stretches,
         takeover=depths,
         stops=StopProbe(0.2, 0.3, 0.4, 9, (7, text, 0.5)),

@@ -7,15 +7,19 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
+from opd.evaluation import Measures
 from opd.files import line_of
 from opd.report.page import diagnosis_page, write_report
 from opd.report.view import ViewServer
+from opd.runner.results import StageResult
 from tests.browser import Browser, chromium
-from tests.reports import HOSTILE, made_up_diagnosis, make_run
+from tests.reports import HOSTILE, made_up_diagnosis, make_run, sample
 
 pytestmark = [
     pytest.mark.browser,
@@ -45,7 +49,7 @@ def test_a_report_is_read(browser: Browser, tmp_path: Path) -> None:
     text = browser.run("document.body.innerText")
     assert "12 steps on 480 tokens" in text
     assert "1 of 2 ways in which runs fail were watched, and none was seen: kl." in text
-    assert "Monitors that had not all they read: token (kl_top, kl_largest)." in text
+    assert "Monitors that had not all they read: token (kl_top, kl_one, kl_largest)." in text
     assert browser.run("document.querySelectorAll('.bar').length") == 6
     assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 3
     # The worst token is shown first; another one when the mouse is over it; a click keeps it.
@@ -85,7 +89,40 @@ def test_it_fits_a_phone_and_the_dark(browser: Browser, tmp_path: Path, width: i
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor].map((text) => Number(text.match(/\\d+/)[0]))"
     )
     assert (light > grey) is dark
+    browser.call("Page.printToPDF")  # in light colours, and then as before
+    assert browser.run("document.documentElement.dataset.theme") == ""
     browser.click(".theme")
+    assert browser.errors == []
+
+
+def test_names_of_any_length_fit_a_phone(browser: Browser, tmp_path: Path) -> None:
+    root = make_run(
+        tmp_path / "run", text="so on and on " * 400, domain="a domain whose name never ends " * 6, alarm="word" * 99
+    )
+    browser.open(write_report([root]).as_uri(), width=390, height=844)
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    assert browser.run("document.querySelector('.question').offsetHeight") < 1200
+    assert browser.errors == []
+
+
+def test_stages_fit_and_what_skips_some_goes_past_them(browser: Browser, tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    resolved = yaml.safe_load((root / "resolved.yaml").read_text(encoding="utf-8"))
+    (stage,) = resolved["stages"]
+    names = ["main", *(f"stage-{number}" for number in range(5))]
+    stages = [
+        stage,
+        *(stage | {"name": name, "student": {"model": f"stage:{before}"}} for before, name in pairwise(names)),
+    ]
+    stages[-1]["teachers"] = {"a": {"kind": "frozen", "model": "stage:main"}}
+    (root / "resolved.yaml").write_text(yaml.safe_dump({"stages": stages}), encoding="utf-8")
+    browser.open(write_report([root]).as_uri())
+    card = "document.querySelector('#pipeline .card')"
+    assert browser.run(f"{card}.scrollWidth <= {card}.clientWidth")
+    assert browser.run("document.querySelectorAll('#pipeline .node').length") == 6
+    lowest = "Math.max(...[...document.querySelectorAll('#pipeline .node')].map((node) => node.getBoundingClientRect().bottom))"
+    past = "document.querySelector('#pipeline .edge.teacher').getBoundingClientRect().bottom"
+    assert browser.run(f"{past} > {lowest}")
     assert browser.errors == []
 
 
@@ -93,11 +130,31 @@ def test_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=30), make_run(tmp_path / "sub" / "two")]
     browser.open(write_report(runs, tmp_path / "compared.html").as_uri())
     assert browser.run("document.querySelectorAll('#results tbody tr').length") == 3
+    assert "50.0%" in browser.run("document.querySelector('#results tbody tr').innerText")
     assert browser.run(
         "[...document.querySelectorAll('#results td:first-child')].map((node) => node.innerText.trim())"
     ) == ["one", "two (2)", "two (3)"]
+    assert browser.run(
+        "[document.querySelectorAll('.named .goal').length, document.querySelectorAll('.named .bar.teacher').length]"
+    ) == [0, 2]
+    assert browser.run("document.querySelector('.named .who').clientWidth") > 100  # names are longer than "before"
     set_select(browser, "run", "two (2)", "#samples")
     assert browser.run("document.querySelectorAll('.list .item').length") == 8
+    assert browser.errors == []
+
+
+def test_runs_with_different_teachers_are_held_against_their_own(browser: Browser, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two")]
+    summary = json.loads((runs[1] / "summary.json").read_text(encoding="utf-8"))
+    summary["stages"][0]["evals"]["a"]["teacher"] = 0.95
+    (runs[1] / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    browser.open(write_report(runs, tmp_path / "compared.html").as_uri())
+    assert browser.run("[...document.querySelectorAll('.goal')].map((node) => node.title)") == [
+        "its teacher 90.0%",
+        "its teacher 95.0%",
+    ]
+    assert browser.run("document.querySelectorAll('.named .bar.teacher').length") == 1  # of b, where both have the same
+    assert "a tick is each run's own" in browser.run("document.querySelector('#results').innerText")
     assert browser.errors == []
 
 
@@ -117,6 +174,7 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
             assert "<script>" in text.replace("\n", "")
             assert "\\x1b" in text
             assert "\\u202e" in text
+            assert "\\U000e0041" in text
             said = browser.run("document.querySelector('#monitors').innerText")
             assert "main, step 3: kl 12.6, threshold 0.7" in said
             assert "opd run runs/x/remedy-main-kl.yaml --reuse runs/x" in said
@@ -132,6 +190,7 @@ def test_a_diagnosis_is_read_and_stays_text(browser: Browser, tmp_path: Path, wi
     text = browser.run("document.body.innerText")
     assert "Do they think alike?" in text
     assert "taking over behind 40 tokens" in text
+    assert "0%, the teacher's 50%" in text
     assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 2
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run("window.hacked") is None
@@ -157,17 +216,37 @@ class served:
 
 def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", ended=False, rollouts=80)
+    before = {"a": Measures(50, greedy=0.4, greedy_stderr=0.07)}
+    (root / "checkpoints" / "main").mkdir(parents=True)
+    (root / "checkpoints" / "main" / "before.json").write_text(json.dumps(StageResult("main", before=before).state()))
     with served(root) as address:
         browser.open(address)
         browser.until("document.querySelector('.rows tbody tr')")
+        assert browser.run("[...document.querySelectorAll('#results .who')].map((node) => node.innerText)") == [
+            "before"
+        ]
         assert "12 of 12" in browser.run("document.querySelector('.facts').innerText")
+        set_select(browser, "domain", "b", "#samples")
+        browser.click("#samples .item:nth-child(2)")
+        browser.run("document.activeElement.blur()")
+        browser.hover(".top .mark")
+        chosen = browser.run("document.querySelector('#samples .item[aria-current=true] .row').innerText")
+        with (root / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line_of(sample(13, "b", "more", 1.0)))
         with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line_of({"step": 13, "stage": "main", "loss": 0.1, "tokens": 40, "reverse_kl": 0.3}))
+            file.write(
+                line_of({"step": 13, "stage": "main", "loss": 0.1, "tokens": 40, "reverse_kl": 0.3, "eval/a": 0.65})
+            )
         alarm = {"value": 9.0, "threshold": 0.7, "words": "it runs away", "remedy": "go slower", "recipe": None}
         with (root / "monitors.jsonl").open("a", encoding="utf-8") as file:
             file.write(line_of({"step": 13, "stage": "main", "monitor": "kl", **alarm}))
         browser.until("document.querySelector('.facts').innerText.includes('13 of 12')")
         browser.until("document.querySelector('#monitors').innerText.includes('it runs away')")
+        assert "step 13" in browser.run("document.querySelector('#results').innerText")
+        browser.until(
+            "document.querySelectorAll('#samples .item').length === 5"
+        )  # of domain b alone: what was chosen stays
+        assert browser.run("document.querySelector('#samples .item[aria-current=true] .row').innerText") == chosen
         browser.click(".rows tbody tr")
         browser.until("document.querySelector('#rollouts .token')")
         browser.hover("#rollouts .token")
@@ -191,7 +270,7 @@ def test_a_hundred_thousand_rollouts_are_quick(browser: Browser, tmp_path: Path)
             "domain": "const box = document.querySelector('#rollouts select[aria-label=domain]'); box.value = 'b'; box.dispatchEvent(new Event('change'))",
             "reward": "const box = document.querySelector('#rollouts select[aria-label=reward]'); box.value = 'right'; box.dispatchEvent(new Event('change'))",
             "sort": "const box = document.querySelector('#rollouts select[aria-label=sort]'); box.value = 'longest'; box.dispatchEvent(new Event('change'))",
-            "older": "[...document.querySelectorAll('#rollouts button')].find((node) => node.innerText.startsWith('older')).click()",
+            "next": "[...document.querySelectorAll('#rollouts button')].find((node) => node.innerText.startsWith('next')).click()",
         }.items():
             script = f"(async () => {{ const start = performance.now(); const changed = {changed}; {act}; await changed; return performance.now() - start; }})()"
             took[name] = math.inf

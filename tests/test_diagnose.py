@@ -26,6 +26,7 @@ from opd.diagnose.measures import (
     error_places,
     excess_kl,
     fork_places,
+    form_of,
     stretch_edges,
     within_prompt_auroc,
 )
@@ -118,7 +119,15 @@ def test_a_good_teacher_of_the_same_origin(tmp_path: Path) -> None:
     assert found.seconds > 0
     assert any(line.lstrip().startswith("memory") for line in found.plan)
     text = "\n".join(diagnosis_lines(found))
-    for word in ("gap ", "overlap@16", "taking over gains", "KL +", "mass 1.00 at its own ends", "verdict    OPD"):
+    for word in (
+        "gap ",
+        "overlap@16",
+        "begin alike",
+        "taking over gains",
+        "KL +",
+        "mass 1.00 at its own ends",
+        "verdict    OPD",
+    ):
         assert word in text
     json.dumps(found.to_json(), allow_nan=False)
 
@@ -240,9 +249,16 @@ TABLE: list[tuple[int, str, dict[str, Any]]] = [
     (5, "do not", {"gap": -0.3, "auroc": 0.9}),
     (5, "do not", {"gap": None, "gap_stderr": None, "auroc": None, "kl": 0.001}),
     (7, "cold start", {"overlap": 0.6}),
+    (7, "cold start", {"overlap": 0.69, "overlap_mass": 0.98}),
+    (9, "opd", {"overlap": 0.69, "overlap_mass": 0.999, "origin": 0.9}),  # as tiny/spelling over few prompts
     (7, "cold start", {"kl": 0.3, "overlap_mass": 0.9}),
     (7, "cold start", {"kl": 0.3, "origin": 0.1}),
     (9, "opd", {"kl": 0.3, "overlap_mass": 0.999}),  # as on the quickstart
+    (
+        9,
+        "opd",
+        {"excess": 0.05, "takeover": (Depth(0, 8, 0.25, 0.12), Depth(50, 8, 0.16, 0.10))},
+    ),  # few answers: it may help
     (8, "sft", {"excess": 0.05, "takeover": (Depth(0, 99, 0.4, 0.05), Depth(50, 99, 0.01, 0.05))}),
     (9, "opd", {"excess": 0.05}),
 ]
@@ -311,12 +327,35 @@ def test_nothing_is_recommended_where_every_teacher_is_turned_away() -> None:
     assert "weaker" in found.left_out["d"]
 
 
+def test_what_cannot_be_left_out_of_a_file_is_said() -> None:
+    spec = load_recipe({"student": "tiny/generalist", "teachers": {"t": "tiny/arithmetic"}, "prompts": "mixed.jsonl"})
+    advice = []
+    for domain, values in (("good", {}), ("bad", {"gap": -0.4})):
+        pair = PairMeasures(**{**vars(measured(**values)), "domain": domain})
+        advice.append(Advice(domain, pair, decide(Case(answers(), pair)), (("t", pair.signal),)))
+    told = recommend(spec.stages[0], advice, {0: {"good", "bad"}}, 30, given=False).left_out["bad"]
+    assert told.endswith("mixed.jsonl': take them out of it first")
+    apart = recommend(spec.stages[0], advice[1:], {0: {"bad"}}, 30, given=False).left_out["bad"]
+    assert "mixed.jsonl" not in apart
+
+
 def test_teachers_without_a_signal_come_last() -> None:
     strong, weak, silent = measured(), measured(auroc=0.5), measured(takeover=())
     assert ranked([silent, weak, strong]) == [strong, weak, silent]
 
 
 # Arithmetic
+
+
+def test_what_answers_look_like() -> None:
+    thinks = ["<think>\n2 and 2\n</think>\n\\boxed{4}"] * 3
+    form = form_of(["4", "7"], [*thinks, "8"])
+    assert form is not None
+    assert form.opening == pytest.approx(0.25)
+    assert form.lines == (1.0, pytest.approx(3.25))
+    assert form.marks == {"thinking": (0.0, 0.75), "\\boxed": (0.0, 0.75)}
+    assert form_of(["a"], []) is None
+    assert measured(form=form).to_json()["form"]["marks"]["thinking"] == (0.0, 0.75)
 
 
 def test_measures_of_tokens() -> None:
@@ -384,6 +423,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["quickstart", "--stage", "no"], "the recipe has main"),
     (["labs/qwen3", "--stage", "on-policy"], "takes student from stage:off-policy, which has not run"),
     (["methods/sft"], "there is no teacher to look at"),
+    (["quickstart", "teachers.arithmetic=/no/such/model"], "model '/no/such/model'"),
     (["quickstart", "--page", "/no/such/place/x.html"], "there is no directory"),
     (
         [
@@ -399,6 +439,40 @@ MISTAKES: list[tuple[list[str], str]] = [
         "two of the name",
     ),
 ]
+
+
+def test_messages_without_a_template_are_told_of(tmp_path: Path) -> None:
+    shutil.copytree(TINY_ROOT / "generalist", tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    row = {"prompt": [{"role": "user", "content": "add 1+2"}], "answer": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    given = (
+        "--student",
+        str(tmp_path / "bare"),
+        "--teacher",
+        "tiny/arithmetic",
+        "--prompts",
+        str(tmp_path / "rows.jsonl"),
+    )
+    told = invoke(*given, "--max-new-tokens", "4")
+    assert "the tokenizer has no chat template" in str(told.exception)
+
+
+def test_rows_without_answers_are_looked_at_all_the_same(tmp_path: Path) -> None:
+    rows = [{"prompt": f"add {number}1+{number}2="} for number in range(1, 5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    settings = {
+        "student": "tiny/generalist",
+        "teachers": {"sums": "tiny/arithmetic"},
+        "prompts": str(tmp_path / "rows.jsonl"),
+        "rollout": {"max_new_tokens": 8},
+        "device": "cpu",
+    }
+    found = diagnose(load_recipe(settings).stages[0], prompts=4, samples=2, given=False)
+    text = "\n".join(diagnosis_lines(found))
+    for word in ("nothing says which are right", "begin alike", "overlap@16", "KL ", "1.00 at the student's"):
+        assert word in text
+    assert "dataset" not in text
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)

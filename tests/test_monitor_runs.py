@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,12 +88,21 @@ def unending(folder: Path) -> str:
     return changed_copy(folder / "unending", "arithmetic", swap)
 
 
-def shy_of_a_letter(folder: Path) -> str:
-    """It would never say z, and knows as much as the student otherwise."""
+def late(folder: Path) -> str:
+    """It can add, and says more before it ends."""
+
+    def weaken(table: Any) -> None:
+        table[1] *= 0.15
+
+    return changed_copy(folder / "late", "arithmetic", weaken)
+
+
+def shy_of(folder: Path, letter: str) -> str:
+    """It would never say this letter, and knows as much as the student otherwise."""
 
     def forget(table: Any) -> None:
-        letter = opd.load_model("tiny/generalist").tokenizer.convert_tokens_to_ids("z")
-        table[letter] = -table[letter]
+        number = opd.load_model("tiny/generalist").tokenizer.convert_tokens_to_ids(letter)
+        table[number] = -table[number]
 
     return changed_copy(folder / "shy", "generalist", forget)
 
@@ -126,8 +138,14 @@ FAILING: dict[str, Callable[[Path], dict[str, Any]]] = {
         "prompts": {"source": "task:reverse", "domain": "a"},
         "train": {"steps": 22, "lr": 1e-3},
     },
+    "lengthening": lambda folder: {  # the teacher ends where it likes
+        "teachers": {"a": late(folder)},
+        "objective": {"divergence": "forward_kl"},
+        "rollout": {"prompts": 32, "max_new_tokens": 64},
+        "train": {"steps": 26, "lr": 5e-4},
+    },
     "token": lambda folder: {
-        "teachers": {"a": shy_of_a_letter(folder)},
+        "teachers": {"a": shy_of(folder, "z")},
         "prompts": [SUMS, {"source": "task:reverse", "domain": "a", "share": 0.1}],
         "rollout": {"prompts": 96, "max_new_tokens": 12},
         "train": {"steps": 12, "lr": 1e-6},
@@ -151,6 +169,39 @@ FAILING: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+BRIEF = {"kind": "instruction", "instruction": "add 1"}
+OTHERWISE: dict[
+    str, tuple[str, str, dict[str, Any]]
+] = {  # monitor, what it says, and the run: of those that look for more than one thing
+    "a teacher that becomes its student": (
+        "kl",
+        "KL to the teacher fell from",
+        {
+            "teachers": {"a": {"kind": "refresh", "every": 6, "force": True, "view": BRIEF}},
+            "train": {"steps": 8, "lr": 1e-2},
+        },
+    ),
+    "one answer to everything": (
+        "diversity",
+        "pass@k of a fell from",
+        {
+            "prompts": {"source": "task:reverse", "domain": "a"},
+            "train": {"steps": 7, "lr": 1e-3},
+            "eval": {"prompts": 24, "k": 4, "every": 6},
+        },
+    ),
+    "a teacher that likes what is wrong": (
+        "calibration",
+        "the teacher's confidence in the student's answers is",
+        {
+            "teachers": {"a": {"model": "tiny/spelling", "temperature": 0.5}},
+            "train": {"steps": 12},
+            "monitors": {"watch": {"kind": "calibration", "every": 1}},
+        },
+    ),
+}
+
+
 def carried_out(name: str, folder: Path, **changes: Any) -> opd.Run:
     recipe: dict[str, Any] = {
         "name": name,
@@ -166,7 +217,8 @@ def carried_out(name: str, folder: Path, **changes: Any) -> opd.Run:
         "threads": 1,
         "seed": 11,
     }
-    given = FAILING[name](folder) | changes
+    given = (FAILING[name](folder) if name in FAILING else {}) | changes
+    given["train"] = {**recipe["train"], **given["train"]}
     if "eval" in given:
         given["eval"] = {"teachers": False, **given["eval"]}
     return opd.run(recipe | given, out=folder / "run")
@@ -181,11 +233,43 @@ def test_every_monitor_has_a_run_that_fails_its_way() -> None:
 @pytest.mark.parametrize("name", FAILING)
 def test_a_run_built_to_fail_raises_the_alarm(name: str, tmp_path: Path) -> None:
     run = carried_out(name, tmp_path)
-    alarms = [line for line in run.monitors if line["monitor"] == name]
-    assert alarms, [line["monitor"] for line in run.monitors]
+    (alarm, *_) = [line for line in run.monitors if line["monitor"] == name] or [pytest.fail(str(run.monitors))]
     assert f"ALARM ({name})" in (run.directory / "log.txt").read_text(encoding="utf-8")
-    assert alarms[0]["recipe"] is not None
-    assert load_recipe(run.directory / alarms[0]["recipe"])
+    assert alarm["recipe"] is not None
+    remedied = load_recipe(run.directory / alarm["recipe"], ["stages.0.train.steps=1", "stages.0.eval.prompts=0"])
+    assert opd.run(remedied, out=tmp_path / "remedied").summary["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_run_that_fails_in_another_way_raises_it_too(name: str, tmp_path: Path) -> None:
+    monitor, words, changes = OTHERWISE[name]
+    run = carried_out(name, tmp_path, **changes)
+    said = [line["words"] for line in run.monitors if line["monitor"] == monitor]
+    assert said, run.monitors
+    assert said[0].startswith(words)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_by_the_command_of_its_alarm(tmp_path: Path) -> None:
+    _, _, changes = OTHERWISE["a teacher that becomes its student"]
+    steps = {"steps": 12, "lr": 1e-2}
+    stopped = carried_out(
+        "stopped", tmp_path, **changes | {"train": steps, "monitors": "stop", "checkpoint": {"every": 3}}
+    )
+    (alarm,) = stopped.monitors
+    assert (stopped.summary["status"], stopped.metrics[-1]["step"]) == ("stopped", alarm["step"])
+    assert alarm["changes"] == ["teachers.a.every: 6 → 40", "teachers.a.force: true → false"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    _, *arguments = shlex.split(alarm["command"])
+    done = subprocess.run(
+        [sys.executable, "-m", "opd", *arguments], cwd=elsewhere, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    again = opd.Run(elsewhere / "runs" / "stopped-remedy")
+    assert again.summary["status"] == "done"
+    assert again.metrics[-1]["step"] == 12 - 6  # from the last checkpoint before the alarm
 
 
 @pytest.mark.slow

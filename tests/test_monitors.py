@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import opd
 from opd import families
 from opd.config import load_recipe
 from opd.errors import RecipeError
+from opd.monitors.by_length import Lengthening, Shortening
 from opd.monitors.history import Evaluated, History, StageFacts
 from opd.monitors.monitor import Monitor, usual_monitors
 from opd.runner.plan import make_plan
 from opd.runner.results import StageResult
 from opd.runner.watching import StageWatch
-from opd.trainer.metrics import calibration_error, spread_metrics
+from opd.trainer.metrics import calibration_error, dominance, spread_metrics
 from opd.types import Author, Rollout
 
 RECORDED: dict[str, dict[str, list[float | None]]] = json.loads(
@@ -86,7 +88,11 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"truncated": steps((0.0, 10), (0.1, 10)), "response_length": steps((10, 10), (21, 10))}, {}),
     ],
     "shortening": [({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 20))}, {})],
-    "token": [({"kl_top": steps((0.8, 10)), "kl_largest": steps((8.0, 10))}, {})],
+    "lengthening": [({"response_length": steps((100, 10), (210, 10)), "reward": steps((0.5, 20))}, {})],
+    "token": [
+        ({"kl_top": steps((0.8, 10)), "kl_largest": steps((8.0, 10))}, {}),
+        ({"kl_top": steps((0.1, 10)), "kl_one": steps((0.6, 10)), "kl_largest": steps((8.0, 10))}, {}),
+    ],
     "mismatch": [({"mismatch_outside": steps((0.03, 10))}, {}), ({"mismatch": steps((0.3, 10))}, {})],
     "staleness": [({"staleness/max": [1, 3, 5]}, {})],
     "calibration": [
@@ -123,7 +129,16 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"response_length": steps((100, 10), (60, 10)), "reward": steps((0.5, 20))}, {"instructed": True}),
         ({"response_length": steps((100, 10), (60, 10))}, {}),
     ],
-    "token": [({"kl_top": steps((0.9, 10)), "kl_largest": steps((1.0, 10))}, {})],
+    "lengthening": [
+        ({"response_length": steps((100, 10), (210, 10)), "reward": steps((0.5, 10), (0.7, 10))}, {}),
+        ({"response_length": steps((100, 10), (210, 10)), "reward": steps((0.5, 20))}, {"instructed": True}),
+        ({"response_length": steps((100, 10), (180, 10)), "reward": steps((0.5, 20))}, {}),
+        ({"response_length": steps((100, 10), (210, 10)), "truncated": steps((0.0, 20))}, {}),  # without rewards who can tell
+    ],
+    "token": [
+        ({"kl_top": steps((0.9, 10)), "kl_one": steps((0.9, 10)), "kl_largest": steps((1.0, 10))}, {}),
+        ({"kl_top": steps((0.6, 10)), "kl_one": steps((0.3, 10)), "kl_largest": steps((9.0, 10))}, {}),
+    ],
     "mismatch": [({"mismatch_outside": steps((0.001, 10)), "mismatch": steps((0.09, 10))}, {})],
     "staleness": [({"staleness/max": [4, 4, 4]}, {})],
     "calibration": [({"ece": steps((0.27, 20), (0.05, 20))}, {})],
@@ -139,6 +154,8 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     "prefix": [
         ({"takeover/first": TAKEN, "takeover/late": steps((0.2, 3)), "reward": steps((0.5, 40))}, {}),
         ({"takeover/first": steps((0.02, 3)), "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40))}, {}),  # no gap is left
+        ({"takeover/first": [0.16, 0.03, 0.16], "takeover/late": steps((0.0, 3)), "reward": steps((0.8, 40))}, {}),  # as much as chance brings
+        ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": [0.5 + 0.05 * (step % 2) + 0.002 * step for step in range(40)]}, {}),  # slowly
         ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 6), (0.9, 34))}, {}),
         ({"takeover/first": TAKEN, "takeover/late": steps((0.02, 3)), "reward": steps((0.5, 40)), "eval/a": evaluated("a", 0.7), "eval_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
@@ -232,6 +249,11 @@ def test_metrics_of_what_means_hide() -> None:
     assert found["mismatch_outside"] == pytest.approx(1 / 3)
     assert found["distinct"] == pytest.approx(2 / 6)
     assert spread_metrics(np.zeros(0), np.zeros(0), []) == {}
+    often = np.array([7, 8, 9, 10] * 50)  # a quarter of the text, and nearly all of the KL
+    assert dominance(often, np.where(often == 7, 6.0, 0.0))["kl_one"] == pytest.approx(0.75)
+    assert dominance(often, np.ones(200))["kl_one"] == pytest.approx(0.0)
+    assert dominance(often, np.where(often == 7, math.nan, 1.0))["kl_one"] == pytest.approx(0.0)
+    assert dominance(often[:50], np.ones(50)) == dominance(often, np.zeros(200)) == {}
     sure = [rollout_of([5, 6], name=str(number)) for number in range(20)]
     right = {rollout.id: float(int(rollout.id) < 5) for rollout in sure}
     assert all((rollout.author == Author.STUDENT).all() for rollout in sure)
@@ -335,3 +357,23 @@ def test_a_remedy_takes_the_stage_up_and_leaves_its_start_where_it_was(tmp_path:
     merged = {"merge": {"models": [STUDENT, "tiny/arithmetic"]}, "lora": {"rank": 2}}
     stage, _ = remedied(merged).stages
     assert [ref.model for ref in stage.teachers["start"].reads()] == [str(run.directory / "merged/second")]
+
+
+def test_lengths_that_only_scatter_raise_no_alarm() -> None:
+    dice = random.Random(0)
+    for _ in range(30):  # runs of 60 steps with 8 prompts, whose answers are of very different lengths
+        history = History()
+        for step in range(60):
+            lengths = [100 * math.exp(dice.gauss(0, 0.6)) for _ in range(8)]
+            history.add({"step": step + 1, "response_length": sum(lengths) / 8, "reward": dice.random()})
+            assert Shortening().alarm(history) is None
+            assert Lengthening().alarm(history) is None
+
+
+def test_a_student_with_another_teacher_beside_itself_is_not_taught_by_itself(tmp_path: Path) -> None:
+    alone = {"spelling": {"kind": "self"}}
+    for teachers, expected in ((alone, True), ({**alone, "arithmetic": "tiny/arithmetic"}, False)):
+        prompts = [{"source": "task:addition", "domain": name} for name in teachers]
+        recipe = load_recipe({"student": "tiny/generalist", "teachers": teachers, "prompts": prompts})
+        watch = StageWatch(recipe, recipe.stages[0], tmp_path, StageResult("main"), print, lambda: None)
+        assert watch._history.facts.self_taught is expected

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,8 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.errors import RunDirectoryError, UserError
+from opd.errors import RunDirectoryError, RunLocked, UserError
+from opd.evaluation import Measures
 from opd.files import line_of
+from opd.holder import at_work, myself
+from opd.models.catalog import TINY_ROOT
+from opd.report.browse import RolloutBrowser
 from opd.report.facts import run_facts
 from opd.report.graph import stage_graph
 from opd.report.notebook import run_html
@@ -25,6 +32,8 @@ from opd.report.page import page, write_report
 from opd.report.plot import plot_runs
 from opd.report.view import ViewServer
 from opd.runner.directory import Run
+from opd.runner.lock import RunLock
+from opd.runner.results import StageResult
 from tests.reports import HOSTILE, evaluation, make_run
 
 
@@ -64,7 +73,73 @@ def test_what_came_of_a_run_in_words(tmp_path: Path) -> None:
     assert "from 50.0% to 75.0% on average over 2 domains, which is 83% of the way to its teachers' 80.0%." in words
     assert "b did not change by more than chance" in words
     assert "fell from 0.978 to 0.428 nats" in words
-    assert "at work" in run_facts(make_run(tmp_path / "live", ended=False))["words"]
+    short = run_facts(make_run(tmp_path / "short", steps=1))["words"]
+    assert "1 step on 40 tokens" in short
+    assert "The divergence from the teacher is 0.428 nats per token." in short
+    live = make_run(tmp_path / "live", ended=False)
+    assert "at work" in run_facts(live)["words"]
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (live / "run.lock").write_text(json.dumps(myself() | {"pid": dead.pid}), encoding="utf-8")
+    assert run_facts(live)["status"] == "cut off"
+    assert "cut off; `opd resume` goes on with it" in run_facts(live)["words"]
+    elsewhere = myself() | {"pid": dead.pid, "host": "elsewhere", "boot": "another"}
+    (live / "run.lock").write_text(json.dumps(elsewhere), encoding="utf-8")
+    assert run_facts(live)["status"] == "running"  # which nobody can tell from here
+
+
+def test_a_run_in_another_container_is_at_work_while_its_lock_is_held(tmp_path: Path) -> None:
+    """Its process cannot be looked up from here: the pid is that of its own namespace."""
+    live = make_run(tmp_path / "live", ended=False)
+    there = json.dumps(myself() | {"pid": 2**22 + 1, "host": "container", "namespace": "pid:[1]"})
+    with RunLock(live):
+        (live / "run.lock").write_text(there, encoding="utf-8")
+        assert run_facts(live)["status"] == "running"
+        with pytest.raises(RunLocked, match=r"in use by process 4194305 on container, since"), RunLock(live):
+            pass
+    (live / "run.lock").write_text(there, encoding="utf-8")  # it died, and could not take its name away
+    assert run_facts(live)["status"] == "cut off"
+
+
+def test_who_asks_whether_a_run_is_at_work_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = os.open(tmp_path / "run.lock", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr("opd.runner.lock.time.sleep", lambda seconds: os.close(asking))  # it was but a moment
+    with RunLock(tmp_path):
+        assert at_work(tmp_path)
+
+
+def test_a_run_that_has_not_ended_shows_what_was_measured_so_far(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", ended=False)
+    teacher = {"t": {"a": Measures(50, greedy=0.9, greedy_stderr=0.04), "b": Measures(50, greedy=0.1)}}
+    before = {"a": Measures(50, greedy=0.4, greedy_stderr=0.07), "b": Measures(50, sampled=0.6, sampled_stderr=0.05)}
+    average = {"a": Measures(50, greedy=0.5)}
+    result = StageResult(
+        "main", before=before, teachers=teacher, teacher_of={"a": "t", "b": "t"}, weight_average=average
+    )
+    folder = root / "checkpoints" / "main"
+    folder.mkdir(parents=True)
+    (folder / "before.json").write_text(json.dumps(result.state()), encoding="utf-8")
+    (stage,) = run_facts(root)["stages"]
+    whole = result.to_json()
+    for domain, found in stage["evals"].items():  # as the summary has them
+        assert found == {key: whole["evals"][domain].get(key) for key in found}
+    assert stage["teachers"] == whole["teachers"]
+    assert "It has not been measured after training yet." in run_facts(root)["words"]
+    with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of({"step": 13, "stage": "main", "eval/a": 0.65, "eval_stderr/a": 0.06}))
+    facts = run_facts(root)
+    now = facts["stages"][0]["evals"]["a"]
+    assert (now["before"], now["after"], now["teacher"], now["at"]) == (0.4, 0.65, 0.9, 13)
+    assert now["normalised"] == pytest.approx(0.5)
+    assert "Held-out pass@1 went from 40.0% to 65.0%, which is 50% of the way to its teachers' 90.0%." in facts["words"]
+    result.after = {"a": Measures(50, greedy=0.8, greedy_stderr=0.05)}
+    (folder / "step-000013").mkdir()  # a checkpoint on its way out
+    (folder / "step-000012").mkdir()
+    (folder / "step-000012" / "trainer.json").write_text(json.dumps({"result": result.state()}), encoding="utf-8")
+    assert run_facts(root)["stages"][0]["evals"]["a"]["after"] == 0.8
 
 
 def test_only_monitors_that_had_what_they_read_are_said_to_have_watched(tmp_path: Path) -> None:
@@ -76,16 +151,23 @@ def test_only_monitors_that_had_what_they_read_are_said_to_have_watched(tmp_path
     (root / "resolved.yaml").write_text(yaml.safe_dump({"stages": [stage, never]}), encoding="utf-8")
     facts = run_facts(root)
     assert facts["watched"] == ["kl"]
-    unread = {"token": "kl_top, kl_largest", "together": "eval/DOMAIN", "not-here": "its plugin is not loaded"}
+    unread = {"token": "kl_top, kl_one, kl_largest", "together": "eval/DOMAIN", "not-here": "its plugin is not loaded"}
     assert facts["unread"] == unread
     assert (
         "No alarm was raised; 1 of 4 monitors had all that they read (not token, together and not-here)."
         in facts["words"]
     )
     with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line_of({"step": 13, "stage": "main", "eval/a": 0.5, "kl_top": 0.1, "kl_largest": None}))
+        file.write(
+            line_of({"step": 13, "stage": "main", "eval/a": 0.5, "kl_top": 0.1, "kl_one": 0.1, "kl_largest": None})
+        )
     facts = run_facts(root)
-    assert (facts["watched"], facts["unread"]["token"]) == (["kl", "together"], "kl_largest")
+    assert (facts["watched"], facts["unread"]["token"], facts["partly"]) == (["kl", "together"], "kl_largest", {})
+    with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of({"step": 1, "stage": "never-begun", "mismatch": 0.0, "mismatch_outside": 0.0}))
+    facts = run_facts(root)
+    assert facts["watched"] == ["kl", "together", "mismatch"]
+    assert facts["partly"] == {"kl": ["main"], "together": ["main"], "mismatch": ["never-begun"]}
 
 
 def test_gains_are_counted_along_the_students_line(tmp_path: Path) -> None:
@@ -100,7 +182,12 @@ def test_gains_are_counted_along_the_students_line(tmp_path: Path) -> None:
     last = {"a": evaluation(0.9, 0.95, 0.96), "b": evaluation(0.6, 0.7, 0.75)}
     summary["stages"] += [result | {"name": "aside", "evals": aside}, result | {"name": "next", "evals": last}]
     (root / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    assert "went from 50.0% to 82.5% on average over 2 domains" in run_facts(root)["words"]
+    facts = run_facts(root)
+    assert "went from 50.0% to 82.5% on average over 2 domains" in facts["words"]
+    assert [(row["domain"], row["before"], row["after"]) for row in facts["gains"]] == [
+        ("a", 0.4, 0.95),
+        ("b", 0.6, 0.7),
+    ]
 
 
 def test_stages_are_a_graph() -> None:
@@ -141,15 +228,24 @@ def test_nothing_secret_is_shown(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"resolved\.yaml is missing"):
-        write_report([tmp_path])
     root = make_run(tmp_path / "run")
+    for given, words in (
+        (tmp_path / "nosuch", "no such directory"),
+        (tmp_path, "not the directory of a run"),
+        (root / "summary.json", "not the directory of a run"),
+    ):
+        for show in (lambda given: write_report([given]), ViewServer):
+            with pytest.raises(RunDirectoryError, match=words):
+                show(given)
     with pytest.raises(UserError, match="-o FILE"):
         write_report([root, root])
     with pytest.raises(UserError, match="cannot be written"):
         write_report([root], tmp_path / "no" / "where.html")
     (root / "summary.json").write_text("{", encoding="utf-8")
     with pytest.raises(RunDirectoryError, match="altered"):
+        write_report([root])
+    (root / "resolved.yaml").write_text("stages: []", encoding="utf-8")
+    with pytest.raises(RunDirectoryError, match="does not name the run's stages"):
         write_report([root])
 
 
@@ -182,6 +278,33 @@ def test_plot(tmp_path: Path) -> None:
         plot_runs([one], ["rewardd"], tmp_path / "c.svg")
     with pytest.raises(UserError, match=r"\.svg, \.pdf, \.png"):
         plot_runs([one], ["reward"], tmp_path / "c.gif")
+
+
+def test_rollouts_of_a_hub_model_are_text_before_anything_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_run(tmp_path / "run", rollouts=2, ended=False)
+    resolved = (root / "resolved.yaml").read_text(encoding="utf-8")
+    (root / "resolved.yaml").write_text(resolved.replace("tiny/generalist", "some/model"), encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    rollouts = RolloutBrowser(root)
+    assert rollouts.page({})["rows"][0]["prompt"] == "5 6 7"  # nowhere: ids
+    kept = tmp_path / "cache" / "models--some--model"
+    (kept / "snapshots" / "abc").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc", encoding="utf-8")
+    shutil.copy(TINY_ROOT / "generalist" / "tokenizer.json", kept / "snapshots" / "abc")
+    shown = RolloutBrowser(root).page({})["rows"][0]["prompt"]
+    assert shown == RolloutBrowser(make_run(tmp_path / "tiny", rollouts=2)).page({})["rows"][0]["prompt"] != "5 6 7"
+
+
+def test_rollouts_of_a_merged_student_are_shown_before_anything_is_saved(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", rollouts=2, ended=False)
+    resolved = (root / "resolved.yaml").read_text(encoding="utf-8")
+    (root / "resolved.yaml").write_text(resolved.replace("tiny/generalist", "merge:main"), encoding="utf-8")
+    assert RolloutBrowser(root).page({})["rows"][0]["prompt"] == "5 6 7"  # still at it
+    shutil.copytree(TINY_ROOT / "generalist", root / "merged" / "main")
+    assert RolloutBrowser(root).page({})["rows"][0]["prompt"] != "5 6 7"
 
 
 def test_no_torch_is_needed(tmp_path: Path) -> None:

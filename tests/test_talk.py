@@ -39,6 +39,10 @@ def test_both_answer_and_the_teacher_looks_on() -> None:
     assert "teacher>" not in said("tiny/generalist", None, "sort kqzv")
 
 
+def test_a_line_that_is_no_text_is_asked_all_the_same() -> None:
+    assert said("tiny/generalist", None, b"sort \xff kq".decode("utf-8", "surrogateescape")).count("student>") == 1
+
+
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tokenizer"):
         said("tiny/generalist", save_tiny(tmp_path / "other"), "sort kqzv")

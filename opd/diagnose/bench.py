@@ -16,7 +16,7 @@ from opd.data.render import render_prompts, response_text
 from opd.data.source import Source
 from opd.errors import DataError, UserError
 from opd.evaluation.passk import is_right
-from opd.models import load_tokenizer
+from opd.models import load_config, load_tokenizer
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import differing_ids
 from opd.rewards import Rewarder, check_rewards
@@ -27,7 +27,7 @@ from opd.runner.stage_samplers import StageSamplers
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.teachers.crossing import BytesView
-from opd.teachers.kinds import Surroundings, TeacherKind
+from opd.teachers.kinds import ModelRef, Surroundings, TeacherKind
 from opd.teachers.pool import open_teachers
 from opd.teachers.pool_settings import TeacherPool
 from opd.teachers.views import Group
@@ -159,7 +159,10 @@ class Draw:
 def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None]) -> Bench:
     """`count`: prompts of each domain. What cannot work is refused before weights are loaded. No teacher waits elsewhere."""
     _require_here(spec)
-    spec = spec.model_copy(update={"pool": TeacherPool()})
+    for ref in (ModelRef(spec.student.model, spec.student.revision), *_read(spec)):
+        load_config(ref.model, ref.revision)  # who is not here is told of before anybody is asked again and again
+    rollout = spec.rollout.model_copy(update={"staleness": 0, "in_flight": "recompute"})
+    spec = spec.model_copy(update={"pool": TeacherPool(), "rollout": rollout})  # nothing is sampled ahead
     device = pick_device(spec.device)
     differ = {name: _differ(spec, kind) for name, kind in _teachers(spec).items()}
     kinds = {
@@ -186,7 +189,7 @@ def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None
     asked, notes = _asked(spec, sources, student.tokenizer, count, context - spec.rollout.max_new_tokens)
     longest = max(asking.ids.size for asking in asked.values()) + spec.rollout.max_new_tokens
     samplers = StageSamplers(spec, student, teachers, longest, stop_ids, world)
-    samplers.load(student.weights(0))
+    samplers.load(samplers.weights_of(student, 0))
     return Bench(spec, student, kinds, teachers, differ, stop_ids, samplers, rewarder, asked, notes)
 
 
@@ -204,7 +207,8 @@ def _require_here(spec: Stage) -> None:
         raise UserError(f"stage {spec.name!r} merges its student when it starts. Merge first, and name the result.")
     if not _teachers(spec):
         raise UserError(
-            "there is no teacher to look at: none of the role `teacher` gives log-probs of any text. Name one: --teacher MODEL."
+            "there is no teacher to look at: none of the role `teacher` gives log-probs of any text. Name one: "
+            "--teacher MODEL, `teachers` in a recipe, or another stage of it (--stage NAME)."
         )
 
 
@@ -215,6 +219,10 @@ def _teachers(spec: Stage) -> dict[str, TeacherKind]:
         for name, kind in spec.teachers.items()
         if kind.role == "teacher" and kind.scores_any and SCORED & kind.offers
     }
+
+
+def _read(spec: Stage) -> list[ModelRef]:
+    return [ref for kind in _teachers(spec).values() for ref in kind.reads()]
 
 
 def _differ(spec: Stage, kind: TeacherKind) -> int:
@@ -228,19 +236,24 @@ def _asked(
     """Training prompts, at most `count` of each domain, of those that leave room for an answer."""
     found: dict[str, Asking] = {}
     taken: dict[str, int] = {}
-    long = 0
+    long, unreadable = 0, list[DataError]()
     for number, source in enumerate(sources):
         kwargs = spec.prompts[number].chat_template_kwargs
         prompts = source.prompts("train", count)
         for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, kwargs), strict=True):
-            if isinstance(ids, DataError) or ids.size > room:
+            if isinstance(ids, DataError):
+                unreadable.append(ids)
+            elif ids.size > room:
                 long += 1
             elif taken.get(prompt.domain, 0) < count:
                 taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
                 found[prompt.id] = Asking(prompt, ids, number)
+    if not found and unreadable:
+        raise unreadable[0]
     if not found:
         raise DataError(
             f"prompts {', '.join(source.source for source in spec.prompts)}: none leaves room for {spec.rollout.max_new_tokens:,} "
             f"tokens of an answer ({max(room, 0):,} tokens are left for a prompt). Lower --max-new-tokens."
         )
-    return found, [f"{long:,} prompts are too long or cannot be rendered, and were left out"] if long else []
+    left = long + len(unreadable)
+    return found, [f"{left:,} prompts are too long or cannot be rendered, and were left out"] if left else []

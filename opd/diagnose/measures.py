@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+OPENING = 12  # letters of an answer whose pattern is its opening
+MARKS = {  # of a format
+    "thinking": r"</?think",
+    "\\boxed": r"\\boxed",
+    "####": r"^####",
+    "code": r"```",
+    "list": r"^\s*(?:[-*•]|\d+[.)])\s",
+    "heading": r"^#{1,3} ",
+    "bold": r"\*\*",
+    "JSON": r"^\s*[{\[]\s*\"",
+}
 BINS = 8  # stretches of an answer that are told apart
 FORK = 0.8  # quantile of the student's entropy above which a token is a fork
 
@@ -44,6 +57,14 @@ class HereAgainst(NamedTuple):
 NOWHERE = HereAgainst(None, None)
 
 
+class Form(NamedTuple):
+    """What answers look like, the student's beside the teacher's."""
+
+    opening: float  # share of answers that begin alike: the common part of the two distributions of openings
+    lines: tuple[float, float]  # of an answer, student and teacher
+    marks: Mapping[str, tuple[float, float]]  # share of the answers that hold one, where any does
+
+
 @dataclass(frozen=True)
 class Answering:
     """How a model answers the prompts of a domain, drawn at temperature 1."""
@@ -69,10 +90,11 @@ class StopProbe:
     """Whether teacher and student agree on where an answer ends. Ids of all are one event."""
 
     own: float | None = None  # its probability of ending where its own answers end; 0 for those that never do
-    reference: float | None = None  # where the dataset's answers end
+    reference: float | None = None  # where the dataset's answers end; where it has none, the student's
     student: float | None = None  # share of the student's (right) ends at which it would end, too: above one half
     ends: int = 0  # of the student that were looked at
     instead: tuple[int, str, float] | None = None  # id, text and probability of what it says at the end instead
+    given: bool = True  # the dataset has answers
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,7 @@ class PairMeasures:
     overlap_mass: float | None = None
     entropy: float | None = None
     teacher_entropy: float | None = None
+    form: Form | None = None
     stretches: tuple[Stretch, ...] = ()
     forks: HereAgainst = NOWHERE  # advantage where the student hesitates
     errors: HereAgainst = NOWHERE  # surprise behind the worst token of wrong answers, and before it
@@ -124,6 +147,7 @@ class PairMeasures:
             found[name] = [part._asdict() for part in getattr(self, name)]
         for name in ("forks", "errors"):
             found[name] = getattr(self, name)._asdict()
+        found["form"] = None if self.form is None else self.form._asdict()
         return found | {"signal": self.signal}
 
 
@@ -156,6 +180,31 @@ def gap_between(student: Answering, teacher: Answering | None) -> tuple[float | 
         return None, None
     differences = np.array([teacher.by_prompt[name] - student.by_prompt[name] for name in shared])
     return float(differences.mean()), _stderr(differences)
+
+
+def form_of(student: Sequence[str], teacher: Sequence[str]) -> Form | None:
+    """
+    >>> form_of(["12", "3 4"], ["12", "So: **7**\\nDone."])
+    Form(opening=0.5, lines=(1.0, 1.5), marks={'bold': (0.0, 0.5)})
+    """
+    if not student or not teacher:
+        return None
+    sides = student, teacher
+    openings = [Counter(map(_opening, texts)) for texts in sides]
+    alike = sum(min(openings[0][one] / len(student), openings[1][one] / len(teacher)) for one in openings[0])
+    lines = [float(np.mean([text.strip().count("\n") + 1 for text in texts])) for texts in sides]
+    shares = {
+        name: [float(np.mean([re.search(pattern, text, re.M) is not None for text in texts])) for texts in sides]
+        for name, pattern in MARKS.items()
+    }
+    return Form(
+        alike, (lines[0], lines[1]), {name: (ours, theirs) for name, (ours, theirs) in shares.items() if ours or theirs}
+    )
+
+
+def _opening(text: str) -> str:
+    """Words and numbers by their kind, everything else as it is."""
+    return re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", text.strip()[:OPENING]))
 
 
 def _stderr(values: np.ndarray) -> float:

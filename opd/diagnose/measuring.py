@@ -21,6 +21,7 @@ from opd.diagnose.measures import (
     error_places,
     excess_kl,
     fork_places,
+    form_of,
     gap_between,
     inside,
     mean_of,
@@ -61,8 +62,12 @@ class DomainAnswers:
         return [rollout.prompt_id for rollout in self.rollouts]
 
     @cached_property
+    def texts(self) -> list[str]:
+        return [self.bench.text(rollout) for rollout in self.rollouts]
+
+    @cached_property
     def marks(self) -> np.ndarray:
-        return self.bench.right(self.prompt_ids, [self.bench.text(rollout) for rollout in self.rollouts])
+        return self.bench.right(self.prompt_ids, self.texts)
 
     @cached_property
     def rewards(self) -> dict[str, float | None]:
@@ -183,15 +188,18 @@ class TeacherAnswers:
         return [] if self.crosses else [replace(one, prompt_ids=asked[one.prompt_id].ids) for one in self.rollouts]
 
     @cached_property
+    def texts(self) -> list[str]:
+        tokenizer = self.model.tokenizer if self.crosses and self.model is not None else self.bench.student.tokenizer
+        return [response_text(rollout.response_ids, tokenizer, self.stop_ids) for rollout in self.rollouts]
+
+    @cached_property
     def answers(self) -> Answering | None:
-        if not self.rollouts or self.model is None:
+        if not self.rollouts:
             return None
-        tokenizer = self.model.tokenizer if self.crosses else self.bench.student.tokenizer
         names = [rollout.prompt_id for rollout in self.rollouts]
-        texts = [response_text(rollout.response_ids, tokenizer, self.stop_ids) for rollout in self.rollouts]
         sizes = [rollout.response_ids.size for rollout in self.rollouts]
         cut = [rollout.stop == "length" for rollout in self.rollouts]
-        return answers_of(names, self.bench.right(names, texts), sizes, cut, self.samples)
+        return answers_of(names, self.bench.right(names, self.texts), sizes, cut, self.samples)
 
 
 def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, clock: Stopwatch) -> PairMeasures:
@@ -234,6 +242,7 @@ def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, cloc
         overlap_mass=mean_of([row.mass for row in rows]),
         entropy=mean_of([row.entropy for row in rows]),
         teacher_entropy=mean_of([row.teacher_entropy for row in rows]),
+        form=form_of(own.texts, theirs.texts),
         stretches=_stretches(own, rows, scored),
         forks=fork_places([row.entropy for row in rows], ratios),
         errors=error_places(own.marks, ratios, [-row.teacher for row in rows]),
@@ -343,7 +352,8 @@ def _stop_probe(
     ends = [float(rows[at].teacher_stop[-1]) for at in right if rows[at].teacher_stop.size]
     known = [value for value in ends if not np.isnan(value)]
     agreed = float(np.mean([value > ENDING for value in known])) if len(known) >= ENDS else None
-    probe = StopProbe(float(np.mean(at_own)) if at_own else None, table.stop_mass, agreed, len(known))
+    ended = float(np.mean(at_own)) if at_own else None
+    probe = StopProbe(ended, table.stop_mass, agreed, len(known), given=bool(own.references))
     samples = own.references or [own.rollouts[at] for at in right]
     if not samples or "topk" not in bench.teachers[name].offers or bench.kinds[name].view.crosses:
         return probe

@@ -98,6 +98,12 @@ def recommend(
     """`sources`: number of a source -> its domains; `longest`: tokens of an answer; `given`: the recipe says itself how it trains."""
     useful = [one for one in advice if one.verdict != "do not"]
     left_out = {one.domain: one.decision.because for one in advice if one.verdict == "do not"}
+    kept = {one.domain for one in useful}
+    for at, domains in sources.items():  # a recipe takes sources, and no part of one
+        for domain in left_out.keys() & domains if domains & kept else ():
+            left_out[domain] += (
+                f"; its rows stand beside others in {spec.prompts[at].source!r}: take them out of it first"
+            )
     verdicts: list[Verdict] = [one.verdict for one in useful]
     verdict: Verdict = min(verdicts, key=ORDER.index) if verdicts else "do not"
     teachers = {one.domain: one.pair.teacher for one in useful}

@@ -59,6 +59,7 @@ def _facts(pair: PairMeasures) -> Iterator[tuple[str, str]]:
     yield "same?", _identity(pair)
     yield "gap", _gap(pair)
     yield "thinking", _thinking(pair)
+    yield "format", _form(pair)
     yield "prefixes", _prefixes(pair)
     yield "horizon", _horizon(pair)
     yield "stops", _stops(pair)
@@ -101,6 +102,15 @@ def _thinking(pair: PairMeasures) -> str:
     )
 
 
+def _form(pair: PairMeasures) -> str:
+    form = pair.form
+    if form is None:
+        return ""
+    marks = (f"{name} in {ours:.0%}, the teacher's {theirs:.0%}" for name, (ours, theirs) in form.marks.items())
+    lines = f"{form.lines[0]:.1f} lines, the teacher's {form.lines[1]:.1f}"
+    return _joined(f"{form.opening:.0%} of the answers begin alike", lines, *marks)
+
+
 def _prefixes(pair: PairMeasures) -> str:
     taken = ", ".join(f"{depth.advantage:+.2f} behind {depth.depth}" for depth in pair.takeover)
     noise = useful_depth(pair.takeover)
@@ -135,7 +145,9 @@ def _stops(pair: PairMeasures) -> str:
     return _joined(
         ids,
         None if stops.own is None else f"mass {stops.own:.2f} at its own ends",
-        None if stops.reference is None else f"{stops.reference:.2f} at the dataset's",
+        None
+        if stops.reference is None
+        else f"{stops.reference:.2f} at the {'dataset' if stops.given else 'student'}'s",
         None if stops.student is None else f"ends at {stops.student:.0%} of {stops.ends} ends of the student",
     )
 

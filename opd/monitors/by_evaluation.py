@@ -52,7 +52,7 @@ class FallingTogether(Monitor):
 
 
 class Saturation(Monitor):
-    """A student that is its own teacher has nothing left to say: two evaluations in a row gain less than one standard error (H)."""
+    """A student that is its own and only teacher has nothing left to say: two evaluations in a row gain less than one standard error (H)."""
 
     name = "saturation"
     reads = ("eval/DOMAIN",)

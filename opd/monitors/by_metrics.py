@@ -8,7 +8,6 @@ from pydantic import Field
 
 from opd.monitors.changes import (
     SUPPORT_KEYS,
-    gated,
     goes_by_teacher,
     other_divergence,
     slower,
@@ -17,7 +16,7 @@ from opd.monitors.changes import (
     with_terms,
     without,
 )
-from opd.monitors.history import History, mean, median, slope, standard_error
+from opd.monitors.history import History, mean, median
 from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Positive
 
@@ -150,100 +149,32 @@ class LostDiversity(Monitor):
         )
 
 
-class LostStopping(Monitor):
-    """Answers that do not end: the share that reaches max_new_tokens has risen by a fifth and goes on rising (H; P: no threshold
-    on an early value tells, the late slope does); or answers are twice as long (H), and more of them are cut off.
-    """
-
-    name = "stopping"
-    reads = ("truncated", "response_length")
-    remedy = "stop ids that both models know, merged; answers that were cut off are not trained on"
-    rise: float = Field(0.2, gt=0, le=1, description="of stopping: how much more answers are cut off than at first")
-    longer: float = Field(2.0, gt=1, description="of stopping: times the length at first")
-    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
-
-    def alarm(self, history: History) -> Alarm | None:
-        truncated, lengths = history.apart("truncated", self.window), history.apart("response_length", self.window)
-        if truncated is None or lengths is None:
-            return None
-        (before, now), (short, long) = (tuple(map(mean, pair)) for pair in (truncated, lengths))
-        words = f"{now:.0%} of the answers are cut off ({before:.0%} at first) at {long:.3g} tokens ({short:.3g}): stopping is being unlearnt"
-        rising = now >= 0.95 or slope(truncated[1]) > 0
-        if now - before > self.rise and rising:
-            return Alarm(now, before + self.rise, words)
-        if long > self.longer * short and now > before:
-            return Alarm(long, self.longer * short, words)
-        return None
-
-    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
-        return offered(with_terms(stage, gated("finished")), slower(stage))
-
-
-class Shortening(Monitor):
-    """Answers shrink below 70 % of their length while rewards stay flat (H). Not where a teacher is told to be brief."""
-
-    name = "shortening"
-    reads = ("response_length", "reward")
-    remedy = "the model that the stage started from as a second teacher"
-    share: float = Field(0.7, gt=0, lt=1, description="of shortening: of the length at first")
-    errors: float = Field(
-        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
-    )
-    window: Positive = Field(10, le=60, description="steps at the beginning and at the end that are compared")
-
-    def alarm(self, history: History) -> Alarm | None:
-        lengths, rewards = history.apart("response_length", self.window), history.apart("reward", self.window)
-        if lengths is None or rewards is None or history.facts.instructed:
-            return None
-        before, now = map(mean, lengths)
-        noise = (standard_error(rewards[0]) ** 2 + standard_error(rewards[1]) ** 2) ** 0.5
-        if now >= self.share * before or mean(rewards[1]) > mean(rewards[0]) + self.errors * noise:
-            return None
-        return Alarm(
-            now,
-            self.share * before,
-            f"answers have shrunk from {before:.3g} to {now:.3g} tokens, and rewards have not risen ({mean(rewards[0]):.3g}, now "
-            f"{mean(rewards[1]):.3g}): reasoning is being cut short",
-        )
-
-    def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
-        start = {"kind": "self", "role": "reference"}
-        anchor = {
-            "form": "direct",
-            "divergence": "reverse_kl",
-            "role": "reference",
-            "coefficient": 0.1,
-            "on": ["student"],
-        }
-        taken = "start" in stage["teachers"] or any(kind["role"] == "reference" for kind in stage["teachers"].values())
-        if not taken:
-            teachers = {**stage["teachers"], "start": start}
-            yield {**stage, "teachers": teachers, "objective": [*stage["objective"], anchor]}
-        yield from offered(slower(stage))
-
-
 class DominantToken(Monitor):
-    """A few tokens carry the loss: the 1 % with the largest KL hold more than 70 % of it (H), and the largest is beyond 5 nats
-    (P: where advantages are clipped), in most of the last steps.
+    """A few tokens carry the loss: the 1 % with the largest KL hold more than 70 % of it, or one and the same token holds half of it more than
+    its share of the text (H); and the largest is beyond 5 nats (P: where advantages are clipped), in most of the last steps.
     """
 
     name = "token"
-    reads = ("kl_top", "kl_largest")
+    reads = ("kl_top", "kl_one", "kl_largest")
     remedy = "clip advantages at 5; a truncated reverse KL (the student's likeliest ids), or a bounded divergence such as JSD"
     share: float = Field(0.7, gt=0, lt=1, description="of token: part of the KL that 1 % of the tokens hold")
+    one: float = Field(
+        0.5, gt=0, lt=1, description="of token: part of the KL that one id holds beyond how often it is sampled"
+    )
     largest: float = Field(5.0, gt=0, description="of token: nats at a single token")
     window: Positive = Field(10, le=60, description="newest steps of which the middle one counts")
 
     def alarm(self, history: History) -> Alarm | None:
-        top, largest = history.last("kl_top", self.window), history.last("kl_largest", self.window)
-        if not top or not largest or median(top) <= self.share or median(largest) <= self.largest:
+        top, one, largest = (history.last(name, self.window) for name in ("kl_top", "kl_one", "kl_largest"))
+        if not largest or median(largest) <= self.largest:
             return None
-        return Alarm(
-            median(top),
-            self.share,
-            f"1 % of the tokens hold {median(top):.0%} of the KL, a single one up to {median(largest):.3g} nats: a few tokens steer "
-            "every update",
-        )
+        most = f"a single one up to {median(largest):.3g} nats: a few tokens steer every update"
+        if top and median(top) > self.share:
+            return Alarm(median(top), self.share, f"1 % of the tokens hold {median(top):.0%} of the KL, {most}")
+        if one and median(one) > self.one:
+            what = f"one and the same token holds {median(one):.0%} of the KL more than its share of the text"
+            return Alarm(median(one), self.one, f"{what}, {most}")
+        return None
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         def clipped(term: dict[str, object]) -> dict[str, object] | None:

@@ -36,7 +36,7 @@ class FlawedPrefix(Monitor):
     answers: Positive = Field(32, le=4096, description="of a probe: those of a step, or of each domain, that it takes")
     depth: Fraction = Field(0.75, description="of prefix: part of an answer behind which the teacher takes over")
     takeover: float = Field(0.05, ge=0, lt=1, description="of prefix: how much more often it is right then")
-    gap: float = Field(0.1, gt=0, lt=1, description="of prefix: how much more often it is right from the beginning on")
+    gap: float = Field(0.2, gt=0, lt=1, description="of prefix: how much more often it is right from the beginning on")
     errors: float = Field(
         2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
     )
@@ -64,9 +64,11 @@ class FlawedPrefix(Monitor):
         )
 
     def _rises(self, first: Sequence[float], now: Sequence[float]) -> bool:
-        start = first[:START]  # who learns fast has done so within the first window
-        noise = (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
-        return mean(now) > mean(start) + self.errors * noise
+        """Since the very start, where who learns fast has done so within the first window; or, slowly, from one window to another."""
+        return any(
+            mean(now) > mean(start) + self.errors * (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
+            for start in (first[:START], first)
+        )
 
     def _scores(self, history: History) -> bool:
         """More on held-out prompts than at first, where that is known: rewards of a step also follow which domains it drew."""

@@ -39,7 +39,7 @@ class Evaluated:
 class StageFacts:
     """What a monitor has to know of the recipe."""
 
-    self_taught: bool = False  # a teacher is the student itself
+    self_taught: bool = False  # its teachers are the student itself, and nobody else
     instructed: bool = False  # a teacher reads an instruction, such as to be brief
     before: Callable[[], Evaluated | None] = lambda: None  # the evaluation before the first step
 

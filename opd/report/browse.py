@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from opd.config.stage import MERGED
 from opd.errors import OpdError, UserError
+from opd.models.load import tokenizer_file
 from opd.store import RolloutStore
 from opd.store.index import STOPS
 from opd.types import Rollout, Signal
@@ -39,6 +41,8 @@ class RolloutBrowser:
         self._lock = threading.Lock()
         self._size, self._next = -1, 0.0
         self._store: RolloutStore | None = None
+        self._decode: Callable[[list[int]], str] | None = None
+        self._searched = False  # for a tokenizer, since the store has grown
         self.look()
 
     def look(self) -> None:
@@ -50,7 +54,7 @@ class RolloutBrowser:
         start = time.monotonic()
         store = RolloutStore(folder, read_only=True)
         with self._lock:
-            self._store, self._size = store, size
+            self._store, self._size, self._searched = store, size, False
         self._next = time.monotonic() + REST * (time.monotonic() - start)
 
     def page(self, asked: Mapping[str, str]) -> dict[str, Any]:
@@ -131,24 +135,26 @@ class RolloutBrowser:
         return " ".join(map(str, numbers)) if decode is None else decode(numbers)
 
     def _decoder(self) -> Callable[[list[int]], str] | None:
-        """None: neither the run nor the student's folder has a tokenizer to read, so ids are shown."""
-        if not hasattr(self, "_decode"):
-            path = next((path for folder in self._folders() if (path := folder / "tokenizer.json").is_file()), None)
-            if path is None:
-                return None
-            from tokenizers import Tokenizer
+        """None: neither the run nor the student it began from has a tokenizer to read, so ids are shown until one is saved."""
+        if self._decode is None and not self._searched:
+            self._searched, path = True, self._tokenizer()
+            if path is not None:
+                from tokenizers import Tokenizer
 
-            found = Tokenizer.from_file(str(path))
-            self._decode = lambda ids: str(found.decode(ids, skip_special_tokens=False))
+                found = Tokenizer.from_file(str(path))
+                self._decode = lambda ids: str(found.decode(ids, skip_special_tokens=False))
         return self._decode
 
-    def _folders(self) -> list[Path]:
-        """Where the student's tokenizer may be: with a checkpoint, or with the model it began from."""
-        from opd.models.catalog import TINY_ROOT
-
-        model = str(yaml.safe_load((self._root / "resolved.yaml").read_bytes())["stages"][0]["student"]["model"])
-        saved = sorted((self._root / "checkpoints").glob("*/step-*"))
-        return [*saved[-1:], TINY_ROOT / model.removeprefix("tiny/"), Path(model)]
+    def _tokenizer(self) -> Path | None:
+        """The student's, with a checkpoint or with the model it began from."""
+        saved = sorted((self._root / "checkpoints").glob("*/step-*/tokenizer.json"))
+        if saved:
+            return saved[-1]
+        student = yaml.safe_load((self._root / "resolved.yaml").read_bytes())["stages"][0]["student"]
+        model = str(student["model"])
+        if model.startswith(MERGED):  # made when the stage began
+            model = str(self._root / "merged" / model.removeprefix(MERGED))
+        return tokenizer_file(model, student.get("revision"))
 
 
 def _mask(index: Any, rows: np.ndarray, asked: Mapping[str, str]) -> np.ndarray:

@@ -12,9 +12,11 @@ import yaml
 from opd import families
 from opd.errors import RunDirectoryError
 from opd.files import json_object, lines_checked, read_lines, reading
+from opd.holder import at_work
 from opd.monitors.monitor import Monitor
 from opd.report.graph import stage_graph
-from opd.report.words import in_words
+from opd.report.measured import so_far, with_newest
+from opd.report.words import gains, in_words
 
 POINTS = 1000  # of a curve
 SAMPLES = 600  # completions in a page
@@ -25,6 +27,7 @@ CREDENTIALS = re.compile(r"(://)[^/\s@'\"]+@")
 
 def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """Everything that the page shows of a run, dead or alive. `whole`: nothing is thinned out, as when it is drawn for print."""
+    _require_run(Path(directory))
     root = Path(directory).absolute()
     resolved = _yaml(root / "resolved.yaml")
     checked = lines_checked(root)
@@ -33,12 +36,12 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         for name in ("metrics", "samples", "tokens", "answers", "monitors")
     )
     summary = _json(root / "summary.json")
-    stages = _stages(resolved, summary, answers, metrics)
+    stages = _stages(root, resolved, summary, metrics)
     shown = samples if whole else _spread(samples, SAMPLES)
     found = {
         "name": root.name,
         "recipe": resolved.get("name", root.name),
-        "status": summary.get("status", "running"),
+        "status": summary.get("status", "running" if at_work(root) else "cut off"),
         "stages": stages,
         "graph": stage_graph(resolved.get("stages", [])),
         "metrics": _columns(_earlier_steps(metrics, stages), None if whole else POINTS),
@@ -51,12 +54,24 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
     }
-    return {**found, "words": in_words(found)}
+    return {**found, "words": in_words(found), "gains": [gain._asdict() for gain in gains(found)]}
+
+
+def _require_run(directory: Path) -> None:
+    """Said of a name that was mistyped before any of its files is missed."""
+    if directory.is_dir() and (directory / "resolved.yaml").exists():
+        return
+    what = "no such directory" if not directory.exists() else "not the directory of a run, which has a resolved.yaml"
+    raise RunDirectoryError(
+        f"{str(directory)!r}: {what}. `opd run` says at its end where a run is: runs/NAME, or --out."
+    )
 
 
 def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`watched`: monitors that had all they read wherever they watched. `unread`: the others, and what they lacked. Runs from before there were any have none."""
-    lacking: dict[str, dict[str, None]] = {}
+    """`watched`: monitors that had all they read in a stage; `partly`: in which, where not in all that have begun. `unread`: the others, and
+    what they lacked. Runs from before there were any have none.
+    """
+    lacking: dict[str, dict[str, list[str]]] = {}  # monitor -> stage -> metrics
     for stage in resolved["stages"]:
         known = {
             key
@@ -66,10 +81,17 @@ def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) 
             if value is not None
         }
         for one in stage.get("monitors", {}).get("watch", ()) if known else ():  # a stage that has begun
-            lacking.setdefault(str(one["kind"]), {}).update(dict.fromkeys(_lacking(str(one["kind"]), known)))
+            lacking.setdefault(str(one["kind"]), {})[stage["name"]] = _lacking(str(one["kind"]), known)
+    seen = {name: [stage for stage, missing in by.items() if not missing] for name, by in lacking.items()}
+    begun = {line["stage"] for line in metrics}
     return {
-        "watched": [name for name, missing in lacking.items() if not missing],
-        "unread": {name: ", ".join(missing) for name, missing in lacking.items() if missing},
+        "watched": [name for name, stages in seen.items() if stages],
+        "partly": {name: stages for name, stages in seen.items() if stages and len(stages) < len(begun)},
+        "unread": {
+            name: ", ".join(dict.fromkeys(metric for missing in by.values() for metric in missing))
+            for name, by in lacking.items()
+            if not seen[name]
+        },
     }
 
 
@@ -94,7 +116,8 @@ def _yaml(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError):
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get("stages"), list):
+    stages = found.get("stages") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(stages, list) or not stages:
         raise RunDirectoryError(f"{path} was altered: it does not name the run's stages.")
     return found
 
@@ -104,10 +127,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _stages(
-    resolved: Mapping[str, Any],
-    summary: Mapping[str, Any],
-    answers: Sequence[Any],
-    metrics: Sequence[Mapping[str, Any]],
+    root: Path, resolved: Mapping[str, Any], summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What was planned, with what came of it. A run that is at work has no summary yet: its lines are counted."""
     ended = {stage["name"]: stage for stage in summary.get("stages", [])}
@@ -115,7 +135,7 @@ def _stages(
     for spec in resolved["stages"]:
         name = spec["name"]
         own = [line for line in metrics if line["stage"] == name]
-        result = ended.get(name, {})
+        result = ended[name] if name in ended else so_far(root / "checkpoints" / name)
         phases: dict[str, float] = {}
         for line in own:
             for key, value in line.items():
@@ -135,7 +155,7 @@ def _stages(
                 "tokens": result.get("tokens", sum(line.get("tokens", 0) for line in own)),
                 "seconds": result.get("seconds", sum(phases.values())),
                 "phases": phases,
-                "evals": result.get("evals", {}),
+                "evals": with_newest(result.get("evals", {}), own),
                 "history": result.get("history", history),
                 "teachers": result.get("teachers", {}),
                 "student": _model(spec.get("student")),

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from opd.errors import OpdError, UserError
 from opd.files import json_text
+from opd.holder import at_work
 from opd.report.browse import RolloutBrowser, growing
 from opd.report.facts import run_facts
 from opd.report.page import page
@@ -57,7 +58,7 @@ class LiveFacts:
 
     def _now(self) -> str:
         found = ((self._root / name).stat() for name in READ if (self._root / name).is_file())
-        return "-".join(f"{facts.st_size:x}.{facts.st_mtime_ns:x}" for facts in found)
+        return "-".join((str(at_work(self._root)), *(f"{facts.st_size:x}.{facts.st_mtime_ns:x}" for facts in found)))
 
 
 class ViewServer(ThreadingHTTPServer):

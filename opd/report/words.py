@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 CLEAR = 2.0  # standard errors of a difference that is more than chance
 STATUS = {
     "done": "",
     "running": "The run is still at work. ",
+    "cut off": "The run was cut off; `opd resume` goes on with it. ",
     "partial": "Some of the stages were asked for. ",
     "stopped": "The run was stopped early. ",
     "preempted": "The run was preempted; it can be resumed. ",
     "failed": "The run failed; what is shown is how far it came. ",
 }
+
+
+class Gain(NamedTuple):
+    """Held-out pass@1 of a domain. `spread`: standard error of the difference."""
+
+    domain: str
+    before: float
+    after: float
+    teacher: float | None
+    spread: float
 
 
 def in_words(run: Mapping[str, Any]) -> str:
@@ -23,11 +34,9 @@ def in_words(run: Mapping[str, Any]) -> str:
     if not stages:
         return f"{told}No step has been taken yet."
     steps, tokens = sum(stage["steps"] for stage in stages), sum(stage["tokens"] for stage in stages)
-    told += f"{steps:,} steps on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
-    line = lineage(run["graph"], stages[-1]["name"])
-    measured = [stage for stage in stages if stage["evals"] and stage["name"] in line]
-    if measured:
-        told += " ".join(_gains(measured)) + " "
+    told += f"{steps:,} step{'s' * (steps != 1)} on {tokens:,} tokens in {duration(sum(stage['seconds'] for stage in stages))}. "
+    if _measured(run):
+        told += " ".join(_gained(gains(run))) + " "
     elif run["status"] == "done":
         told += (
             "Nothing was measured on held-out prompts (eval.prompts), so only the distance to the teacher is known. "
@@ -44,22 +53,33 @@ def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
     return names
 
 
-def _gains(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _measured(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Stages on the way to the last one that has begun, where held-out prompts were asked."""
+    begun = [stage for stage in run["stages"] if stage["steps"]]
+    line = lineage(run["graph"], begun[-1]["name"]) if begun else []
+    return [stage for stage in begun if stage["evals"] and stage["name"] in line]
+
+
+def gains(run: Mapping[str, Any]) -> list[Gain]:
     """Of each domain, from before the first stage in which it was measured to after the last."""
-    rows = []
-    for domain, found in stages[-1]["evals"].items():
+    stages, rows = _measured(run), []
+    for domain, found in stages[-1]["evals"].items() if stages else ():
         start = next(stage["evals"][domain] for stage in stages if domain in stage["evals"])
         if start["before"] is not None and found["after"] is not None:
             spread = math.hypot(_error(start, "before"), _error(found, "after"))
-            rows.append((domain, start["before"], found["after"], found.get("teacher"), spread))
+            rows.append(Gain(domain, start["before"], found["after"], found.get("teacher"), spread))
+    return rows
+
+
+def _gained(rows: Sequence[Gain]) -> Iterator[str]:
     if not rows:
         yield "It has not been measured after training yet."
         return
-    before, after = (sum(row[side] for row in rows) / len(rows) for side in (1, 2))
+    before, after = sum(row.before for row in rows) / len(rows), sum(row.after for row in rows) / len(rows)
     over = f" on average over {len(rows)} domains" if len(rows) > 1 else ""
     gained = f"Held-out pass@1 went from {before:.1%} to {after:.1%}{over}"
-    known = [row for row in rows if row[3] is not None]
-    goal = sum(row[3] for row in known) / len(known) if len(known) == len(rows) else None
+    known = [(row, row.teacher) for row in rows if row.teacher is not None]
+    goal = sum(teacher for _, teacher in known) / len(known) if len(known) == len(rows) else None
     if goal is None:
         yield f"{gained}."
     elif after >= goal:
@@ -68,19 +88,18 @@ def _gains(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{gained}, which is {(after - before) / (goal - before):.0%} of the way to its teachers' {goal:.1%}."
     else:
         yield f"{gained}; its teachers have {goal:.1%}."
-    better = [row[0] for row in rows if row[2] - row[1] > CLEAR * row[4]]
-    worse = [row[0] for row in rows if row[1] - row[2] > CLEAR * row[4]]
-    same = [row[0] for row in rows if row[0] not in better and row[0] not in worse]
+    better = [row.domain for row in rows if row.after - row.before > CLEAR * row.spread]
+    worse = [row.domain for row in rows if row.before - row.after > CLEAR * row.spread]
+    same = [row.domain for row in rows if row.domain not in better and row.domain not in worse]
     if worse:
         yield f"{_listed(worse)} got worse."
     if same:
         yield f"{_listed(same)} did not change by more than chance (two standard errors)."
     if len(rows) > 1 and not worse and not same:
         yield "Every domain gained more than chance."
-    behind = [row for row in known if row[3] - row[2] > CLEAR * row[4]]
+    behind = [(teacher - row.after, row.domain) for row, teacher in known if teacher - row.after > CLEAR * row.spread]
     if behind:
-        furthest = max(behind, key=lambda row: row[3] - row[2])
-        yield f"Furthest behind its teacher: {furthest[0]}, by {100 * (furthest[3] - furthest[2]):.1f} points."
+        yield f"Furthest behind its teacher: {max(behind)[1]}, by {100 * max(behind)[0]:.1f} points."
 
 
 def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
@@ -94,6 +113,8 @@ def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
         part = max(1, len(values) // 10)
         return (sum(values[:part]) / part, sum(values[-part:]) / part) if len(values) > 1 else None
 
+    if len(mine) == 1 and (only := metrics.get("reverse_kl", [None])[mine[0]]) is not None:
+        yield f"The divergence from the teacher is {only:.3g} nats per token."
     if (found := ends("reverse_kl")) is not None:
         yield f"The divergence from the teacher {_moved(*found)} from {found[0]:.3g} to {found[1]:.3g} nats per token."
     if (found := ends("truncated")) is not None and found[1] > 0.05:

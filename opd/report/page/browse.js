@@ -27,24 +27,26 @@ function browser() {
     const found = state.found;
     makeFilters(found);
     count.textContent = `${found.total.toLocaleString("en")} of ${found.all.toLocaleString("en")} rollouts`;
-    const heads = ["version", "domain", "by", "teacher", "reward", "tokens", "stop", "prompt", "answer"];
+    const told = found.values.teacher.length > 0; // the store knows teachers of what was scored into it alone
+    const heads = ["version", "domain", "by", ...(told ? ["teacher"] : []), "reward", "tokens", "stop", "prompt", "answer"];
     replace(body, el("table", { className: "rows" }, el("thead", {}, el("tr", {}, heads.map((name) => el("th", {}, name)))), el("tbody", {}, found.rows.map((row) => {
       const line = el("tr", { onclick: () => open(row.row, line), tabIndex: 0, onkeydown: (event) => event.key === "Enter" && open(row.row, line) },
-        el("td", {}, String(row.version)), el("td", {}, visible(row.domain)), el("td", {}, visible(row.source)), el("td", {}, visible(row.teacher)), el("td", {}, rewardMark(row.reward)), el("td", {}, String(row.length)), el("td", {}, row.stop),
+        el("td", {}, String(row.version)), el("td", {}, visible(row.domain)), el("td", {}, visible(row.source)), told ? el("td", {}, visible(row.teacher)) : null, el("td", {}, rewardMark(row.reward)), el("td", {}, String(row.length)), el("td", {}, row.stop),
         el("td", { className: "text" }, visible(shorten(oneLine(row.prompt), 60))), el("td", { className: "text" }, visible(shorten(oneLine(row.response), 80))));
       return line;
     }))));
     const last = Math.max(0, Math.floor((found.total - 1) / PAGE) * PAGE), go = (offset) => { state.offset = Math.max(0, Math.min(last, offset)); ask(); };
-    replace(foot, el("button", { onclick: () => go(0), disabled: state.offset === 0 }, "first"), el("button", { onclick: () => go(state.offset - PAGE), disabled: state.offset === 0 }, "‹ newer"),
-      el("span", { className: "muted" }, found.total ? `${state.offset + 1}–${Math.min(state.offset + PAGE, found.total)}` : "none"), el("button", { onclick: () => go(state.offset + PAGE), disabled: state.offset >= last }, "older ›"), el("button", { onclick: () => go(last), disabled: state.offset >= last }, "last"));
+    replace(foot, el("button", { onclick: () => go(0), disabled: state.offset === 0 }, "first"), el("button", { onclick: () => go(state.offset - PAGE), disabled: state.offset === 0 }, "‹ previous"),
+      el("span", { className: "muted" }, found.total ? `${state.offset + 1}–${Math.min(state.offset + PAGE, found.total)}` : "none"), el("button", { onclick: () => go(state.offset + PAGE), disabled: state.offset >= last }, "next ›"), el("button", { onclick: () => go(last), disabled: state.offset >= last }, "last"));
   };
-  const view = { measure: "ratio" };
+  const view = { measure: "ratio", token: null };
   const open = async (row, line) => {
     for (const other of body.querySelectorAll("tr[aria-current]")) other.removeAttribute("aria-current");
     line.setAttribute("aria-current", "true");
     const reply = await fetch("api/rollout?row=" + row);
     if (!reply.ok) return;
     const found = await reply.json();
+    view.token = null;
     const show = () => replace(detail, el("div", { className: "card", style: { marginTop: "16px" } }, el("div", { className: "tools" }, el("span", { className: "chip" }, visible(found.domain)), visible(found.id), rewardMark(found.reward)), el("div", { className: "prompt" }, visible(found.prompt)), ...heat(found.tokens, view)));
     view.again = show;
     show();

@@ -27,7 +27,8 @@ function chart(holder, title, series, options = {}) {
       }))],
     }, data, box);
   };
-  const entry = { box, make, plot: make() };
+  const entry = { box, make, title, plot: make() };
+  entry.zoomed = () => xs.length > 1 && (entry.plot.scales.x.min > xs[0] || entry.plot.scales.x.max < xs[xs.length - 1]);
   drawn.push(entry);
   return entry;
 }
@@ -54,6 +55,7 @@ function curves(runs) {
   const holder = el("div", { className: "grid" });
   const many = runs.length > 1;
   const fill = (extra) => {
+    const close = new Map(drawn.filter((entry) => entry.zoomed()).map((entry) => [entry.title, entry.plot.scales.x])); // who looks closely goes on
     drawn.length = 0;
     replace(holder);
     evaluations(holder, runs);
@@ -64,6 +66,7 @@ function curves(runs) {
       const series = runs.map((run, index) => line(run, name, many ? run.label : name, index)).filter((one) => one.x.length);
       if (series.length) chart(holder, TITLES[name] || name, series, { percent: name === "truncated" });
     }
+    for (const entry of drawn) if (close.has(entry.title)) entry.plot.setScale("x", { min: close.get(entry.title).min, max: close.get(entry.title).max });
   };
   const others = unique(runs.flatMap((run) => Object.keys(run.metrics))).filter((name) => !["at", "step", "stage", ...FIRST].includes(name));
   const extra = [];
@@ -94,8 +97,9 @@ function evaluations(holder, runs) {
     }
     const domains = Object.entries(points);
     if (runs.length > 1 && domains.length) {
-      const steps = domains[0][1].map((point) => point[0]);
-      series.push({ label: run.label, x: steps, y: steps.map((_, index) => domains.reduce((sum, [, list]) => sum + (list[index]?.[1] ?? 0), 0) / domains.length), color: which });
+      const newest = (list, step) => list.filter((point) => point[0] <= step).pop()?.[1]; // a domain that was not asked about stays where it was
+      const steps = unique(domains.flatMap(([, list]) => list.map((point) => point[0]))).sort((a, b) => a - b).filter((step) => domains.every(([, list]) => known(newest(list, step))));
+      series.push({ label: run.label, x: steps, y: steps.map((step) => domains.reduce((sum, [, list]) => sum + newest(list, step), 0) / domains.length), color: which });
     } else for (const [domain, list] of domains) series.push({ label: domain, x: list.map((point) => point[0]), y: list.map((point) => point[1]), color: domainColor(run, domain) });
   });
   if (series.some((one) => one.x.length > 1)) chart(holder, runs.length > 1 ? "Held-out pass@1, mean over domains" : "Held-out pass@1", series, { percent: true });

@@ -18,19 +18,16 @@ function el(tag, props, ...children) {
 }
 const replace = (node, ...children) => { node.replaceChildren(...children.flat().filter((child) => child)); return node; };
 
-// Control characters, escape sequences, bidirectional marks and invisible characters, shown by their number.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff]/g;
-const whole = /[\ud800-\udbff][\udc00-\udfff]/g;
+// Control characters, escape sequences, bidirectional and other marks that act on text, lone surrogates and what looks like nothing, shown by their number.
+const HIDDEN = /[\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u0000-\u0008\u000b-\u001f\u007f-\u009f\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\u{e0100}-\u{e01ef}]/gu;
+const escaped = (code) => (code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : code < 65536 ? "\\u" + code.toString(16).padStart(4, "0") : "\\U" + code.toString(16).padStart(8, "0"));
 function visible(text) {
   const parts = [];
   let rest = 0;
-  const pairs = new Set([...text.matchAll(whole)].flatMap((found) => [found.index, found.index + 1]));
   for (const found of text.matchAll(HIDDEN)) {
-    if (pairs.has(found.index)) continue;
     if (found.index > rest) parts.push(text.slice(rest, found.index));
-    const code = found[0].charCodeAt(0);
-    parts.push(el("span", { className: "escape" }, code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16).padStart(4, "0")));
-    rest = found.index + 1;
+    parts.push(el("span", { className: "escape" }, escaped(found[0].codePointAt(0))));
+    rest = found.index + found[0].length;
   }
   if (rest < text.length) parts.push(text.slice(rest));
   return parts;

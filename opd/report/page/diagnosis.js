@@ -10,22 +10,27 @@ function facts(rows) {
 function question(title, rows) {
   return el("div", { className: "card" }, el("h3", {}, title), facts(rows));
 }
+function formRows(form) {
+  if (!form) return [];
+  const beside = (values, show) => `${show(values[0])}, the teacher's ${show(values[1])}`;
+  return [["answers that begin alike", percent(form.opening, 0)], ["lines of an answer", beside(form.lines, (value) => number(value, 2))], ...Object.entries(form.marks).map(([name, shares]) => [`with ${name}`, beside(shares, (value) => percent(value, 0))])];
+}
 function pairCard(pair) {
   const answers = pair.answers || {}, stops = pair.stops;
-  const words = Object.entries(pair.likelihood).map(([name, value]) => [name + ", nats", number(value)]);
+  const words = Object.entries(pair.likelihood).map(([name, value]) => [name + ", nats", signed(value)]);
   const ids = pair.stop_ids && String(pair.stop_ids[0]) !== String(pair.stop_ids[1]) ? `${pair.stop_ids[1]}; the student ${pair.stop_ids[0]}: one event` : pair.stop_ids ? "same" : null;
   return el("div", {},
     el("h3", { style: { marginTop: "22px" } }, visible(`${pair.domain} · ${pair.teacher}`), " ", el("span", { className: "muted" }, visible(DATA.models[pair.teacher] || ""))),
     el("p", { style: { margin: "4px 0 12px", overflowWrap: "anywhere" } }, el("b", {}, visible(pair.verdict.toUpperCase())), visible(`: ${pair.because} (rule ${pair.rule.number}: ${pair.rule.when}; ${pair.rule.evidence}). ${pair.remedy}`)),
-    pair.refined.map((one) => el("p", {}, visible(`${one.because}: ${one.remedy} (rule ${one.number}; ${one.evidence})`))),
-    el("div", { className: "grid" },
+    pair.refined.map((one) => el("p", { style: { margin: "0 0 12px" } }, visible(`${one.because}: ${one.remedy} (rule ${one.number}; ${one.evidence})`))),
+    el("div", { className: "grid four" },
       question("Is there a gap?", [["teacher right", percent(answers.accuracy)], ["gap", plusMinus(pair.gap, pair.gap_stderr)], ["within-prompt AUROC", number(pair.auroc)], ...words]),
       question("Do they think alike?", [[`overlap@${DATA.k}`, percent(pair.overlap)], ["overlap mass", percent(pair.overlap_mass)], ["KL", known(pair.kl) ? number(pair.kl) + " nats" + (pair.sampled ? ", estimated" : "") : null],
-        ["entropy, student", number(pair.entropy)], ["entropy, teacher", number(pair.teacher_entropy)], ["tokens of an answer", number(answers.length)], ["cut off", percent(answers.truncated)],
+        ["entropy, student", number(pair.entropy)], ["entropy, teacher", number(pair.teacher_entropy)], ["tokens of an answer", number(answers.length)], ["cut off", percent(answers.truncated)], ...formRows(pair.form),
         ["ids that differ", pair.ids_differ], ["aligned text", percent(pair.aligned)], ["template", known(pair.template) ? number(pair.template) + " nats per token" : null], ["weights' cosine", number(pair.origin)]]),
       question("Is it reliable on the student's words?", [...pair.takeover.map((one) => [`taking over behind ${one.depth} tokens`, plusMinus(one.advantage, one.stderr)]), ["advantage at forks", signed(pair.forks.here)], ["elsewhere", signed(pair.forks.elsewhere)],
         ["surprise behind errors", number(pair.errors.here)], ["before them", number(pair.errors.elsewhere)]]),
-      question("Does on-policy pay? Does it stop?", [["excess KL", percent(pair.excess, 0)], ["stop ids", ids], ["mass at its own ends", number(stops.own)], ["at the dataset's", number(stops.reference)], ["at the student's", stops.student === null ? null : `${percent(stops.student, 0)} of ${stops.ends}`],
+      question("Does on-policy pay? Does it stop?", [["excess KL", percent(pair.excess, 0)], ["stop ids", ids], ["mass at its own ends", number(stops.own)], [stops.given === false ? "at the student's, on average" : "at the dataset's", number(stops.reference)], ["ends at the student's", stops.student === null ? null : `${percent(stops.student, 0)} of ${stops.ends}`],
         ["says there instead", stops.instead ? `id ${stops.instead[0]} (${stops.instead[1]})` : null]])));
 }
 function positions(holder, pair) {
@@ -57,4 +62,6 @@ function start() {
 }
 start();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; redraw(); });
+let chosen = "";
+addEventListener("beforeprint", () => { chosen = document.documentElement.dataset.theme || ""; document.documentElement.dataset.theme = "light"; redraw(); });
+addEventListener("afterprint", () => { document.documentElement.dataset.theme = chosen; redraw(); });

@@ -47,13 +47,13 @@ function heat(line, state) {
   });
   tokens.append(...nodes);
   let pinned = -1;
-  const show = (index, pin) => {
+  const show = (index, pin, moved = true) => {
     if (index < 0 || index >= nodes.length) return;
     if (pin) {
       if (pinned >= 0) nodes[pinned].removeAttribute("aria-current");
       pinned = index;
       nodes[index].setAttribute("aria-current", "true");
-      nodes[index].scrollIntoView({ block: "nearest", inline: "nearest" });
+      if (moved) { state.token = index; state.byHand = true; nodes[index].scrollIntoView({ block: "nearest", inline: "nearest" }); }
     }
     replace(detail, tokenDetail(line, index));
   };
@@ -75,7 +75,8 @@ function heat(line, state) {
     el("span", { className: "spring" }), label,
     el("button", { onclick: () => jump(-1), disabled: !worst.length, title: "previous (p)" }, "‹"),
     el("button", { className: "worst", onclick: () => jump(1), disabled: !worst.length, title: "next (n)" }, "worst token ›"));
-  if (worst.length) { next = 0; show(worst[0], true); } else show(0, true);
+  if (worst.length) next = Math.max(0, worst.indexOf(state.token));
+  show(state.token ?? worst[0] ?? 0, true, false);
   return [tools, tokens, line.left_out ? el("p", { className: "faint" }, `${number(line.left_out)} more tokens were not written down.`) : null, detail];
 }
 function scale(measure) {

@@ -20,6 +20,9 @@ function exchange(name, made) {
   if (made && parts[name]) { parts[name].replaceWith(made); parts[name] = made; } else if (made) { location.reload(); }
 }
 let stamp = DATA.stamp;
+const mark = (name) => { const all = DATA.runs[0][name], last = all[all.length - 1]; return all.length + "/" + (last ? [last.stage, last.step, last.id] : ""); }; // thinned, there are as many as before, of later steps
+const marks = { samples: mark("samples"), answers: mark("answers") };
+const grown = (name) => mark(name) !== marks[name];
 async function follow() {
   try {
     const reply = await fetch("api/run?since=" + encodeURIComponent(stamp || ""));
@@ -32,15 +35,18 @@ async function follow() {
       exchange("results", results(DATA.runs));
       exchange("cost", cost(DATA.runs));
       exchange("monitors", alarms(DATA.runs));
-      if (!parts.samples?.contains(document.activeElement)) exchange("samples", samples(DATA.runs));
-      if (!parts.answers?.contains(document.activeElement)) exchange("answers", answers(DATA.runs));
+      exchange("pipeline", pipeline(DATA.runs[0]));
       parts.curves.fill();
       parts.rollouts.refresh();
     }
+    for (const [name, make] of [["samples", samples], ["answers", answers]]) // a reader at work is left alone, and so is what has not changed
+      if (grown(name) && !parts[name]?.contains(document.activeElement) && !parts[name]?.matches(":hover")) { exchange(name, make(DATA.runs)); marks[name] = mark(name); }
   } catch (error) { /* the server has ended: what is shown stays */ }
   setTimeout(follow, 2000);
 }
 build();
 if (DATA.live) follow();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; redraw(); });
+let chosen = "";
+addEventListener("beforeprint", () => { chosen = document.documentElement.dataset.theme || ""; document.documentElement.dataset.theme = "light"; redraw(); });
+addEventListener("afterprint", () => { document.documentElement.dataset.theme = chosen; redraw(); });

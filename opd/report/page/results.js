@@ -14,11 +14,11 @@ function hero(runs) {
       fact("tokens", number(stages.reduce((sum, stage) => sum + stage.tokens, 0))), fact("time", duration(stages.reduce((sum, stage) => sum + stage.seconds, 0))), stages.length > 1 ? fact("stages", String(stages.length)) : null));
 }
 
-function bar(who, kind, value, error, fill) {
+function bar(who, kind, value, error, fill, goal) {
   const width = known(value) ? Math.max(0, Math.min(1, value)) * 100 : 0;
   const whisker = known(error) && error > 0 ? el("span", { className: "whisker", style: { left: Math.max(0, width - 100 * error) + "%", width: Math.min(200 * error, 100 - Math.max(0, width - 100 * error)) + "%" } }) : null;
-  return el("div", { className: "bar " + kind, title: known(error) ? `${percent(value)} ± ${percent(error)}` : "" }, el("span", { className: "who" }, visible(who)),
-    el("span", { className: "track" }, el("span", { className: "fill " + kind, style: { width: width + "%", ...(fill ? { background: fill } : {}) } }), whisker), el("span", { className: "value" }, percent(value)));
+  return el("div", { className: "bar " + kind, title: known(error) ? `${percent(value)} ± ${percent(error)}` : "" }, el("span", { className: "who", title: legible(who) }, visible(who)),
+    el("span", { className: "track" }, el("span", { className: "fill " + kind, style: { width: width + "%", ...(fill ? { background: fill } : {}) } }), whisker, known(goal) ? el("span", { className: "goal", title: `its teacher ${percent(goal)}`, style: { left: `calc(${100 * Math.max(0, Math.min(1, goal))}% - 1px)` } }) : null), el("span", { className: "value" }, percent(value)));
 }
 const errorOf = (found, side) => { const one = found.details?.[side] || {}; return one.greedy_stderr ?? one.sampled_stderr; };
 
@@ -27,18 +27,19 @@ function results(runs) {
   if (!measured.length) return null;
   if (runs.length > 1) return compared(measured);
   const stages = measured[0].stages.filter((stage) => Object.keys(stage.evals).length);
-  const body = el("div", {}), show = (name) => {
-    const stage = stages.find((one) => one.name === name);
+  const body = el("div", {}), last = stages[stages.length - 1], show = (name) => {
+    const stage = stages.find((one) => one.name === name) || last;
+    kept.stage = stage === last ? null : stage.name;
     replace(body, el("div", { className: "card bars" }, Object.entries(stage.evals).map(([domain, found]) => domainBars(domain, found))), teacherTable(stage));
   };
-  show(stages[stages.length - 1].name);
-  const n = Object.values(stages[stages.length - 1].evals)[0].n;
+  show(kept.stage);
+  const n = Object.values(last.evals)[0].n;
   return section("results", "Results", `pass@1 on ${number(n)} held-out prompts per domain; the line at a bar's end is one standard error each way.`,
-    stages.length > 1 ? el("div", { className: "filters" }, choose("stage", stages.map((stage) => stage.name), stages[stages.length - 1].name, show)) : null, body);
+    stages.length > 1 ? el("div", { className: "filters" }, choose("stage", stages.map((stage) => stage.name), kept.stage || last.name, show)) : null, body);
 }
 function domainBars(domain, found) {
   const gain = known(found.normalised) ? el("span", { className: "muted", title: "0: as before; 1: as its teacher" }, `${percent(found.normalised, 0)} of the gap`) : null;
-  return el("div", {}, el("div", { className: "domain" }, el("span", {}, visible(domain)), gain), bar("before", "before", found.before, errorOf(found, "before")), bar("after", "after", found.after, errorOf(found, "after")),
+  return el("div", {}, el("div", { className: "domain" }, el("span", {}, visible(domain)), gain), bar("before", "before", found.before, errorOf(found, "before")), known(found.after) ? bar(found.at ? `step ${found.at}` : "after", "after", found.after, errorOf(found, "after")) : null,
     known(found.teacher) ? bar("teacher", "teacher", found.teacher, errorOf(found, "teacher")) : null, known(found.weight_average) ? bar("average", "average", found.weight_average) : null);
 }
 function teacherTable(stage) {
@@ -52,34 +53,33 @@ function teacherTable(stage) {
 function compared(runs) {
   const last = (run) => run.stages.filter((stage) => Object.keys(stage.evals).length).pop();
   const domains = unique(runs.flatMap((run) => Object.keys(last(run).evals)));
+  const goals = (domain) => unique(runs.map((run) => last(run).evals[domain]?.teacher).filter(known)); // runs may have teachers of their own
+  const own = domains.some((domain) => goals(domain).length > 1) ? " Where runs have different teachers, a tick is each run's own." : "";
   const cards = domains.map((domain) => el("div", {}, el("div", { className: "domain" }, visible(domain)), runs.map((run, index) => {
     const found = last(run).evals[domain];
-    return found ? bar(run.label, "run", found.after, errorOf(found, "after"), color(DATA.runs.indexOf(run))) : null;
-  }), teacherLine(runs, domain, last)));
+    return found ? bar(run.label, "run", found.after, errorOf(found, "after"), color(DATA.runs.indexOf(run)), goals(domain).length > 1 ? found.teacher : null) : null;
+  }), goals(domain).length === 1 ? bar("teacher", "teacher", goals(domain)[0]) : null));
   const table = el("table", {}, el("thead", {}, el("tr", {}, ["run", "before", "after", "teacher", "of the gap", "steps", "tokens", "time"].map((name, index) => el("th", { className: index ? "number" : "" }, name)))),
     el("tbody", {}, runs.map((run, index) => {
-      const rows = Object.values(last(run).evals), mean = (side) => rows.reduce((sum, found) => sum + (found[side] ?? 0), 0) / rows.length, sum = (key) => run.stages.reduce((total, stage) => total + stage[key], 0);
-      const gap = rows.some((found) => known(found.normalised)) ? mean("normalised") : null;
-      return el("tr", {}, el("td", {}, el("span", { className: "dot", style: { background: color(DATA.runs.indexOf(run)) } }), " ", visible(run.label)), [percent(mean("before")), percent(mean("after")), rows.every((found) => known(found.teacher)) ? percent(mean("teacher")) : "–", known(gap) ? percent(gap, 0) : "–", number(sum("steps")), number(sum("tokens")), duration(sum("seconds"))].map((text) => el("td", { className: "number" }, text)));
+      const mean = (side) => (run.gains.length && run.gains.every((found) => known(found[side])) ? run.gains.reduce((sum, found) => sum + found[side], 0) / run.gains.length : null), sum = (key) => run.stages.reduce((total, stage) => total + stage[key], 0);
+      const before = mean("before"), after = mean("after"), goal = mean("teacher"), gap = known(goal) && goal > before ? (after - before) / (goal - before) : null;
+      return el("tr", {}, el("td", {}, el("span", { className: "dot", style: { background: color(DATA.runs.indexOf(run)) } }), " ", visible(run.label)), [percent(before), percent(after), percent(goal), known(gap) ? percent(gap, 0) : "–", number(sum("steps")), number(sum("tokens")), duration(sum("seconds"))].map((text) => el("td", { className: "number" }, text)));
     })));
-  return section("results", "Results", "Held-out pass@1 after the last stage; above, the mean over domains.", el("div", { className: "card scroll" }, table), el("div", { className: "card bars", style: { marginTop: "16px" } }, cards));
+  return section("results", "Results", "Held-out pass@1, before the first stage and after the last; above, the mean over domains." + own, el("div", { className: "card scroll" }, table), el("div", { className: "card bars named", style: { marginTop: "16px" } }, cards));
 }
-function teacherLine(runs, domain, last) {
-  const value = runs.map((run) => last(run).evals[domain]?.teacher).find(known);
-  return known(value) ? bar("teacher", "teacher", value) : null;
-}
-
 function pipeline(run) {
   const { nodes, edges } = run.graph;
   if (nodes.length < 2) return null;
   const width = 190, height = 62, gapX = 70, gapY = 20, rows = {}, places = {};
   for (const node of nodes) { rows[node.column] = (rows[node.column] || 0) + 1; places[node.name] = [node.column * (width + gapX) + 8, (rows[node.column] - 1) * (height + gapY) + 8]; }
-  const across = (1 + Math.max(...nodes.map((node) => node.column))) * (width + gapX) - gapX + 16, down = Math.max(...Object.values(rows)) * (height + gapY) - gapY + 16;
-  const drawing = el("svg", { viewBox: `0 0 ${across} ${down}`, width: across, height: down, role: "img", "aria-label": "stages and the models between them" });
+  const column = Object.fromEntries(nodes.map((node) => [node.name, node.column])), bow = (edge) => { const span = column[edge.to] - column[edge.from]; return span > 1 ? 14 + 18 * Math.min(span, 6) : 0; };
+  const across = (1 + Math.max(...nodes.map((node) => node.column))) * (width + gapX) - gapX + 16, down = Math.max(...Object.values(rows)) * (height + gapY) - gapY + 16 + 0.75 * Math.max(0, ...edges.map(bow));
+  const drawing = el("svg", { viewBox: `0 0 ${across} ${down}`, style: { display: "block", width: "100%", maxWidth: across + "px", minWidth: 0.6 * across + "px" }, role: "img", "aria-label": "stages and the models between them" });
   for (const edge of edges) {
-    const [x0, y0] = places[edge.from], [x1, y1] = places[edge.to], ax = x0 + width, ay = y0 + height / 2, by = y1 + height / 2, bend = Math.max(30, (x1 - ax) / 2);
-    drawing.append(el("path", { class: edge.as === "student" ? "edge student-edge" : "edge teacher", d: `M${ax},${ay} C${ax + bend},${ay} ${x1 - bend},${by} ${x1 - 4},${by}` }, el("title", {}, legible(`${edge.from} is the ${edge.as} of ${edge.to}`))),
-      el("path", { class: "edge", d: `M${x1 - 9},${by - 4} L${x1 - 3},${by} L${x1 - 9},${by + 4}` }));
+    const [x0, y0] = places[edge.from], [x1, y1] = places[edge.to], ax = x0 + width, ay = y0 + height / 2, by = y1 + height / 2, bend = Math.max(30, (x1 - ax) / 2), under = bow(edge);
+    const cx = x0 + width * 0.7, dx = x1 + width * 0.3, from = y0 + height, to = y1 + height; // past other stages: in a bow below them
+    drawing.append(el("path", { class: edge.as === "student" ? "edge student-edge" : "edge teacher", d: under ? `M${cx},${from} C${cx + 40},${Math.max(from, to) + under} ${dx - 40},${Math.max(from, to) + under} ${dx},${to + 4}` : `M${ax},${ay} C${ax + bend},${ay} ${x1 - bend},${by} ${x1 - 4},${by}` }, el("title", {}, legible(`${edge.from} is the ${edge.as} of ${edge.to}`))),
+      el("path", { class: "edge", d: under ? `M${dx - 4},${to + 9} L${dx},${to + 3} L${dx + 4},${to + 9}` : `M${x1 - 9},${by - 4} L${x1 - 3},${by} L${x1 - 9},${by + 4}` }));
   }
   for (const node of nodes) {
     const [x, y] = places[node.name], stage = run.stages.find((one) => one.name === node.name);
@@ -109,7 +109,8 @@ function alarms(runs) {
   const watched = unique(runs.flatMap((run) => run.watched)).filter((name) => !(name in unread));
   const blind = Object.entries(unread).map(([name, what]) => `${name} (${what})`), count = watched.length + blind.length;
   if (!lines.length && !count) return null;
-  const seen = lines.length ? "What went out of bounds while it trained." : `${watched.length} of ${count} ways in which runs fail were watched, and none was seen${watched.length ? ": " : ""}${legible(watched.join(", "))}.`;
+  const where = (name) => (runs.length === 1 && runs[0].partly[name] ? `${name} (in ${runs[0].partly[name].join(", ")})` : name);
+  const seen = lines.length ? "What went out of bounds while it trained." : `${watched.length} of ${count} ways in which runs fail were watched, and none was seen${watched.length ? ": " : ""}${legible(watched.map(where).join(", "))}.`;
   const note = blind.length ? `${seen} Monitors that had not all they read: ${legible(blind.join(", "))}.` : seen;
   return section("monitors", "Monitors", note, lines.map(({ line, run }) => el("div", { className: "alarm" },
     el("div", {}, el("b", {}, visible(`${runs.length > 1 ? run.label + ", " : ""}${line.stage}, step ${line.step}: ${line.monitor}`)), el("span", { className: "muted" }, ` ${number(line.value)}, threshold ${number(line.threshold)}`)),

@@ -12,23 +12,27 @@ function samplesOf(runs) {
 const ANY = "any";
 const SORTS = { "worst token first": (a, b) => (b.worst ?? -1e9) - (a.worst ?? -1e9), "newest first": (a, b) => b.order - a.order, "oldest first": (a, b) => a.order - b.order };
 
+const kept = {}; // what the reader has chosen, which outlives a live page's news
 function samples(runs) {
   const all = samplesOf(runs).map((line, order) => ({ ...line, order }));
   if (!all.length) return null;
-  const state = { run: ANY, stage: ANY, domain: ANY, teacher: ANY, reward: ANY, step: ANY, text: "", sort: "worst token first", measure: "ratio", chosen: null };
+  const state = (kept.samples ||= { run: ANY, stage: ANY, domain: ANY, teacher: ANY, reward: ANY, step: ANY, text: "", sort: "worst token first", measure: "ratio", chosen: null, token: null, byHand: false });
+  if (!state.byHand) state.chosen = state.token = null; // nobody has chosen: the worst of all is shown
   const list = el("div", { className: "list" }), viewer = el("div", { className: "card viewer" }), filters = el("div", { className: "filters" }), count = el("span", { className: "count" });
-  const pick = (label, key, values) => (values.length > 1 ? choose(label, [ANY, ...values], state[key], (value) => { state[key] = value; fill(); }) : null);
+  const pick = (label, key, values) => (state[key] !== ANY && !values.includes(state[key]) && (state[key] = ANY), values.length > 1 ? choose(label, [ANY, ...values], state[key], (value) => { state[key] = value; fill(); }) : null);
   filters.append(...[
     pick("run", "run", unique(all.map((line) => line.run.label))), pick("stage", "stage", unique(all.map((line) => line.stage))), pick("domain", "domain", unique(all.map((line) => line.domain))),
-    pick("teacher", "teacher", unique(all.map((line) => line.teacher).filter(Boolean))), choose("reward", [ANY, "right", "wrong", "none"], ANY, (value) => { state.reward = value; fill(); }),
+    pick("teacher", "teacher", unique(all.map((line) => line.teacher).filter(Boolean))), choose("reward", [ANY, "right", "wrong", "none"], state.reward, (value) => { state.reward = value; fill(); }),
     pick("step", "step", unique(all.map((line) => String(line.step)))), choose("sort", Object.keys(SORTS), state.sort, (value) => { state.sort = value; fill(); }),
-    el("input", { type: "search", placeholder: "text", "aria-label": "text", oninput: (event) => { state.text = event.target.value.toLowerCase(); fill(); } }), count].filter(Boolean));
+    el("input", { type: "search", placeholder: "text", "aria-label": "text", value: state.text, oninput: (event) => { state.text = event.target.value.toLowerCase(); fill(); } }), count].filter(Boolean));
   const fits = (line) => (state.run === ANY || line.run.label === state.run) && (state.stage === ANY || line.stage === state.stage) && (state.domain === ANY || line.domain === state.domain) &&
     (state.teacher === ANY || line.teacher === state.teacher) && (state.step === ANY || String(line.step) === state.step) &&
     (state.reward === ANY || (state.reward === "none" ? right(line.reward) === null : right(line.reward) === (state.reward === "right"))) &&
     (!state.text || (line.prompt + line.response).toLowerCase().includes(state.text));
+  const named = (line) => line && `${line.run.label} ${line.stage} ${line.step} ${line.id}`;
   const show = (line) => {
-    state.chosen = line;
+    if (state.chosen !== named(line)) state.token = null;
+    state.chosen = named(line);
     for (const node of list.children) node.setAttribute("aria-current", String(node.line === line));
     state.again = () => show(line);
     replace(viewer, line ? sampleView(line, state, runs.length > 1) : el("p", { className: "muted" }, "No completion fits these filters."));
@@ -37,7 +41,7 @@ function samples(runs) {
     const found = all.filter(fits).sort(SORTS[state.sort]);
     count.textContent = `${number(found.length)} of ${number(all.length)}`;
     replace(list, found.slice(0, 400).map((line) => sampleItem(line, show, runs.length > 1)));
-    show(found.includes(state.chosen) ? state.chosen : found[0] || null);
+    show(found.find((line) => named(line) === state.chosen) || found[0] || null);
   };
   fill();
   return section("samples", "Token by token", "What the student wrote, coloured by where the teacher disagreed. Hover or tap a token; n and p jump between the worst.", filters, el("div", { className: "split" }, list, viewer));
@@ -47,7 +51,7 @@ const asked = (prompt) => { // the end of a prompt, without the template's marks
   return text.length > 46 ? "…" + text.slice(-46) : text;
 };
 function sampleItem(line, show, many) {
-  const node = el("button", { className: "item", onclick: () => show(line) },
+  const node = el("button", { className: "item", onclick: () => { kept.samples.byHand = true; show(line); } },
     el("div", { className: "row" }, el("span", { className: "chip" }, visible(line.domain)), `step ${line.step}`, many ? el("span", { className: "chip" }, visible(line.run.label)) : null, rewardMark(line.reward),
       known(line.worst) ? el("span", { className: "right", title: "largest log-ratio" }, number(line.worst, 2)) : null),
     el("div", { className: "text" }, visible(shorten(oneLine(line.response), 80) || "∅")),
@@ -73,7 +77,7 @@ function answers(runs) {
     if (!groups.has(key)) groups.set(key, { domain: line.domain, prompt: line.prompt, lines: new Map() });
     groups.get(key).lines.set(`${line.run.label}\u0000${line.stage}\u0000${line.who}\u0000${line.step}`, line); // evaluated again after a restart: the newest counts
   }
-  const state = { domain: ANY, what: ANY };
+  const state = (kept.answers ||= { domain: ANY, what: ANY });
   const body = el("div", { className: "questions" }), filters = el("div", { className: "filters" }), count = el("span", { className: "count" });
   const ends = (group) => { const own = [...group.lines.values()].filter((line) => line.who === "student"); return [own[0], own[own.length - 1]]; };
   const kinds = { mended: (a, b) => a?.right === false && b?.right === true, broken: (a, b) => a?.right === true && b?.right === false, "still wrong": (a, b) => a?.right === false && b?.right === false };
@@ -82,7 +86,7 @@ function answers(runs) {
     count.textContent = `${found.length} of ${groups.size}`;
     replace(body, found.length ? found.map((group) => question(group, runs.length > 1)) : el("p", { className: "muted" }, "No question fits."));
   };
-  filters.append(choose("domain", [ANY, ...unique(lines.map((line) => line.domain))], ANY, (value) => { state.domain = value; fill(); }), choose("what became of it", [ANY, ...Object.keys(kinds)], ANY, (value) => { state.what = value; fill(); }), count);
+  filters.append(choose("domain", [ANY, ...unique(lines.map((line) => line.domain))], state.domain, (value) => { state.domain = value; fill(); }), choose("what became of it", [ANY, ...Object.keys(kinds)], state.what, (value) => { state.what = value; fill(); }), count);
   fill();
   return section("answers", "Before and after", "The same held-out questions, every time the student was measured; and what its teachers say.", filters, body);
 }
