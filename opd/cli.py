@@ -38,9 +38,9 @@ LARGEST = 2**64 - 1  # seed
 
 def _version(asked: bool) -> None:
     if asked:
-        from opd import __version__
+        from opd.version import this_version
 
-        print(f"opd {__version__}")
+        print(f"opd {this_version()}")
         raise typer.Exit
 
 
@@ -287,6 +287,9 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="An adapter directory; repeat for several.")
     ] = None,
+    revision: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=REVISION", help="Of a model on the hub; default: its newest.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback is seen by others.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 8200,
     token_env: Annotated[
@@ -321,6 +324,7 @@ def serve(
         limits,
         request_seconds,
         drain_seconds,
+        revision or (),
     )
     start(models, adapter or (), settings, to_stderr)
 

@@ -255,10 +255,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class WeightsRef:
-    """Weights to publish to a sampler: a policy version and its tensors by parameter name (LoRA already merged)."""
+    """Weights to publish to a sampler: a policy version and its tensors by parameter name (LoRA already merged).
+
+    `adapter`: LoRA's factors by the names of peft's files, for a sampler that takes them by themselves.
+    """
 
     version: int
     tensors: Mapping[str, Any]
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TokenSampler(Protocol):

@@ -37,6 +37,7 @@ SMALLEST = {
     "plot_divergences": "",
     "divergence": "--device cpu --tokens 16 --vocabulary 64",
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
+    "decode": "--device cpu --shapes tiny --slots 4 --columns 24 --steps 4",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
     "topk": "--device cpu --tokens 16 --vocabulary 64 --width 8 --repeats 1",
     "step_curves": "--device cpu --smallest --warm 0",
@@ -46,7 +47,7 @@ SMALLEST = {
     "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
     "store_writer": "--tokens 4000 --slots 8 --mean 20 --repeats 1",
-    "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4",
+    "async": "--staleness 1 --seeds 1 --steps 2 --prompts 4 --questions 4 --processes 0",
     "store_overhead": "--model tiny/arithmetic --pairs 2 --requests 2 --new-tokens 4",
 }
 UNTRIED = ("step_trl",)  # TRL is no dependency
@@ -70,6 +71,11 @@ def run(copy: Path, name: str, arguments: str) -> None:
     process = FORKS.Process(target=script, args=(str(copy), name, arguments.split()))
     process.start()
     assert ended(process) == 0, (copy / "out.txt").read_text(encoding="utf-8")[-6000:]
+
+
+def run_text(copy: Path, name: str, arguments: str) -> str:
+    run(copy, name, arguments)
+    return (copy / "out.txt").read_text(encoding="utf-8")
 
 
 def script(root: str, name: str, arguments: list[str]) -> None:
@@ -97,6 +103,18 @@ def test_it_runs(name: str, copy: Path) -> None:
     if "--run {run}" in SMALLEST[name]:
         opd.run(RECIPE, out=directory)
     run(copy, name, SMALLEST[name].format(run=directory))
+
+
+def test_the_edition_for_a_gpu_goes_through(copy: Path) -> None:
+    """On a CPU, with a tiny model: the start, specialists of both origins, arms that ask them, imitate them and add them up."""
+    where = copy / "run"
+    size = "--steps 1 --start-steps 1 --specialist-steps 1 --rollouts 8 --prompts 4 --seeds 0 --workers 0 --smallest"
+    shared = f"--edition smol --directory {where} --domains words {size}"
+    run(copy, "integrate", f"{shared} --arms opd-exact sft-teacher merge-stack")
+    run(copy, "integrate", f"specialists tune arms {shared} --origin foreign --arms opd-exact")
+    made = {path.name.rpartition("-seed")[0] for path in (where / "entries").iterdir()}
+    assert {f"{name}-0.0005-1" for name in ("opd-exact", "sft-teacher", "opd-exact-foreign")} <= made
+    assert "nothing to integrate" in run_text(copy, "integrate", f"report {shared}")
 
 
 def test_the_step_is_compared_with_trl(copy: Path) -> None:

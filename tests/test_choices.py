@@ -86,7 +86,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "source.run": {"source": "run:runs/x", "stage": "score", "share": 2.0}, "source.stage": {"source": "stage:score"},
     "source.file": {"source": "rows.jsonl", "columns": {"prompt": "question"}, "limit": 9, "eval_source": "held.csv"},
     "source.dataset": {"source": "owner/name", "split": "test", "limit": 5},
-    "monitor.kl": {"fall": 9.0, "action": "stop"}, "monitor.diversity": {"fall": 0.5}, "monitor.stopping": {"longer": 3.0}, "monitor.shortening": {"share": 0.5},
+    "monitor.kl": {"fall": 9.0, "action": "stop"}, "monitor.diversity": {"fall": 0.5}, "monitor.stopping": {"longer": 3.0}, "monitor.shortening": {"share": 0.5}, "monitor.lengthening": {"longer": 3.0},
     "monitor.token": {"largest": 9.0}, "monitor.mismatch": {"log_ratio": 0.1}, "monitor.staleness": {"most": 2.0}, "monitor.calibration": {"window": 5},
     "monitor.together": {"evaluations": 2}, "monitor.saturation": {"errors": 2.0}, "monitor.conflict": {"cosine": -0.2}, "monitor.prefix": {"depth": 0.5},
     "gate.correct": {"threshold": 0.9}, "gate.wrong": {"threshold": 0.1}, "gate.all_wrong": {}, "gate.all_correct": {"threshold": 0.7},

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import opd
 from opd import cli
 from opd.config import load_recipe
 from opd.runner.plan import make_plan
+from opd.version import this_version
 from tests.helpers import save_tiny
 
 
@@ -52,7 +52,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(capsys, monkeypatch, "--version") == (0, f"opd {opd.__version__}\n", "")
+    assert call(capsys, monkeypatch, "--version") == (0, f"opd {this_version()}\n", "")
 
 
 def test_schema(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

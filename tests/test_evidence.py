@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -72,6 +73,46 @@ def test_a_domain_is_worth_what_it_gained() -> None:
     assert flops(cost, 100, 200) == 2 * 100 * 15 + 2 * 200 * 15 + 6 * 100 * 15
 
 
+def test_another_framework_enters_with_its_answers(tmp_path: Path) -> None:
+    from integration.editions import tiny
+    from integration.report import enter, summarise
+
+    edition = tiny(tmp_path)
+    edition.domains, edition.prompts, edition.counts = ["sorting"], 4, dict.fromkeys(edition.counts, 4)
+    edition.write_data()
+    rows = [json.loads(line) for line in (tmp_path / "data/sorting-report.jsonl").read_text().splitlines()]
+    cost = {"prefill": 10, "sampled": 20, "scored": 30, "trained": 30, "rollouts": 5}
+    answers = {"sorting": [row["answer"] for row in rows[:3]] + ["?"]}
+    run = {"arm": "theirs-opd", "seed": 0, "split": "report", "settings": {"lr": 1, "steps": 7}, "seconds": 1.0}
+    run |= {"cost": cost, "answers": answers}
+    given = tmp_path / "theirs.json"
+    given.write_text(json.dumps(run))
+    entry = json.loads(enter(edition, given).read_text())
+    assert entry["marks"] == {"sorting": "1110"}
+    found = summarise(edition, {"sorting": "0000"}, {"sorting": "1111"})["arms"]["theirs-opd"]
+    assert found["score"]["value"] == 0.75
+    assert found["flops"]["marginal"] == 455_936 * (2 * 30 + 2 * 30 + 6 * 30)
+    schema = json.loads((BENCHMARKS / "integration/entry.schema.json").read_text())
+    jsonschema = pytest.importorskip("jsonschema")
+    for one in (entry, run):
+        jsonschema.validate(one, schema)
+    given.write_text(json.dumps(run | {"answers": {"sorting": ["1"]}}))
+    with pytest.raises(SystemExit, match=r"1 answers of sorting, and .* has 4 questions"):
+        enter(edition, given)
+
+
+def test_where_rl_gains_nothing_there_is_no_level() -> None:
+    from argparse import Namespace
+
+    from headline import summarise
+    from integration.editions import tiny
+
+    cost = {"prefill": 1, "sampled": 1, "scored": 0, "trained": 2}
+    run = {"cost": cost, "curve": [{"tokens": 4, "scores": {"a": 1.0}}], "evals": {"main": {"a": {"before": 1.0}}}}
+    found = summarise(tiny(Path()), {"grpo": [run], "exact-gold": [run]}, {"gold": 1.0}, Namespace(domain="a"))
+    assert (found["rl_gain"], found["levels"]) == (0.0, {})
+
+
 def test_a_level_that_is_missed_is_censored() -> None:
     from headline import cost_to, factor, told
 
@@ -85,7 +126,9 @@ def test_a_level_that_is_missed_is_censored() -> None:
     assert factor([(10.0, True)], rl) == {"value": 10.0, "low": 10.0, "high": 10.0, "at_least": False}
     bound = factor([(10.0, True)], [(100.0, True), (100.0, False)])
     assert bound == {"value": 10.0, "low": 10.0, "high": None, "at_least": True}
-    assert told({"factor": bound}) == "RL costs at least 10.0x [10.0, ]"
+    assert told({"factor": bound, "tokens_factor": factor([(10.0, True)], rl)}) == (
+        "RL costs at least 10.0x [10.0, ] the FLOPs, 10.0x [10.0, 10.0] the tokens of answers"
+    )
 
 
 def test_outcomes_of_labs_come_from_what_was_measured() -> None:
@@ -93,19 +136,75 @@ def test_outcomes_of_labs_come_from_what_was_measured() -> None:
 
     def stage(name: str, **scores: tuple[float, float]) -> dict[str, Any]:
         found = {
-            domain: {"details": {"before": {"n": 200, "greedy": before}, "after": {"n": 200, "greedy": after}}}
+            domain: {"before": {"n": 200, "greedy": before}, "after": {"n": 200, "greedy": after}}
             for domain, (before, after) in scores.items()
         }
-        return {"name": name, "evals": found}
+        return {"name": name, "scores": found}
 
     stages = [
         stage("sft", ciphers=(0.5, 0.8)), stage("reasoning-rl", arithmetic=(0.5, 0.9)), stage("agentic-rl", spelling=(0.5, 1.0)),
         stage("general-rl", sorting=(0.5, 0.8)),
         stage("recovery", arithmetic=(0.6, 0.9), spelling=(0.7, 0.9), ciphers=(0.4, 0.8), sorting=(0.8, 0.76)),
     ]  # fmt: skip
-    run = {"": {one["name"]: one for one in stages}}
+    run = {"": {one["name"]: one["scores"] for one in stages}}
     found = {name: outcome(predicted, [run, run]) for name, (predicted, _) in PREDICTIONS["labs/glm5"].items()}
     worst, last = found.values()
     assert worst["by_seed"] == [pytest.approx(0.9)] * 2  # spelling
     assert last["value"] == pytest.approx(0.95)
     assert last["low"] < 0.95 < last["high"]
+
+
+@pytest.mark.slow
+def test_a_job_is_done_with_all_that_it_makes(tmp_path: Path) -> None:
+    from integration.editions import tiny
+    from integration.jobs import run_all
+
+    edition = tiny(tmp_path)
+    edition.domains, edition.prompts, edition.counts = ["sorting"], 4, dict.fromkeys(edition.counts, 4)
+    edition.write_data()
+    other = edition.job("other", 0, "tune", model=edition.start)
+    answers = Path(edition.answers(edition.specialist("sorting")))
+    job = edition.job("one", 0, "report", model=edition.specialist("sorting"), references=[other], answers=str(answers))
+    made = [Path(job["entry"]), Path(other["entry"]), answers]
+    run_all([job], tmp_path, 0)
+    answers.unlink()  # as if a worker had been ended before it came to them, or on the way to another machine
+    run_all([job], tmp_path, 0)
+    assert all(path.is_file() for path in made)
+    assert max(made, key=lambda path: path.stat().st_mtime_ns) == made[0]  # its own entry is the last
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_takes_one_job_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One job is killed, one takes longer than it may; the study says so, does the others and then says what is missing."""
+    import os
+    import time
+    from signal import SIGKILL
+    from threading import Thread
+
+    from integration import jobs
+    from integration.editions import tiny
+
+    edition = tiny(tmp_path)
+    edition.domains, edition.prompts, edition.counts = ["sorting"], 4, dict.fromkeys(edition.counts, 4)
+    edition.write_data()
+    waits = tmp_path / "waits"
+    waits.mkdir()
+    os.mkfifo(waits / "sorting-report.jsonl")  # nobody ever writes to it
+    late, killed, whole = (edition.job(name, 0, "report", model=edition.start) for name in ("late", "killed", "whole"))
+    late |= {"data": str(waits), "limit": 0.5}
+    killed |= {"data": str(waits)}
+
+    def kill() -> None:
+        while not (tmp_path / "jobs" / "killed-seed0.log").is_file():
+            time.sleep(0.05)
+        process = jobs._workers(1)[0]._process
+        assert process.pid is not None
+        os.kill(process.pid, SIGKILL)
+
+    Thread(target=kill, daemon=True).start()
+    with pytest.raises(SystemExit, match="2 of 3 runs have no entry: late-seed0, killed-seed0"):
+        jobs.run_all([late, killed, whole], tmp_path, 1)
+    told = capsys.readouterr().out
+    assert "late-seed0: no entry; it took longer than its limit" in told
+    assert "killed-seed0: no entry; its process was ended by SIGKILL" in told
+    assert list(jobs.run_all([whole], tmp_path, 1)) == ["whole-seed0"]

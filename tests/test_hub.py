@@ -9,19 +9,26 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
+from opd.cluster.ray_run import commits_of
+from opd.cluster.ray_servers import ServerWorker
+from opd.cluster.served_stage import served_name
 from opd.config import Hub, Stage
 from opd.data.row_source import DatasetPrompts
 from opd.data.sources import open_source
-from opd.errors import DataError, ModelError, RecipeError
-from opd.models import load_config
+from opd.errors import DataError, ModelError, RecipeError, UserError
+from opd.files import SEALS, write_sealed
+from opd.models import load_config, load_model
 from opd.models.load import locate
 from opd.runner import inputs
 from opd.runner.checks import check_stage
 from opd.runner.hub import push, require_access
 from opd.runner.stage import StageRun
+from opd.serve import server as serving
+from opd.serve.server import ServeSettings
 from opd.store import RolloutStore
 from opd.teachers.kinds import ModelRef, ModelTeacher, Supplies
 from opd.teachers.local import LocalTeacher
@@ -40,6 +47,17 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def stage(**changes: object) -> Stage:
     return Stage.model_validate({"student": "org/nmae", "prompts": ["task:addition"]} | changes)
+
+
+def two_commits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with a model that is at commit a…, and has a later one, b…."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    root = cache / "models--org--name"
+    for number, commit in enumerate("ab"):
+        save_tiny(root / "snapshots" / (commit * 40), seed=number)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("a" * 40)
+    return root
 
 
 def test_a_misspelt_name_is_refused_at_once(offline: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,6 +108,28 @@ def test_the_base_of_an_adapter_stays_at_its_commit(tmp_path: Path, monkeypatch:
     assert locate(str(adapter), found).arguments["revision"] == "a" * 40
 
 
+def test_servers_of_a_cluster_have_the_commit_a_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = two_commits(tmp_path, monkeypatch)
+    spec = stage(student="tiny/spelling", teachers={"t": "org/name"})
+    assert commits_of(["org/name", "tiny/spelling"], tmp_path / "run") == {"org/name": "a" * 40}
+    (tmp_path / "run").mkdir()
+    write_sealed(tmp_path / "run" / SEALS, {"inputs": inputs.inputs_of([spec], print)})
+    (root / "refs" / "main").write_text("b" * 40)
+    commits = commits_of(["org/name", "tiny/spelling"], tmp_path / "run")
+    assert commits == {"org/name": "a" * 40}
+    command = ServerWorker(["tiny/spelling", "org/name"], "token", "cpu", "float32", None, commits)._command
+    name = served_name("org/name")
+    assert command[command.index("--revision") + 1] == f"{name}={'a' * 40}"
+    named, settings = {name: "org/name", "newest": "org/name"}, ServeSettings(device="cpu")
+    served = serving._load(named, serving._revisions([f"{name}={'a' * 40}"], named), settings, print)
+    begun, newest = served[name].model, served["newest"].model
+    own = load_model(str(root / "snapshots" / ("a" * 40)))
+    assert torch.equal(begun.head.weight, own.head.weight)
+    assert not torch.equal(newest.head.weight, own.head.weight)
+    with pytest.raises(UserError, match="expected NAME=REVISION"):
+        serving._revisions(["other=main"], named)
+
+
 class Borrowed(ModelTeacher):
     """A kind of one's own, which names its model as it likes."""
 
@@ -106,12 +146,7 @@ class Borrowed(ModelTeacher):
 def test_teachers_of_every_kind_stay_at_the_commit_a_run_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    root = tmp_path / "models--org--name"
-    for number, commit in enumerate("ab"):
-        save_tiny(root / "snapshots" / (commit * 40), seed=number)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text("a" * 40)
+    root = two_commits(tmp_path, monkeypatch)
     student = str(root / "snapshots" / ("a" * 40))
     spec = stage(student=student, sampler={"slots": 2}, eval={"prompts": 0}, teachers={"t": "org/name"}, device="cpu")
     spec = spec.model_copy(update={"teachers": {"t": Borrowed(lender="org/name")}})

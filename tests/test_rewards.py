@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -347,6 +348,21 @@ def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -
         time.sleep(0.05)
     assert not _alive(worker)
     assert not _alive(child)
+
+
+def test_a_fork_whose_parent_died_before_it_was_tied_ends() -> None:
+    code = """
+        import os, time
+        from opd.rewards.worker import _tied_to
+        owner = os.getpid()
+        if os.fork():
+            os._exit(0)
+        while os.getppid() == owner:
+            time.sleep(0.01)
+        print(_tied_to(owner), _tied_to(os.getppid()), flush=True)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def _alive(pid: int) -> bool:

@@ -129,6 +129,14 @@ def test_a_run_taken_up_does_not_measure_again(tmp_path: Path) -> None:
 
 def test_one_line_for_what_several_teachers_have_in_common() -> None:
     lines = warnings([Pair("a", kl=0.2), Pair("b", kl=0.5, overlap=0.5), Pair("c", kl=0.1)])
-    assert lines[0].startswith("initial KL above 0.15 nats per token: a (0.2), b (0.5). Begin with a cold start")
+    assert lines[0].startswith("initial KL above 0.15 nats per token: a (0.2), b (0.5). Others have taught well")
     assert lines[1].startswith("less than 70% of the 16 likeliest tokens agree: b (50%). ")
     assert len(lines) == 2
+
+
+def test_a_cold_start_is_decided_by_a_diagnosis_alone() -> None:
+    """The quickstart's teachers are as far away as this before training, and on-policy distillation works."""
+    for teacher in (Pair("arithmetic", kl=0.23, overlap=0.66, stop_mass=0.7), Pair("other", kl=1.3, origin=0.1)):
+        remedies = [finding.remedy for finding in teacher.findings]
+        assert len(remedies) > 1
+        assert all("`opd diagnose` " in remedy for remedy in remedies)

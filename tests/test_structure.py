@@ -28,6 +28,8 @@ LAYERS = [
         "plugins",
         "overrides",
         "files",
+        "holder",
+        "version",
         "text",
         "hub",
         "remote",

@@ -35,8 +35,7 @@ LAST_STANDARD = 2  # descriptor that programs expect to be open
 
 def main(parent: int) -> None:
     """`parent` 0: behind walls, where there is no other process to hurt."""
-    _tie_to_parent()
-    if parent and os.getppid() != parent:
+    if not _tied_to(parent):
         return
     _limit_memory(MEMORY)
     answers = os.dup(1)  # what rewards print must not mix with what is answered
@@ -62,8 +61,7 @@ def serve_fork(asked: int, answers: int, functions: Mapping[str, RewardFunction]
         if descriptor not in (asked, answers, nowhere):
             os.dup2(nowhere, descriptor, inheritable=descriptor <= LAST_STANDARD)
     sys.stdin, sys.stdout, sys.stderr = open(os.devnull), open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115
-    _tie_to_parent()
-    if os.getppid() != owner:
+    if not _tied_to(owner):
         return
     known.update(functions)
     os.write(answers, READY)
@@ -114,9 +112,11 @@ def _answer(line: bytes, *, confined: bool, answers: int, asked: int) -> Reply:
 def _fork(kind: RewardKind, request: Request, private: tuple[int, ...]) -> tuple[Reply, bool]:
     """The reply of a fork, and whether it ended without one."""
     reading, writing = os.pipe()
+    worker = os.getpid()
     child = os.fork()
     if child == 0:
-        _tie_to_parent()
+        if not _tied_to(worker):
+            os._exit(1)
         os.setsid()
         for descriptor in (reading, *private):
             os.close(descriptor)
@@ -141,12 +141,13 @@ def _fork(kind: RewardKind, request: Request, private: tuple[int, ...]) -> tuple
     return failure(f"its process died ({os.waitstatus_to_exitcode(status)})"), True
 
 
-def _tie_to_parent() -> None:
-    """It dies with its parent, and no process of the same user reads or writes its memory."""
+def _tied_to(parent: int) -> bool:
+    """It dies with its parent (False: that died before the tie was made), and no process of the same user reads or writes its memory."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    return not parent or os.getppid() == parent
 
 
 def _listen(descriptor: int, deadline: float) -> tuple[bytes, bool]:

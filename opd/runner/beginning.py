@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.files import FORMAT, SEALS, sha256, sync, write_sealed, write_whole
+from opd.holder import NAME
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import moved as plugin_moved
 from opd.plugins import versions as plugin_versions
 from opd.runner.given import FOLDER as INPUTS
-from opd.runner.lock import NAME
+from opd.version import this_version
 
 if TYPE_CHECKING:
     from opd.config import Recipe
@@ -69,7 +70,6 @@ def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
 
 def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
     """`recipe.yaml` is what the user wrote, `resolved.yaml` what is carried out. With `run.json` the run has begun."""
-    from opd import __version__
     from opd.config.graph import mermaid
 
     write_whole(directory / "recipe.yaml", given)
@@ -78,7 +78,7 @@ def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[
     write_whole(directory / "resolved.yaml", resolved.model_copy(update={"plugins": copies}).to_yaml())
     sealed = ["resolved.yaml", *(name for name in copies if name.endswith(".py"))]
     files = {name: sha256(directory / name) for name in sealed}
-    facts = {"format": FORMAT, "opd": __version__, "files": files, "inputs": inputs}
+    facts = {"format": FORMAT, "opd": this_version(), "files": files, "inputs": inputs}
     if versions := plugin_versions(copies):
         facts["packages"] = versions
     write_sealed(directory / SEALS, facts)

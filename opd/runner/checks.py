@@ -69,15 +69,14 @@ def check_stage(
     for tracker in spec.log.to:
         tracker.require()
     require_access(spec, make=False)
-    if spec.student.lora is not None and importlib.util.find_spec("peft") is None:
-        raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
     _require_places(spec, device)
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())
     own = ModelRef(spec.student.model, spec.student.revision)
     names = {ref: (resolve_model(ref.model), revision_of(ref.model, ref.revision)) for ref in (own, *refs)}
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
-    tokenizer = tokenizers[names[own]]
+    tokenizer, config = tokenizers[names[own]], configs[names[own]]
+    adapted = _adapter_notes(spec, config)
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
@@ -112,9 +111,18 @@ def check_stage(
         )
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
     inputs = look_at_prompts(spec, sources, beside, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *_warnings(spec, outlooks)))
+    inputs = replace(inputs, notes=(*inputs.notes, *adapted, *_warnings(spec, outlooks)))
     alone = one_per_domain(table.get("teacher", {}), found)
-    return Checked(device, sources, domains, table, alone, rewarder, configs[names[own]], inputs, templates)
+    return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
+
+
+def _adapter_notes(spec: Stage, config: Any) -> list[str]:
+    """How the student's adapters get to the sampler, where it has a choice; `config`: the student's."""
+    if spec.student.lora is None:
+        return []
+    if importlib.util.find_spec("peft") is None:
+        raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
+    return list(spec.sampler.adapter_notes(config, spec.student.lora))
 
 
 def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 
 BYTES = {"float32": 4, "bfloat16": 2}
-QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # bytes per weight, scales included
+QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53, "mxfp4": 0.53}  # bytes per weight, scales included
 MOMENTS = 8  # bytes of AdamW's two, per weight that is trained
 CHUNKS = 5 * (64 << 20)  # of logits that the loss looks at, at most
 
@@ -126,16 +126,15 @@ def memory(
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
     merged = student.parameters * each if lora else 0  # on its way to the sampler, after the activations have gone
     found = {
-        "weights": student.parameters * each // (1 if lora else spread.group),
+        "weights": student.parameters * each // spread.group,
         "gradients and AdamW": trained * (gradient + kept + MOMENTS) // spread.group,
         "teachers": teachers,
         "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
-    if (
-        spread.sharded and not lora
-    ):  # the root while it passes, one layer and the next; gradients before they are summed
-        found["gathered"] = (student.outside + 2 * student.layer) * each + (student.outside + student.layer) * 4
+    if spread.sharded:  # the root while it passes, one layer and the next; gradients before they are summed
+        summed = 0 if lora else (student.outside + student.layer) * 4
+        found["gathered"] = (student.outside + 2 * student.layer) * each + summed
     return found
 
 
@@ -152,9 +151,9 @@ def _sampler(stage: Stage, student: ModelShape, own: str, longest: int, spread: 
     lora = stage.student.lora is not None
     copied = lora or spread.sharded or stage.sampler.dtype not in (None, own)
     cache, weights = slots * longest * student.key_values * student.layers * each, student.parameters * each
-    ahead = (
-        cache + weights + student.parameters * BYTES[own]
-    )  # a second one with weights of its own, and those on their way
+    # Further ones, each with weights of its own; those on their way to a thread, too, while processes share the machine's memory.
+    processes = stage.sampler.beside_trainer
+    ahead = max(processes, 1) * (cache + weights) + (0 if processes else student.parameters * BYTES[own])
     return cache + (weights if copied else 0) + (ahead if stage.rollout.staleness else 0)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from opd.config import STAGE_PREFIX, Stage
+from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.stage import MERGED
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
@@ -82,6 +82,26 @@ def revision_begun_with(recorded: Inputs, model: str, revision: str | None) -> s
     location = locate(model, revision)
     found = recorded.get(_hub_name(location)) or recorded.get(HUB + location.path)
     return found["commit"] if found else revision
+
+
+def revision_read(
+    recipe: Recipe,
+    outputs: Mapping[str, Path],
+    inputs: Mapping[str, Inputs],
+    stage: str,
+    model: str,
+    revision: str | None,
+) -> str | None:
+    """The same for what a stage reads; `outputs`: of stages before. One that was passed over gives on what it would have started
+    from, at the revision of that.
+    """
+    starts = {other.name: other.student for other in recipe.stages}
+    while model.startswith(STAGE_PREFIX):
+        stage = model.removeprefix(STAGE_PREFIX)
+        if outputs[stage].parent.parts[-2:] == ("checkpoints", stage):  # it was trained
+            return revision
+        model, revision = starts[stage].model, starts[stage].revision
+    return revision_begun_with(inputs.get(stage, {}), model, revision)
 
 
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:

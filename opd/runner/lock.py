@@ -1,7 +1,7 @@
 """One owner per run directory: `run.lock` names the process that writes there.
 
 The lock is the kernel's (`flock`), so it ends with its holder, however that dies, and the next one takes over. The text
-in the file only names the holder. Readers of a run directory never ask for it.
+in the file only names the holder. Readers of a run directory ask for a moment whether it is held (`opd.holder.at_work`).
 
 A new run is `claim`ed: the directory is made, locked, and only then looked into and written to. Whoever comes second finds
 it locked or used, and takes the next name.
@@ -13,16 +13,17 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from opd.errors import RunDirectoryError, RunLocked
+from opd.holder import NAME, describe, elsewhere, holder, myself
 
-NAME = "run.lock"
+LEASE, AGAIN = 180.0, 2.0  # seconds for a lock of another machine, which NFS keeps for 90, and between two tries
 ATTEMPTS = 100  # at a directory that others make and take away meanwhile
+LOOKS, BETWEEN = 5, 0.02  # at a lock that is held, maybe by a reader that asks about it; seconds
 _held: set[int] = set()
 
 
@@ -52,17 +53,36 @@ class RunLock:
     def directory(self) -> Path:
         return self.path.parent
 
-    def take(self) -> RunLock:
-        handle = self._open()
+    def take(self, looks: int = LOOKS) -> RunLock:
+        handle = self._open(looks)
         while not self._is(handle):  # its holder withdrew the directory, lock and all, while we waited
             os.close(handle)
-            handle = self._open()
+            handle = self._open(looks)
         self._handle, self.previous = handle, holder(self.directory)
         _held.add(handle)
-        self._write(json.dumps(_myself()))
+        self._write(json.dumps(myself()))
         return self
 
-    def _open(self) -> int:
+    def take_patiently(self) -> RunLock:
+        """For a job that is started again: a file server keeps the lock of a machine that is gone for a while."""
+        until, told = time.monotonic() + LEASE, False
+        while True:
+            try:
+                return self.take()
+            except RunLocked:
+                if not elsewhere(self.directory) or time.monotonic() >= until:
+                    raise
+            if not told:
+                who = describe(self.directory)
+                from opd.remote import to_stderr  # `opd --help` stays instant
+
+                to_stderr(
+                    f"{self.directory} is in use by {who}. If that machine is gone, its lock ends: waiting {LEASE:g} s"
+                )
+            told = True
+            time.sleep(AGAIN)
+
+    def _open(self, looks: int) -> int:
         """The lock's file, locked."""
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -74,7 +94,7 @@ class RunLock:
                 "open this file: check its permissions, or choose another directory."
             ) from None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle, looks)
         except BlockingIOError:
             os.close(handle)
             raise RunLocked(
@@ -122,6 +142,15 @@ class RunLock:
                 raise
 
 
+def _lock(handle: int, looks: int) -> None:
+    for _ in range(looks - 1):
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(BETWEEN)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 # A directory of one's own
 
 
@@ -136,7 +165,7 @@ def claim(wanted: Path) -> tuple[RunLock, bool]:
         if made or _free(candidate):
             lock = RunLock(candidate)
             try:
-                lock.take()
+                lock.take(looks=1)
             except Gone:
                 continue
             except RunLocked:
@@ -176,52 +205,3 @@ def _free(directory: Path) -> bool:
         return set(os.listdir(directory)) <= {NAME}
     except (NotADirectoryError, FileNotFoundError, PermissionError):
         return False
-
-
-# Who holds it
-
-
-def holder(directory: Path) -> dict[str, Any] | None:
-    """Who wrote `run.lock` last and did not give it back. That process may be dead."""
-    try:
-        found = json.loads((directory / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, not readable for us, or being written
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def describe(directory: Path) -> str:
-    """The holder in words.
-
-    >>> describe(Path("runs/quickstart"))        # doctest: +SKIP
-    'process 4711 on host7, since 2026-05-01 12:00:00'
-    """
-    found = holder(directory)
-    if found is None:
-        return "a process that has not named itself"
-    who = f"process {found.get('pid')} on {found.get('host')}, since {found.get('since')}"
-    mine = _myself()
-    here = found.get("host") == mine["host"] and found.get("boot") == mine["boot"]
-    if here and _started(found.get("pid")) != found.get("started"):
-        return f"a child of {who}, which has died"
-    return who
-
-
-def _myself() -> dict[str, Any]:
-    """Pids are used again: the start time (in clock ticks since boot) and the boot tell two processes apart."""
-    return {
-        "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "started": _started(os.getpid()), "boot": _first_line(Path("/proc/sys/kernel/random/boot_id")),
-    }  # fmt: skip
-
-
-def _started(pid: Any) -> str | None:
-    line = _first_line(Path(f"/proc/{pid}/stat"))
-    return line.rpartition(")")[2].split()[19] if line else None
-
-
-def _first_line(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:  # not Linux, or no such process
-        return None

@@ -19,7 +19,7 @@ from opd.files import disk_errors, lines_checked
 from opd.plugins import plugin_errors
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.hub import push, require_access
-from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_begun_with
+from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
 from opd.runner.interrupts import Interrupts
 from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
@@ -240,7 +240,7 @@ class Pipeline:
             self.world.placed(spec.inside(self._directory)),
             store,
             self._resolve_model,
-            revision_of=partial(revision_begun_with, (self._inputs or {}).get(spec.name, {})),
+            revision_of=partial(revision_read, self._recipe, self._outputs, self._inputs or {}, spec.name),
             check_stop=self._check_stop,
             on_phase=self._on_phase,
             on_token=self._progress.token,

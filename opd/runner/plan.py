@@ -146,8 +146,14 @@ def _ahead(stage: Stage) -> str:
         f"ratios to the log-probs of each token's own version in {', '.join(terms)}" if terms else "no correction"
     )
     beside = "rewards and teachers" if scores_ahead(stage) else "rewards"
+    count = stage.sampler.beside_trainer
+    where = (
+        "a thread with weights of its own"
+        if not count
+        else f"{count} process{'es' if count > 1 else ''} with weights of their own"
+    )
     return (
-        f"sampling runs up to {rollout.staleness} steps ahead of training, in a thread with weights of its own; {beside} are asked beside "
+        f"sampling runs up to {rollout.staleness} steps ahead of training, in {where}; {beside} are asked beside "
         f"training; rollouts under way {under_way[rollout.in_flight]}; {corrected}; a resumed run goes on, but not bit for bit"
     )
 

@@ -1,6 +1,6 @@
 """Finished stages of another run that are used again: those whose settings and inputs, by content, are the same here.
 
-A stage's key is a hash of opd's version, of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
+A stage's key is a hash of opd's version and source, of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
 change is felt by the stage it is made in and by those behind it, and by no other.
 """
 
@@ -24,6 +24,7 @@ from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
 from opd.runner.merges import merged_directory
 from opd.runner.resume import LINES, RESULT
+from opd.version import this_version
 
 REUSED = "reused.json"  # beside the result: where a stage was taken from
 WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
@@ -71,14 +72,12 @@ def reuse_stages(
     say: Callable[[str], None],
 ) -> list[str]:  # fmt: skip
     """Put finished stages of other runs into this one's directory; `without`: those that are to run in any case."""
-    from opd import __version__
-
     if earlier and recipe.plugins:
         raise UserError("--reuse: the recipe has plugins, whose code no key covers. Drop --reuse.")
     if earlier and any(True for stage in recipe.stages for _ in callables(stage.rewards)):
         raise UserError("reuse: rewards are Python callables, whose code no key covers. Drop reuse, or rewards.")
     runs = [EarlierStages(path) for path in earlier]
-    keys = stage_keys(recipe, inputs, __version__)
+    keys = stage_keys(recipe, inputs, this_version())
     found = {name: next((run for run in runs if key in run.by_key), None) for name, key in keys.items()}
     taken = {name: run for name, run in found.items() if run is not None and name not in without}
     while (

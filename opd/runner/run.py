@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import Preempted, RunDirectoryError, Stopped
 from opd.files import SEALS, disk_errors, read_sealed, sha256
+from opd.holder import NAME
 from opd.plugins import plugin_errors
 from opd.plugins import versions as plugin_versions
 from opd.runner.beginning import EARLY, withdraw, write_recipe
 from opd.runner.directory import Run
 from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
-from opd.runner.lock import ATTEMPTS, NAME, Gone, RunLock, claim, make
+from opd.runner.lock import ATTEMPTS, Gone, RunLock, claim, make
 from opd.text import plain
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
@@ -334,7 +335,7 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
     for attempt in range(ATTEMPTS):
         made, begun = make(wanted), os.path.lexists(lock.path)
         try:
-            lock.take()
+            lock.take_patiently()
             break
         except Gone:  # made by another one, who took it away again; or a link to nowhere
             if attempt == ATTEMPTS - 1:

@@ -69,7 +69,9 @@ def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width:
 
 
 def decode_steps(stage: Stage) -> int:
-    """Of a whole stage, if every answer is as long as it may be."""
+    """Of a whole stage, if every answer is as long as it may be; none where it samples in another process."""
+    if not stage.sampler.sequences():
+        return 0
     rounds = -(-stage.rollout.prompts * stage.rollout.samples // stage.sampler.sequences())
     return stage.train.steps * rounds * stage.rollout.max_new_tokens
 
@@ -110,5 +112,6 @@ def sizes_in_words(stage: Stage) -> str:
     scored = sorted({tokens for kind in stage.teachers.values() if (tokens := kind.scored_at_once()) is not None})
     parts = [f"micro-batches of {stage.train.micro_tokens:,} tokens"]
     parts += [f"teachers read {' or '.join(f'{tokens:,}' for tokens in scored)} at once"] if scored else []
-    worth = f"{decode_steps(stage):,} decode steps; compiling is worth it from {COMPILED_STEPS:,} on a GPU"
-    return "; ".join([*parts, *stage.sampler.in_words(), worth])
+    steps = decode_steps(stage)
+    worth = [f"{steps:,} decode steps; compiling is worth it from {COMPILED_STEPS:,} on a GPU"] if steps else []
+    return "; ".join([*parts, *stage.sampler.in_words(), *worth])

@@ -34,6 +34,7 @@ from opd.sampling.replay import RunSource
 from opd.sampling.writers import Desk
 from opd.store import RolloutStore
 from opd.store.calls import StoredCalls
+from opd.teachers.blending import models_of
 from opd.teachers.cache import FOLDER, ScoredStage, scored_by
 from opd.teachers.kinds import ModelRef, Surroundings
 from opd.teachers.pool import open_teachers
@@ -108,7 +109,7 @@ class StageRun:
                 f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
             )
         self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
-        self._build(checked.inputs, on_token)
+        self._build(checked.inputs, on_token, revision_of(spec.student.model, spec.student.revision))
 
     def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
         """Whose scores this stage keeps, for teachers of kind cached."""
@@ -154,7 +155,7 @@ class StageRun:
             )
         return fits
 
-    def _build(self, inputs: Looked, on_token: Callable[[], None]) -> None:
+    def _build(self, inputs: Looked, on_token: Callable[[], None], revision: str | None) -> None:
         """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
         spec = self.spec
         for note in (*inputs.notes, *spec.sampler.notes()):
@@ -163,9 +164,8 @@ class StageRun:
         self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
         shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
         max_length = max(inputs.room + response_limit(spec), shown)
-        self.samplers = StageSamplers(
-            spec, self.student, self.teachers, max_length, self.stop_ids, self.world, self.check_stop
-        )
+        around = (self.world, self.check_stop, revision, self.say, self.store)
+        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, *around)
         self.engine = self.samplers.student
         if spec.rollout.teacher_mix:
             mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
@@ -244,7 +244,7 @@ class StageRun:
     def publish(self, version: int | None = None, step: int | None = None) -> None:
         """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
         self.version = self.version + 1 if version is None else version
-        weights = self.student.weights(self.version)
+        weights = self.samplers.weights_of(self.student, self.version)
         self.samplers.load(weights)
         if self.ahead is not None and step is not None:
             self.ahead.trained(step)
@@ -256,7 +256,7 @@ class StageRun:
         """While teachers score, in this order: those that wait outside are brought in time."""
         if self.pager is None:
             return nullcontext()
-        return self.pager.scoring([self.teachers[name].model for name in names])
+        return self.pager.scoring([model for name in names for model in models_of(self.teachers[name])])
 
     def page_metrics(self) -> dict[str, float]:
         """What teachers that come and go cost this step, which is over: their heads are not needed any more."""

@@ -44,26 +44,27 @@ class StageModels:
         self.pager: Pager | None = None
         if self._paged and spec.pool.resident is not None:
             keep = spec.pool.keep_on(self._device)
-            roles = {kind.role for kind in spec.teachers.values() if kind.can_wait}
-            self.pager = Pager(spec.pool.resident, keep, scratch, heads=len(roles))
+            heads: dict[str, int] = {}  # of each role: a mixture needs those of all its parts at once
+            for kind in spec.teachers.values():
+                heads[kind.role] = max(heads.get(kind.role, 0), len(kind.waiting()))
+            self.pager = Pager(spec.pool.resident, keep, scratch, heads=sum(heads.values()))
 
     def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
         """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
         key = name, revision, dtype, device, _ = self._key(ModelRef(spec.student.model, spec.student.revision))
-        checkpointing = spec.student.gradient_checkpointing
-        if spec.student.lora is None:
-            parted = self._world.load_student(name, dtype, device, revision, spec.cluster, checkpointing)
-            if parted is not None:
-                return parted
+        checkpointing, lora = spec.student.gradient_checkpointing, spec.student.lora
+        parted = self._world.load_student(name, dtype, device, revision, spec.cluster, checkpointing, lora)
+        if parted is not None:
+            return parted
         model = load_model(
             name,
             dtype=dtype,
             revision=revision,
-            lora=spec.student.lora,
+            lora=lora,
             gradient_checkpointing=checkpointing,
             device=device,
         )
-        if spec.student.lora is not None and not sharded:
+        if lora is not None and not sharded:
             self._known[key] = model.base()
         return model
 

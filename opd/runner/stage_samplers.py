@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from opd.config import Stage
 from opd.models.language_model import LanguageModel
-from opd.sampling.ahead import AheadSampler
+from opd.sampling.ahead import KeepsTokens, ThreadSampler
 from opd.sampling.graphs import Partner
+from opd.sampling.requests import weights_of
 from opd.sampling.samplers import SamplerKind
+from opd.store import RolloutStore
 from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
 
@@ -25,13 +29,20 @@ class StageSamplers:
         stop_ids: tuple[int, ...],
         world: World,
         check_stop: Callable[[], None] = lambda: None,
+        revision: str | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        store: RolloutStore | None = None,
     ) -> None:
-        self._world, self._check_stop = world, check_stop
+        """`revision`: of the student's model, as it was loaded. `store`: for samplers that write into it themselves."""
+        self._say = lambda line: say(f"{spec.name}: {line}")
+        self._world, self._check_stop, self._store = world, check_stop, store
         self._spec, self._model, self._models = spec, student, teachers
         self.max_length, self._stop_ids = max_length, stop_ids
         self._teachers: dict[str, TokenSampler] = {}
         self._mixed: dict[str, TokenSampler] = {}
         self._version = 0
+        config = student.module.config
+        self._swaps = student.lora is not None and spec.sampler.takes_adapters(config, student.lora)
         ahead, kind = bool(spec.rollout.staleness), spec.sampler
         kind = kind.beside() if ahead and kind.led else kind  # its engines sample ahead, and have other weights then
         opens = world.opens_sampler(kind.led)
@@ -40,13 +51,35 @@ class StageSamplers:
         self.copy = copied if student.passes_alone or world.samples_everywhere(kind.led) else None
         self._own = self._opened(copied, kind=kind) if opens and copied is not None else None
         self.manner = "" if self._own is None else kind.manner(self._own)  # where that is slower than usual
-        self.student = world.student_sampler(self._own, kind.led, spec, copied or student, max_length, stop_ids)
-        wide = spec.sampler.for_batches(spec.rollout.prompts * spec.rollout.samples, student)
-        self._ahead = self._opened(student.inference_copy(self._dtype, own=True), kind=wide) if ahead else None
-        self.ahead: AheadSampler | None = None  # samples for batches, in a thread of its own
-        if self._ahead is not None:
-            self.ahead = AheadSampler(self._ahead, student, spec.rollout.in_flight)
-        self._close = [(kind, self._own), (spec.sampler, self._ahead)]
+        read = spec.model_copy(update={"student": spec.student.model_copy(update={"revision": revision})})
+        self.student = world.student_sampler(self._own, kind.led, read, copied or student, max_length, stop_ids)
+        self._close: list[Callable[[], None]] = [] if self._own is None else [partial(kind.close, self._own)]
+        # samples for batches, beside training; nobody trains where there is no store
+        self.ahead = self._beside(revision) if ahead and store is not None else None
+
+    def _beside(self, revision: str | None) -> ThreadSampler | KeepsTokens:
+        spec, student, rollout = self._spec, self._model, self._spec.rollout
+        kind = spec.sampler.for_batches(rollout.prompts * rollout.samples, student)
+        if count := kind.beside_trainer:
+            from opd.trainer.sampler_processes import SamplerProcesses
+
+            assert self._store is not None
+            facts = {
+                "revision": revision,
+                "sampler": kind.model_dump(mode="json"),
+                "max_length": self.max_length,
+                "stop_ids": list(self._stop_ids),
+                "threads": spec.threads or max(1, (os.cpu_count() or 1) // 2 // count),
+                "in_flight": rollout.in_flight,
+                "commit_ms": spec.store.commit_ms,
+                "fsync": spec.store.fsync,
+            }
+            processes = SamplerProcesses(student, count, self._store, facts, self._check_stop, self._say)
+            self._close.append(processes.close)
+            return processes
+        sampler = self._opened(student.inference_copy(self._dtype, own=True), kind=kind)
+        self._close.append(partial(kind.close, sampler))
+        return ThreadSampler(sampler, student, rollout.in_flight)
 
     def teacher(self, name: str) -> TokenSampler:
         if name not in self._teachers:
@@ -67,6 +100,10 @@ class StageSamplers:
         length = min(self.max_length, model.context)
         return self._world.sampler(self._spec.sampler.beside().open(copy, length, merge_stop=self._stop_ids))
 
+    def weights_of(self, student: LanguageModel, version: int) -> WeightsRef:
+        """What `load` needs of it, as it is now; all ranks have to ask."""
+        return weights_of(student, version, self._swaps)
+
     def load(self, weights: WeightsRef) -> None:
         """The student's, wherever it samples."""
         self._version = weights.version
@@ -74,9 +111,8 @@ class StageSamplers:
             sampler.load(weights)
 
     def close(self) -> None:
-        for kind, sampler in self._close:
-            if sampler is not None:
-                kind.close(sampler)
+        for close in self._close:
+            close()
 
     @property
     def _dtype(self) -> torch.dtype | None:
@@ -90,5 +126,5 @@ class StageSamplers:
     ) -> TokenSampler:
         kind = kind or self._spec.sampler
         sampler = kind.open(model, self.max_length, merge_stop=self._stop_ids, partner=partner)
-        kind.heed(sampler, self._check_stop)
+        kind.heed(sampler, self._world.heed(self._check_stop) if kind.led else self._check_stop)
         return sampler

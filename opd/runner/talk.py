@@ -133,14 +133,14 @@ class Talk:
 
 
 def questions(ask: Callable[[], str]) -> Iterator[str]:
-    """Lines until the end of the input; empty ones are passed over."""
+    """Lines until the end of the input; empty ones are passed over, and bytes that are no text are shown as such."""
     while True:
         try:
             line = ask().strip()
         except EOFError:
             return
         if line:
-            yield line
+            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def converse(talk: Talk, lines: Iterable[str]) -> None:

@@ -43,7 +43,7 @@ class StageWatch:
         self._recipe, self._spec, self._directory, self._say, self._stop = recipe, spec, directory, say, stop
         taught = [kind for kind in spec.teachers.values() if kind.role == "teacher"]
         facts = StageFacts(
-            self_taught=any(kind.of_student for kind in taught),
+            self_taught=bool(taught) and all(kind.of_student for kind in taught),
             instructed=any(kind.view.instructs for kind in taught),
             before=lambda: _evaluated(result.before),
         )
