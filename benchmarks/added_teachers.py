@@ -17,7 +17,7 @@ from integration.editions import Edition
 from integration.jobs import run_all
 from integration.scores import share
 from integration.study import arguments, edition_of, spread
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 DOMAINS = ["arithmetic", "spelling", "sorting", "ciphers"]
 
@@ -34,6 +34,9 @@ def job(edition: Edition, number: int, seed: int, rate: float) -> dict[str, Any]
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
+    if args.draw:
+        found = saved("added-teachers.json")
+        return draw(found["start"], found["teachers"])
     edition = edition_of(args, DOMAINS)
     numbers = range(1, len(DOMAINS) + 1)
     jobs = {(n, seed): job(edition, n, seed, args.rates[-1]) for seed in range(args.seeds) for n in numbers}
@@ -55,7 +58,7 @@ def main() -> None:
         "domains": DOMAINS, "steps": args.steps, "rollouts": args.rollouts, "rate": args.rates[-1], "seeds": args.seeds,
         "held_out": args.prompts, "start": before, "teachers": table,
     })  # fmt: skip
-    draw(before, table)
+    return draw(before, table)
 
 
 def draw(before: dict[str, float], table: dict[str, Any]) -> None:

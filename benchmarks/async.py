@@ -1,18 +1,13 @@
 """Sampling ahead of training: the quickstart at several staleness bounds, over seeds.
 
-    pip install matplotlib
-    python benchmarks/async.py --workers 6
-
 Per bound: the final scores, how long the trainer waited until a batch was sampled, rewarded and scored, trained tokens per
 second, how far tokens lagged behind, and whether the lengths of the answers are those of the synchronous run (two one-sided tests of
 the means, within 5 %, level 5 %; beside it the largest gap between the two distributions). A score counts as within noise if it is
 above the synchronous mean less twice the standard error of the difference over seeds and questions.
-`--arms`: further settings beside the bounds. Writes benchmarks/results/async-cpu.json and docs/figures/async.svg.
+`--arms`: further settings beside the bounds. `--processes n`: samplers in so many processes; 0: one in a thread.
 
-    python benchmarks/async.py --name async-wait-cpu.json --workers 2 --seeds 2 --steps 40 --questions 8
-
-Waiting and tokens per second, measured again where each run has cores enough: the figure shows these. With
-`--name async-wait-epochs-cpu.json --epochs 3` the trainer passes over each batch three times, so that it is the slower one.
+    python benchmarks/async.py --workers 3 --processes 4       # benchmarks/results/async-cpu.json, docs/figures/async.svg
+    python benchmarks/async.py --workers 6 --processes 0 --name async-thread-cpu.json
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from runs import FIGURES, RESULTS, carry_out, save
 
 import opd
 
-NAME, WAITING, BUSY = "async-cpu.json", "async-wait-cpu.json", "async-wait-epochs-cpu.json"
+NAME, THREAD = "async-cpu.json", "async-thread-cpu.json"
 MARGIN, LEVEL_Z = 0.05, 1.6449
 ARMS: dict[str, dict[str, Any]] = {
     "8, keep": {"rollout": {"staleness": 8, "in_flight": "keep"}},
@@ -45,10 +40,13 @@ def recipe(changes: dict[str, Any], seed: int, args: argparse.Namespace) -> dict
     plain: dict[str, Any] = yaml.safe_load((Path(opd.__file__).parent / "recipes" / "quickstart.yaml").read_text())
     for key, values in changes.items():
         plain[key] |= values
-    plain["train"] |= {"steps": args.steps, "epochs": args.epochs}
+    plain["train"] |= {"steps": args.steps}
     plain["rollout"] |= {"prompts": args.prompts}
     plain["eval"] = {"prompts": args.questions, "teachers": False}
-    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # as sampling ahead has by itself
+    ahead = plain["rollout"].get("staleness", 0)
+    plain["sampler"] = {"slots": 128, "prefill_rows": 64}  # as sampling ahead in a thread has by itself
+    if ahead and args.processes:
+        plain["sampler"] = {"processes": args.processes}
     return plain | {"seed": seed}
 
 
@@ -124,9 +122,6 @@ def plot(rows: list[dict[str, Any]]) -> None:
         quality.plot([place] * len(found["scores"]), found["scores"], "o", color="tab:blue", ms=4, alpha=0.5)
     quality.plot(places, [found["mean"] for found in bounds], color="tab:blue", label="mean over domains, each seed")
     quality.set(xlabel="rollout.staleness", ylabel="final pass@1", ylim=(0, 1.02), xticks=places, xticklabels=names)
-    if (RESULTS / WAITING).is_file():
-        bounds = [found for found in rows_of(WAITING) if found["arm"].isdigit()]
-    places, names = range(len(bounds)), [found["arm"] for found in bounds]
     speed.plot(places, [found["tokens_per_s"] for found in bounds], "o-", color="tab:green")
     speed.set(
         xlabel="rollout.staleness", ylabel="trained tokens per second", ylim=(0, None), xticks=places, xticklabels=names
@@ -145,12 +140,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="*", default=[], choices=list(ARMS), help="beside the bounds")
     parser.add_argument("--steps", type=int, default=190)
-    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--questions", type=int, default=500, help="of each domain")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time; each has two busy threads")
+    parser.add_argument("--processes", type=int, default=4, help="that sample for one run; 0: a thread does")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
-    parser.add_argument("--name", default=NAME, choices=[NAME, WAITING, BUSY], help="of the file with the results")
+    parser.add_argument("--name", default=NAME, choices=[NAME, THREAD], help="of the file with the results")
     parser.add_argument("--plot", action="store_true", help="only draw what was measured")
     args = parser.parse_args()
     if args.plot:
@@ -169,21 +164,13 @@ def main() -> None:
             for arm, change in changes.items()
         }
         found: dict[str, list[dict[str, Any]]] = {}
+        rows: list[dict[str, Any]] = []
         for arm, waiting in jobs.items():
             found[arm] = [facts(job.result()) for job in waiting]
-            print(json.dumps(row(arm, found[arm], found["0"])), flush=True)
-    rows = [row(arm, runs, found["0"]) for arm, runs in found.items()]
-    save(
-        args.name,
-        {
-            "margin": MARGIN,
-            "steps": args.steps,
-            "epochs": args.epochs,
-            "seeds": args.seeds,
-            "workers": args.workers,
-            "rows": rows,
-        },
-    )
+            rows.append(row(arm, found[arm], found["0"]))
+            print(json.dumps(rows[-1]), flush=True)
+            told = {name: getattr(args, name) for name in ("steps", "processes", "seeds", "workers")}
+            save(args.name, {"margin": MARGIN, **told, "rows": rows})  # what is known so far
     if args.name == NAME:
         plot(rows)
 

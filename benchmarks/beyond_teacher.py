@@ -11,13 +11,12 @@ Writes benchmarks/results/beyond-teacher.json and docs/figures/beyond-teacher.sv
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runs import RESULTS, run_all, save, save_figure
+from runs import run_all, save, save_figure, saved
 
 TASK, DOMAIN, STUDENT, TEACHER = "task:addition", "arithmetic", "tiny/spelling", "tiny/generalist"
 
@@ -48,7 +47,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=400, help="held-out prompts of an evaluation")
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     args = parser.parse_args()
+    if args.draw:
+        return draw(saved("beyond-teacher.json"))
     directory = args.directory or Path(tempfile.mkdtemp())
     arms = [*(f"{weight:g}" for weight in args.weights), ALONE]
     jobs = {name(arm, seed): recipe(arm, seed, args) for arm in arms for seed in range(args.seeds)}
@@ -67,7 +69,7 @@ def main() -> None:
         "task": TASK, "student": STUDENT, "teacher": TEACHER, "teacher_score": teacher, "held_out": args.prompts,
         "lr": args.lr, "seeds": args.seeds, "outcome_weights": table, "runs": found,
     })  # fmt: skip
-    draw(json.loads((RESULTS / "beyond-teacher.json").read_text(encoding="utf-8")))
+    return draw(saved("beyond-teacher.json"))
 
 
 def name(arm: str, seed: int) -> str:

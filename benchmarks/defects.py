@@ -21,7 +21,7 @@ from integration.domains import read
 from integration.editions import REWARD, SFT, Edition
 from integration.jobs import run_all
 from integration.study import arguments, edition_of, score, spread
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 from opd.data.tasks import Dice
 
@@ -100,6 +100,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--teacher-steps", type=int, default=60)
     args = parser.parse_args()
+    if args.draw:
+        return draw(saved("defects.json")["defects"])
     edition = edition_of(args, [DOMAIN])
     teachers = {kind: teacher_job(edition, kind, args.teacher_steps, args.rates[0]) for kind in ("biased", "noisy")}
     told = run_all(list(teachers.values()), edition.directory, args.workers)
@@ -127,7 +129,7 @@ def main() -> None:
     save("defects.json", {
         "steps": args.steps, "rollouts": args.rollouts, "seeds": args.seeds, "rates": args.rates, "held_out": args.prompts, "defects": table,
     })  # fmt: skip
-    draw(table)
+    return draw(table)
 
 
 def draw(table: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 from integration.arms import EXACT, GRPO, SAMPLED, SAMPLED_REWARD, TOP_K
 from integration.editions import Edition
 from integration.study import Recipe, arguments, difference, edition_of, score, spread, tuned
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 DOMAIN, TEACHER, GROUP = "arithmetic", "tiny/arithmetic", 8
-K2: dict[str, Any] = {"form": "k2", "coefficient": 0.3, "gated": "zero"}
+K2: dict[str, Any] = {"form": "k2", "coefficient": 0.3}
+GATED: dict[str, Any] = {**K2, "gated": "zero"}
 
 
 def scope(power: float) -> list[dict[str, Any]]:
@@ -41,10 +42,10 @@ def arms(steps: int) -> dict[str, tuple[int, Any]]:
         "SelecTKD: accepted": (1, {**EXACT, "gate": {"kind": "selectkd"}}),
         "random half": (1, {**EXACT, "gate": {"kind": "random", "share": 0.5}}),
         "reward alone": (GROUP, GRPO),
-        "KDRL: teacher where wrong": (GROUP, [GRPO, {**K2, "gate": "wrong"}]),
-        "teacher where right": (GROUP, [GRPO, {**K2, "gate": "correct"}]),
+        "KDRL: teacher where wrong": (GROUP, [GRPO, {**GATED, "gate": "wrong"}]),
+        "teacher where right": (GROUP, [GRPO, {**GATED, "gate": "correct"}]),
         "teacher everywhere": (GROUP, [GRPO, K2]),
-        "teacher at random": (GROUP, [GRPO, {**K2, "gate": {"kind": "random", "share": 0.5}}]),
+        "teacher at random": (GROUP, [GRPO, {**GATED, "gate": {"kind": "random", "share": 0.5}}]),
         "SCOPE as published": (GROUP, scope(1.0)),
         "SCOPE as coded": (GROUP, scope(-1.0)),
         "SCOPE unweighted": (GROUP, scope(0.0)),
@@ -84,9 +85,14 @@ def recipe_of(edition: Edition, samples: int, objective: Any) -> Recipe:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
+        "--tuning-only", action="store_true", help="report the best tuning runs: one seed, on tuning prompts"
+    )
+    parser.add_argument(
         "--arms", nargs="+", help="some of them, with hyphens for spaces and without colons; default: all"
     )
     args: argparse.Namespace = parser.parse_args()
+    if args.draw:
+        return draw(saved("disputes.json")["scores"])
     edition = edition_of(args, [DOMAIN])
     names = {name: name.replace(":", "").replace(" ", "-") for name in arms(args.steps)}
     names = {name: short for name, short in names.items() if short in (args.arms or names.values())}
@@ -100,10 +106,11 @@ def main() -> None:
     for title, entry in ledger.items():
         print(f"{title}: {entry['value']:+.3f} [{entry['low']:+.3f}, {entry['high']:+.3f}]")
     save("disputes.json", {
-        "domain": DOMAIN, "steps": args.steps, "rollouts": args.rollouts, "seeds": args.seeds, "rates": args.rates, "held_out": args.prompts,
+        "domain": DOMAIN, "steps": args.steps, "rollouts": args.rollouts, "seeds": 1 if args.tuning_only else args.seeds,
+        "split": "tune" if args.tuning_only else "report", "rates": args.rates, "held_out": args.prompts,
         "scores": scores, "ledger": ledger, "runs": found,
     })  # fmt: skip
-    draw(scores)
+    return draw(scores)
 
 
 def draw(scores: dict[str, Any]) -> None:

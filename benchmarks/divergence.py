@@ -239,8 +239,11 @@ def values(ds: int = 1024) -> list[dict[str, Any]]:
     student, teacher = (Projection(*head) for head in heads)
     ids = torch.randint(0, V, (N,), generator=torch.Generator(device="cuda").manual_seed(0), device="cuda")
     cases: dict[str, tuple[Call, list[Tensor]]] = {
-        "token_logprobs, value": (lambda: token_logprobs(student.detach(), ids), []),
-        "token_logprobs, value and gradients": (lambda: token_logprobs(student, ids).sum(), list(heads[0])),
+        "token_logprobs, value": (lambda: token_logprobs(student.detach(), ids, trusted=True), []),
+        "token_logprobs, value and gradients": (
+            lambda: token_logprobs(student, ids, trusted=True).sum(),
+            list(heads[0]),
+        ),
         "statistics of the student": (lambda: row_statistics(student).entropy, []),
         "statistics of both": (lambda: row_statistics(student, teacher).entropy, []),
     }

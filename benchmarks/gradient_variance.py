@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 import torch
-from runs import save, save_figure
+from runs import save, save_figure, saved
 from torch import Tensor
 
 import opd
@@ -89,7 +89,10 @@ def main() -> None:
     parser.add_argument("--teachers", type=int, nargs="+", default=[1, 2, 4, 8, 12])
     parser.add_argument("--rollouts", type=int, default=96, help="of a batch, divided among the teachers")
     parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     args = parser.parse_args()
+    if args.draw:
+        return draw(saved("gradient-variance.json")["teachers"])
     torch.set_num_threads(1)
     student = opd.load_model("tiny/generalist")
     everyone = teachers_of(student)
@@ -103,7 +106,7 @@ def main() -> None:
         }
         print(number, {name: round(entry["noise"], 2) for name, entry in table[str(number)].items()}, flush=True)
     save("gradient-variance.json", {"rollouts": args.rollouts, "batches": args.batches, "teachers": table})
-    draw(table)
+    return draw(table)
 
 
 def draw(table: dict[str, Any]) -> None:

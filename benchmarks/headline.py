@@ -26,7 +26,7 @@ from integration.editions import SFT, Edition
 from integration.jobs import run_all
 from integration.report import parameters
 from integration.scores import flops
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 LEVELS = (0.5, 0.8, 1.0)
 TUNING_SEED, PLATEAU = 100, 3  # evaluations whose mean is where a run ended
@@ -140,26 +140,35 @@ def factor(ours: Reached, rl: Reached, draws: int = 2000) -> dict[str, Any] | No
 
 
 def told(entry: dict[str, Any]) -> str:
-    found = entry["factor"]
-    if found is None:
+    if entry["factor"] is None:
         return f"missed by {entry['censored']} of {len(entry['by_seed'])}"
+    return f"RL costs {_times(entry['factor'])} the FLOPs, {_times(entry['tokens_factor'])} the tokens of answers"
+
+
+def _times(found: dict[str, Any]) -> str:
     high = "" if found["high"] is None else f"{found['high']:.1f}"
-    return f"RL costs {'at least ' if found['at_least'] else ''}{found['value']:.1f}x [{found['low']:.1f}, {high}]"
+    return f"{'at least ' if found['at_least'] else ''}{found['value']:.1f}x [{found['low']:.1f}, {high}]"
 
 
 def summarise(edition: Edition, runs: dict[str, list[dict[str, Any]]], teachers: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:  # fmt: skip
     start = mean(entry["evals"]["main"][args.domain]["before"] for entry in runs["grpo"])
     gain = mean(plateau(entry, args.domain) for entry in runs["grpo"]) - start
     curves = {name: [points_of(entry, args.domain, edition, start) for entry in found] for name, found in runs.items()}
+    answers = {
+        name: [[(0.0, start), *((float(point["tokens"]), point["scores"][args.domain]) for point in entry["curve"])] for entry in found]
+        for name, found in runs.items()
+    }  # fmt: skip
     levels = {}
-    for part in LEVELS:
+    for part in LEVELS if gain > 0 else ():  # where RL gained nothing, there is no level to reach
         level = start + part * gain
         reached = {name: [cost_to(points, level) for points in found] for name, found in curves.items()}
+        tokens = {name: [cost_to(points, level) for points in found] for name, found in answers.items()}
         table: dict[str, Any] = {}
         for name, found in reached.items():
             costs = [cost for cost, _ in found]
             table[name] = {
                 "flops": mean(costs), "by_seed": costs, "censored": sum(not there for _, there in found), "factor": factor(found, reached["grpo"]),
+                "tokens": mean(spent for spent, _ in tokens[name]), "tokens_factor": factor(tokens[name], tokens["grpo"]),
             }  # fmt: skip
             teacher = name.rpartition("-")[2]
             if name.startswith(TAUGHT) and teacher in teachers:
@@ -172,10 +181,15 @@ def summarise(edition: Edition, runs: dict[str, list[dict[str, Any]]], teachers:
 
 def main() -> None:
     args = arguments().parse_args()
+    name = "-".join(["headline", args.edition, *args.name, *(["tuning"] if args.tuning_only else [])])
+    if args.draw:
+        return draw(saved(f"{name}.json"), name)
     edition: Edition = getattr(editions, args.edition)(args.directory)
     edition.domains, edition.prompts = [args.domain], args.prompts
     edition.counts = {"train": args.train_rows, "screen": 8, "tune": args.prompts, "report": args.prompts}
     edition.rollouts, args.start = args.rollouts, args.start or edition.start
+    if args.smallest:
+        editions.smallest(edition)
     args.sizes = {arm: args.groups if arm == "grpo" else args.other_sizes for arm in OBJECTIVES}
     edition.write_data()
     best = tune(edition, [("grpo", ""), ("sft-gold", "")], args)
@@ -193,10 +207,11 @@ def main() -> None:
     for job in jobs.values():
         runs.setdefault(job["arm"], []).append(found[job["name"]])
     results = summarise(edition, runs, teachers, args)
+    if not results["levels"]:
+        print(f"RL gained nothing from a start of {results['start']:.3f}: there is no level to compare at")
     for part, level in results["levels"].items():
-        for name, entry in level["arms"].items():
-            print(f"{float(part):4.0%} of RL's gain ({level['score']:.3f}) {name:18} {told(entry)}")
-    name = f"headline-{args.edition}{'-tuning' if args.tuning_only else ''}"
+        for arm, entry in level["arms"].items():
+            print(f"{float(part):4.0%} of RL's gain ({level['score']:.3f}) {arm:18} {told(entry)}")
     save(f"{name}.json", {
         "edition": args.edition, "domain": args.domain, "student": args.start.rpartition("/")[2], "seeds": len(seeds), "split": split, "best": best,
         "tuning_runs": {arm: len(settings_of(arm, args)) for arm in OBJECTIVES}, "teachers_flops": teachers, "held_out": args.prompts,
@@ -211,6 +226,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--domain", default="arithmetic")
     parser.add_argument("--start", help="the model that all begin with; default: the edition's own")
     parser.add_argument("--directory", type=Path, default=Path("runs/headline"))
+    parser.add_argument("--name", nargs=1, default=[], help="of a further setting: results are headline-EDITION-NAME")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
@@ -225,8 +241,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tuning-only", action="store_true", help="report the best tuning runs: one seed, on tuning prompts"
     )
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     parser.add_argument("--points", type=int, default=20, help="evaluations of a run")
     parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--smallest", action="store_true", help="on a CPU, a handful of questions, for a test")
     parser.add_argument("--train-rows", type=int, default=4000)
     return parser
 

@@ -2,7 +2,8 @@
 
     python benchmarks/horizon.py --directory DIR --workers 16
 
-One task (shift every letter along the alphabet) with answers of 5 to 80 tokens. Per length, SFT makes a teacher of `tiny/generalist`; then students
+One task (shift every letter along the alphabet) with answers of 5 to 20 tokens. Per length, SFT makes a start of `tiny/generalist` that has 0.3 of
+the answers right (students that know nothing learn nothing from their own answers), and a teacher of the start; then students
 learn from it for the same number of answer tokens: on their own answers (exact reverse KL), or on the teacher's (forward KL, which
 is behaviour cloning). Regret is the KL of whole answers, student to teacher, on the student's own samples: the sum over tokens.
 Cloning's bound grows with T squared, the on-policy one with T; here are the slopes of log regret over log T.
@@ -21,11 +22,11 @@ from integration.editions import SFT, Edition
 from integration.jobs import run_all
 from integration.scores import share
 from integration.study import arguments, edition_of, spread
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 from opd.data.tasks import LETTERS, Dice
 
-DOMAIN = "shift"
+DOMAIN, LEVEL = "shift", 0.3
 METHODS: dict[str, tuple[float, dict[str, Any]]] = {  # share of answers that the teacher writes, objective
     "on-policy": (0.0, {"form": "direct", "divergence": "reverse_kl"}),
     "on-policy, forward KL": (0.0, {"form": "direct", "divergence": "forward_kl"}),
@@ -61,29 +62,34 @@ def of_length(edition: Edition, length: int, prompts: int) -> Edition:
 
 def base(edition: Edition, tokens: int, length: int, seed: int, split: Any) -> dict[str, Any]:
     """`tokens` of answers per step, whatever their length."""
-    recipe = edition.recipe(edition.start, [DOMAIN], split, seed)
+    recipe = edition.recipe(str(model_of(edition, "start")), [DOMAIN], split, seed)
     recipe["rollout"]["prompts"] = max(tokens // length, 1)
     recipe["train"]["steps"] = edition.steps
     return recipe
 
 
 def teacher_job(edition: Edition, tokens: int, length: int, rate: float, steps: int) -> dict[str, Any]:
+    """Two stages by SFT on gold answers: the start, which ends at 0.3, and from there the teacher."""
     recipe = base(edition, tokens, length, 0, "tune")
+    recipe["student"] = edition.start
     recipe["rollout"]["data_share"] = 1.0
     recipe["objective"] = SFT
-    recipe["train"] |= {"lr": rate, "steps": steps}
-    return edition.job("teacher", 0, "tune", recipe=recipe, save=str(teacher_of(edition)))
+    recipe["train"] |= {"lr": rate, "steps": steps, "schedule": "constant"}
+    stop = {"every": 5, "early_stop": {"kind": "target", "value": LEVEL}}
+    recipe["stages"] = [{"name": "start", "eval": stop}, {"name": "teacher", "train": {"schedule": "linear"}}]
+    saved = {name: str(model_of(edition, name)) for name in ("start", "teacher")}
+    return edition.job("teacher", 0, "tune", recipe=recipe, save_stages=saved)
 
 
-def teacher_of(edition: Edition) -> Path:
-    return (edition.directory / "models" / "teacher").absolute()
+def model_of(edition: Edition, name: str) -> Path:
+    return (edition.directory / "models" / name).absolute()
 
 
 def student_job(edition: Edition, method: str, tokens: int, length: int, rate: float, seed: int) -> dict[str, Any]:
     """The last stage only looks: its KL is on the student's own samples, before a step that changes nothing."""
     written, objective = METHODS[method]
     recipe = base(edition, tokens, length, seed, "report")
-    recipe["teachers"] = {DOMAIN: str(teacher_of(edition))}
+    recipe["teachers"] = {DOMAIN: str(model_of(edition, "teacher"))}
     recipe["train"]["lr"] = rate
     recipe["stages"] = [
         {"name": "learn", "objective": objective, "rollout": {"teacher_share": written}},
@@ -110,11 +116,14 @@ def slope(lengths: list[int], values: list[float]) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[5, 10, 20, 40, 80])
-    parser.add_argument("--tokens", type=int, default=2560, help="of answers, per step")
-    parser.add_argument("--teacher-steps", type=int, default=300)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[5, 10, 20])
+    parser.add_argument("--tokens", type=int, default=1280, help="of answers, per step")
+    parser.add_argument("--teacher-steps", type=int, default=150, help="and at most as many for the start")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     args = parser.parse_args()
+    if args.draw:
+        found = saved("horizon.json")
+        return draw(found["lengths"], found["methods"])
     edition = edition_of(args, ["ciphers"])
     editions = {length: of_length(edition, length, args.prompts) for length in args.lengths}
     teachers = {
@@ -144,12 +153,15 @@ def main() -> None:
             "error": [mean(values[method, length, seed]["error"] for seed in range(args.seeds)) for length in args.lengths],
         }  # fmt: skip
         print(f"{method}: regret grows like T^{table[method]['slope']['value']:.2f}; {np.mean(by_seed, 0).round(3)}")
-    levels = {length: share(told[job["name"]]["marks"][DOMAIN]) for length, job in teachers.items()}
+    evals = {length: told[job["name"]]["evals"] for length, job in teachers.items()}
+    levels = {
+        length: {name: found[name][DOMAIN]["after"] for name in ("start", "teacher")} for length, found in evals.items()
+    }
     save("horizon.json", {
         "lengths": args.lengths, "answer_tokens_per_step": args.tokens, "steps": args.steps, "rate": args.rates[0], "seeds": args.seeds,
         "teachers": levels, "methods": table,
     })  # fmt: skip
-    draw(args.lengths, table)
+    return draw(args.lengths, table)
 
 
 def draw(lengths: list[int], table: dict[str, Any]) -> None:

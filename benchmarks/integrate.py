@@ -5,11 +5,12 @@
 
 Steps, each of which goes on with what is in DIR:
 
-data          questions of every domain: training, screening, tuning, reporting, all different
+data          questions of every domain: training, screening, tuning, reporting, all different; the bare model unpacked (smol only)
 start         the common start: brief SFT on all domains (smol only)
 specialists   one LoRA adapter per domain from the start; `--origin foreign`: from the bare model (smol only)
 tune          every arm with each of its learning rates, on tuning prompts
 arms          every arm with its best rate, `--seeds` times, on prompts for reporting
+enter FILE    answers of another framework to the questions of `data`, marked and put beside the rest
 report        pooled scores with intervals: benchmarks/results/integration-EDITION.json and its figure
 """
 
@@ -20,17 +21,18 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from integration import editions
 from integration.arms import ARMS, MERGES, merge
 from integration.domains import Split
 from integration.editions import Edition
-from integration.jobs import run_all, work
-from integration.models import build
-from integration.report import draw, summarise
-from integration.scores import Marks, pooled
-from runs import save
+from integration.jobs import run_all
+from integration.models import build, unpack
+from integration.report import draw, enter, summarise
+from integration.scores import Marks, share
+from runs import save, saved
 
 STEPS = ("data", "start", "specialists", "tune", "arms", "report")
 TUNING_SEED = 100
@@ -39,20 +41,22 @@ MEASURED: tuple[Split, ...] = ("tune", "report")
 
 def main() -> None:
     args = arguments().parse_args()
-    if args.steps_to_do[0] == "one":
-        return work(json.loads(Path(args.steps_to_do[1]).read_text(encoding="utf-8")))
+    if args.draw:
+        name = result_of(args)
+        return draw(saved(f"{name}.json"), name)
     edition = make(args)
+    if args.steps_to_do[0] == "enter":
+        return print(*(enter(edition, Path(path)) for path in args.steps_to_do[1:]), sep="\n")
     wanted = args.steps_to_do if args.steps_to_do != ["all"] else list(STEPS)
     for step in (step for step in STEPS if step in wanted):
         {
-            "data": edition.write_data,
+            "data": lambda: data(edition),
             "start": lambda: start(edition, args),
             "specialists": lambda: specialists(edition, args),
             "tune": lambda: tune(edition, args),
             "arms": lambda: arms(edition, args),
             "report": lambda: report(edition, args),
         }[step]()
-    return None
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -72,10 +76,12 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="report: the best tuning run of every arm, one seed, on tuning prompts",
     )
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     parser.add_argument("--rollouts", type=int, help="per step")
     parser.add_argument("--prompts", type=int, help="measured per domain")
     parser.add_argument("--start-steps", type=int, default=64, help="at most")
     parser.add_argument("--specialist-steps", type=int, default=150)
+    parser.add_argument("--limit", type=float, help="seconds of a run; one that takes longer is ended and left out")
     parser.add_argument("--smallest", action="store_true", help="a tiny model in place of SmolLM2, for a test")
     return parser
 
@@ -85,26 +91,30 @@ def make(args: argparse.Namespace) -> Edition:
     edition.domains = args.domains or edition.domains
     edition.steps = args.steps or edition.steps
     edition.rollouts = args.rollouts or edition.rollouts
-    edition.prompts = args.prompts or edition.prompts
+    edition.prompts, edition.limit = args.prompts or edition.prompts, args.limit
+    unpacked = edition.directory / "models" / "base"
+    edition.base = str(unpacked.absolute()) if (unpacked / "config.json").is_file() else edition.base
     args.seeds = args.seeds or list(range(5 if args.edition == "tiny" else 3))
     if args.smallest:
-        edition.base, edition.device, edition.dtype, edition.sampler = "tiny/generalist", "cpu", "float32", {}
-        edition.counts = dict.fromkeys(edition.counts, max(edition.prompts, 8))
-        edition.curve_prompts, edition.max_new_tokens = 2, 8
-        edition.rates = {name: rates[:1] for name, rates in edition.rates.items()}
+        editions.smallest(edition)
     return edition
+
+
+def data(edition: Edition) -> None:
+    edition.write_data()
+    if edition.base == "smol":  # quantised, and slow to read: unpacked once for all that grows from it
+        edition.base = str(unpack(edition.base, edition.directory / "models" / "base").absolute())
 
 
 def start(edition: Edition, args: argparse.Namespace) -> None:
     if edition.name == "tiny":
         return
-    adapter = edition.directory / "adapters" / "start"
+    adapter = (edition.directory / "adapters" / "start").absolute()
     if not adapter.is_dir():
         recipe = editions.joint_start(edition, args.start_steps, 5e-4, level=0.3)
-        job = edition.job(
-            "joint", 0, "screen", recipe=recipe, pack=str(adapter.absolute()), base=edition.base, keep=True
-        )
-        run_all([job], edition.directory, 1)
+        base = beside(edition.base, adapter)
+        job = edition.job("joint", 0, "screen", recipe=recipe, pack=str(adapter), base=base, build=edition.start)
+        run_all([job], edition.directory, args.workers)
     build(adapter, Path(edition.start))
 
 
@@ -113,18 +123,23 @@ def specialists(edition: Edition, args: argparse.Namespace) -> None:
     jobs = []
     for domain in edition.domains if edition.name == "smol" else []:
         adapter = Path(edition.specialist(domain, args.origin))
-        base = os.path.relpath(edition.start, adapter) if args.origin == "start" else edition.base
+        base = beside(edition.start if args.origin == "start" else edition.base, adapter)
         recipe = editions.specialist(edition, domain, args.origin, args.specialist_steps, 1e-3)
         jobs.append(
             edition.job(f"specialist-{args.origin}", 0, "screen", tags=(domain,), recipe=recipe,
-                        pack=str(adapter), base=base) | {"domains": [domain]}
+                        pack=str(adapter), base=base, answers=edition.answers(str(adapter))) | {"domains": [domain]}
         )  # fmt: skip
         jobs[-1]["references"] = [of_specialist(edition, domain, args.origin, split) for split in MEASURED]
     start = edition.job("start", 0, "screen", tags=("screen",), model=edition.start)
     start["references"] = [of_start(edition, split) for split in MEASURED]
     drawn = edition.job("start", 0, "screen", tags=("screen", "drawn"), model=edition.start)
     drawn["measure"] |= {"samples": 8, "temperature": 1.0}
-    run_all([*jobs, start, drawn], edition.directory, args.workers)
+    run_all([*jobs, start, drawn], edition.directory, args.workers, whole=False)
+
+
+def beside(model: str, adapter: Path) -> str:
+    """A directory as the adapter names it, so that both can be carried elsewhere."""
+    return os.path.relpath(model, adapter) if Path(model).is_absolute() else model
 
 
 def of_start(edition: Edition, split: Split) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def tune(edition: Edition, args: argparse.Namespace) -> None:
     jobs = [
         tuning_job(edition, name, setting, args) for name in chosen(edition, args) for setting in tried(edition, name)
     ]
-    run_all(jobs, edition.directory, args.workers)
+    run_all(jobs, edition.directory, args.workers, whole=False)
 
 
 def chosen(edition: Edition, args: argparse.Namespace) -> list[str]:
@@ -172,7 +187,7 @@ def arm_job(edition: Edition, name: str, rate: float, seed: int, split: Split, o
     recipe = arm.recipe(edition, rate, seed, origin)
     return edition.job(
         full, seed, split, tags=(f"{rate:g}", edition.steps), recipe=recipe, scored=arm.scored,
-        settings={"lr": rate, "steps": edition.steps},
+        drawn_ahead=arm.imitates and edition.draws_ahead, settings={"lr": rate, "steps": edition.steps},
     )  # fmt: skip
 
 
@@ -182,14 +197,14 @@ def tuning_job(edition: Edition, name: str, setting: float, args: argparse.Names
 
 
 def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:
-    """The setting with the highest pooled score on tuning prompts; None: not all of its runs are there."""
-    start, specialists = references(edition, args, "tune")
+    """The setting with the highest score on tuning prompts; None: not all of its runs are there."""
     scores = {}
     for setting in tried(edition, name):
         entry = Path(tuning_job(edition, name, setting, args)["entry"])
         if not entry.is_file():
             return None
-        scores[setting] = pooled(json.loads(entry.read_text(encoding="utf-8"))["marks"], start, specialists)
+        marks = json.loads(entry.read_text(encoding="utf-8"))["marks"]
+        scores[setting] = mean(share(marks[domain]) for domain in edition.domains)
     return max(scores, key=lambda setting: scores[setting])
 
 
@@ -203,15 +218,21 @@ def arms(edition: Edition, args: argparse.Namespace) -> None:
         for name, setting in settings.items()
         if setting is not None and not (number and name in MERGES)  # nothing is drawn in a merge
     ]
-    run_all(jobs, edition.directory, args.workers)
+    run_all(jobs, edition.directory, args.workers, whole=False)
+
+
+def result_of(args: argparse.Namespace) -> str:
+    return f"integration-{args.edition}{'-tuning' if args.tuning_only else ''}"
 
 
 def report(edition: Edition, args: argparse.Namespace) -> None:
     """Everything that is in the directory, whoever ran it: one JSON file and one figure."""
     split: Split = "tune" if args.tuning_only else "report"
     start, specialists = references(edition, args, split)
+    if sum(share(specialists[domain]) - share(start[domain]) for domain in edition.domains) <= 0:
+        return print("the specialists are no better than the start: there is nothing to integrate")
     found = summarise(edition, start, specialists, split)
-    name = f"integration-{edition.name}{'-tuning' if args.tuning_only else ''}"
+    name = result_of(args)
     save(f"{name}.json", found)
     for arm, entry in sorted(found["arms"].items(), key=lambda item: -item[1]["score"]["value"]):
         score = entry["score"]

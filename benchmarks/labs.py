@@ -4,12 +4,16 @@
     python benchmarks/labs.py --workers 8 --seeds 0 1 2       # as docs/evidence.md reports them
 
 `labs/mimo-v2-flash` has two further arms, which take its specialists over and change its last stage: without the reward, and with
-the reward alone. Runs that are there already are read, not repeated. Writes benchmarks/results/labs-cpu.json.
+the reward alone. Runs that are there already are read, not repeated; those that the results have of the same recipes, on whatever machine
+they were made, stay in them. Writes benchmarks/results/labs-cpu.json; a lab that is changed on purpose (`--set`) goes into a file of its own:
+
+    python benchmarks/labs.py --labs labs/mimo-v2-flash --set stages.mopd.train.steps=60 stages.mopd.eval.every=10 --name mimo-pilot
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -22,7 +26,8 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from runs import save
+import yaml
+from runs import RESULTS, save, saved
 
 from opd.config import shipped_recipes
 from opd.runner.story import story_lines
@@ -86,13 +91,13 @@ def scores_of(summary: dict[str, Any]) -> dict[str, Any]:
 class Scores:
     """What a run measured; with `draws`, each number drawn anew within its own error."""
 
-    stages: dict[str, dict[str, Any]]
+    stages: dict[str, dict[str, Any]]  # stage -> domain -> before, after, teacher
     draws: np.random.Generator | None = None
 
     def of(self, stage: str, when: str, key: str = "greedy") -> dict[str, float]:
         """By domain; `when`: before, after, or teacher."""
-        details = {domain: found["details"] for domain, found in self.stages[stage]["evals"].items()}
-        return {domain: self._drawn(one[when][key], one[when]["n"]) for domain, one in details.items() if when in one}
+        found = self.stages[stage]
+        return {domain: self._drawn(one[when][key], one[when]["n"]) for domain, one in found.items() if when in one}
 
     def _drawn(self, share: float, n: int) -> float:
         if self.draws is None:
@@ -171,18 +176,59 @@ def outcome(predicted: Outcome, runs: list[dict[str, dict[str, Any]]]) -> dict[s
     return {"value": mean(by_seed), "low": float(low), "high": float(high), "by_seed": by_seed}
 
 
-def outcomes(lab: str, directory: Path, seeds: list[int]) -> dict[str, Any]:
-    runs = []
-    for seed in seeds:
-        names = ["", *ARMS] if lab == MIMO else [""]
-        found = {name: summary_of(folder(directory, lab, seed, name)) for name in names}
-        if all(found.values()):
-            runs.append({name: {stage["name"]: stage for stage in summary["stages"]} for name, summary in found.items() if summary})  # fmt: skip
-    if not runs:
-        return {}
+def outcomes(lab: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    whole = [{"": run["scores"], **run.get("arms", {})} for run in runs]
+    whole = [run for run in whole if lab != MIMO or set(run) == {"", *ARMS}]
     return {
-        name: outcome(predicted, runs) | {"predicted": least, "seeds": len(runs)}
-        for name, (predicted, least) in PREDICTIONS.get(lab, {}).items()
+        name: outcome(predicted, whole) | {"predicted": least, "seeds": len(whole)}
+        for name, (predicted, least) in (PREDICTIONS.get(lab, {}) if whole else {}).items()
+    }
+
+
+def record(lab: str, seed: int, directory: Path) -> dict[str, Any] | None:
+    """What is kept of a run: every score, so that outcomes can be computed again."""
+    summary = summary_of(folder(directory, lab, seed))
+    if summary is None:
+        return None
+    further = {arm: summary_of(folder(directory, lab, seed, arm)) for arm in (ARMS if lab == MIMO else {})}
+    return {
+        "seed": seed,
+        "recipe": recipe_hash(lab),
+        "seconds": round(sum(stage["seconds"] for stage in summary["stages"]), 1),
+        "tokens": {stage["name"]: stage["tokens"] for stage in summary["stages"]},
+        "story": summary["story"],
+        "scores": scores_of(summary),
+        "arms": {arm: scores_of(found) for arm, found in further.items() if found},
+        "curves": {arm: curve_of(folder(directory, lab, seed, arm)) for arm in ("", *further)},
+    }
+
+
+def curve_of(out: Path) -> list[dict[str, Any]]:
+    """Evaluations on the way of the last stage (`eval.every`): its tokens so far, and the score by domain."""
+    path, found, tokens = out / "metrics.jsonl", [], 0
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    for line in (line for line in lines if line["stage"] == lines[-1]["stage"]):
+        tokens += line["tokens"]
+        scores = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+        found += [{"step": line["step"], "tokens": tokens, "scores": scores}] if scores else []
+    return found
+
+
+def recipe_hash(lab: str) -> str:
+    """Of what the recipe says; remarks make no difference."""
+    read = yaml.safe_load(shipped_recipes()[lab].read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def earlier(result: str, changes: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Lab -> seed -> what the results have of the recipe as it is now, with the same changes."""
+    if not (RESULTS / result).is_file():
+        return {}
+    found = saved(result)
+    return {
+        lab: {run["seed"]: run for run in entry["runs"] if run.get("recipe") == recipe_hash(lab)}
+        for lab, entry in found["labs"].items()
+        if lab in LABS and found["changes"] == changes
     }
 
 
@@ -193,32 +239,28 @@ def main() -> None:
     parser.add_argument("--labs", nargs="+", default=LABS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="for all of them")
+    parser.add_argument("--name", default="cpu", help="of the results: benchmarks/results/labs-NAME.json")
     arguments = parser.parse_args()
     directory = arguments.directory
     with ThreadPoolExecutor(arguments.workers or 1) as pool:
         for seed in arguments.seeds if arguments.workers else ():
             for lab in arguments.labs:
                 pool.submit(carry_out, lab, seed, directory, arguments.set)
+    result = f"labs-{arguments.name}.json"
+    known = earlier(result, arguments.set)
     results: dict[str, Any] = {}
-    for lab in arguments.labs:
-        for seed in arguments.seeds:
-            if (summary := summary_of(folder(directory, lab, seed))) is not None:
-                seconds = round(sum(stage["seconds"] for stage in summary["stages"]), 1)
-                tokens = {stage["name"]: stage["tokens"] for stage in summary["stages"]}
-                run = {
-                    "seed": seed,
-                    "seconds": seconds,
-                    "tokens": tokens,
-                    "story": summary["story"],
-                    "scores": scores_of(summary),
-                }
-                results.setdefault(lab, {"runs": []})["runs"].append(run)
-        if lab in results:
-            results[lab]["outcomes"] = outcomes(lab, directory, arguments.seeds)
-            print(f"{lab}: {results[lab]['runs'][0]['seconds']} s", *story_lines(results[lab]["runs"][0]["story"]), sep="\n  ")  # fmt: skip
-            for name, found in results[lab]["outcomes"].items():
-                print(f"  -> {name}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}], predicted at least {found['predicted']:g}")  # fmt: skip
-    save("labs-cpu.json", {"changes": arguments.set, "labs": results})
+    for lab in LABS:
+        fresh = {seed: record(lab, seed, directory) for seed in arguments.seeds}
+        runs = known.get(lab, {}) | {seed: run for seed, run in fresh.items() if run}
+        if not runs:
+            continue
+        results[lab] = {"runs": [runs[seed] for seed in sorted(runs)]}
+        results[lab]["outcomes"] = outcomes(lab, results[lab]["runs"])
+        first = results[lab]["runs"][0]
+        print(f"{lab}: {len(runs)} seeds, {first['seconds']} s", *story_lines(first["story"]), sep="\n  ")
+        for name, found in results[lab]["outcomes"].items():
+            print(f"  -> {name}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}], predicted at least {found['predicted']:g}")  # fmt: skip
+    save(result, {"changes": arguments.set, "labs": results})
 
 
 if __name__ == "__main__":

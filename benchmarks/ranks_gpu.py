@@ -2,17 +2,23 @@
 
     python benchmarks/ranks_gpu.py --models DIR
     torchrun --nproc-per-node 1 benchmarks/ranks_gpu.py --models DIR
+    torchrun --nproc-per-node 1 benchmarks/ranks_gpu.py --models DIR --both
 
 Models and cases are those of `benchmarks/step_gpu.py`. The first writes `alone`, the second `ranks` into the same file,
-benchmarks/results/ranks-cuda.json.
+benchmarks/results/ranks-cuda.json, and the third both, from one process. What is done, and where every thread stands, goes to
+stderr as it happens.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import statistics
+import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,8 @@ import torch
 from runs import circumstances
 from step_gpu import CASES, RESULTS, ForcedLengths, Phases, lengths, prompt_rows, save_model
 
-from opd.runner.run import joined, launched
+from opd.runner.run import joined
+from opd.trainer.world import World
 
 
 def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, world: Any) -> Any:
@@ -34,7 +41,7 @@ def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, w
     source = directory / "prompts.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(case)), encoding="utf-8")
     recipe = {
-        "student": save_model(case.student, arguments.models, arguments.device),
+        "student": {"model": save_model(case.student, arguments.models, arguments.device)} | case.settings,
         "teachers": {
             f"teacher{number}": {
                 "model": save_model(case.teacher, arguments.models, arguments.device),
@@ -64,7 +71,7 @@ def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, w
     return run
 
 
-def predicted(stage: Any, case: Any, ranks: int, device: str) -> dict[str, int]:
+def predicted(stage: Any, case: Any, ranks: int, sharded: bool, device: str) -> dict[str, int]:
     """Of the plan, in bytes by part."""
     from opd.cluster.placement import Placement, group_of, rank_memory
     from opd.cluster.plan import task_of
@@ -72,7 +79,48 @@ def predicted(stage: Any, case: Any, ranks: int, device: str) -> dict[str, int]:
 
     paper = DEVICES["h200"] if device != "cpu" else Device("cpu", 1 << 40, 1e11, 1e10)
     task = task_of(stage, str, {}, paper, max(case.prompt_tokens))
-    return rank_memory(task, Placement(True, ranks, group_of(stage, ranks)), launched())
+    return rank_memory(task, Placement(True, ranks, group_of(stage, ranks)), sharded)
+
+
+def say(what: str) -> None:
+    print(f"{datetime.now():%H:%M:%S.%f} {what}", file=sys.stderr, flush=True)
+
+
+def measure(arguments: argparse.Namespace, world: Any, name: str) -> dict[str, Any]:
+    """Medians of the measured steps, peak memory, and what the plan says of it."""
+    from opd.trainer.step import run_step
+
+    phases, samples = Phases(arguments.device), []
+    with tempfile.TemporaryDirectory() as directory:
+        run = open_stage(arguments, Path(directory), phases, world)
+        say(f"{name}: stage is open")
+        for step in range(1, arguments.warm + arguments.steps + 1):
+            phases.reset()
+            run_step(run, step)
+            samples.append(phases.result())
+            say(f"{name}: step {step}: {json.dumps(samples[-1])}")
+        plan = predicted(run.spec, CASES[arguments.case], world.size, world.sharded, arguments.device)
+        run.close()
+    kept = samples[arguments.warm :]
+    return {
+        "ranks": world.size,
+        "seconds": {key: statistics.median(sample["seconds"][key] for sample in kept) for key in kept[0]["seconds"]},
+        "steps": [sample["seconds"] for sample in samples],
+        "peak_gib": max(max(sample["peak_gib"].values()) for sample in kept),
+        "plan_gib": sum(plan.values()) / 2**30,
+        "plan": plan,
+    }
+
+
+def write(out: Path, arguments: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    report = circumstances() | {"gpu": gpu} | before | {name: found}
+    if report.keys() >= {"alone", "ranks"}:
+        report["slower"] = report["ranks"]["seconds"]["total"] / report["alone"]["seconds"]["total"] - 1
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: found["seconds"], "slower": report.get("slower")}), flush=True)
 
 
 def main() -> None:
@@ -83,38 +131,27 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe settings")
     parser.add_argument("--models", type=Path, required=True, help="where random models are kept")
+    parser.add_argument("--both", action="store_true", help="after the ranks, the leader measures one process, too")
+    parser.add_argument("--stacks", type=float, default=20, help="seconds after which every thread says where it is")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(arguments.stacks, repeat=True)
+    say("torch is imported")
     out = arguments.out or RESULTS / f"ranks-{arguments.device}.json"
-    from opd.trainer.step import run_step
-
-    phases, samples = Phases(arguments.device), []
-    with tempfile.TemporaryDirectory() as directory, joined() as world:
-        run = open_stage(arguments, Path(directory), phases, world)
-        for step in range(1, arguments.warm + arguments.steps + 1):
-            phases.reset()
-            run_step(run, step)
-            samples.append(phases.result())
-        plan = predicted(run.spec, CASES[arguments.case], world.size, arguments.device)
-        kept = samples[arguments.warm :]
-        found = {
-            "ranks": world.size,
-            "seconds": {
-                key: statistics.median(sample["seconds"][key] for sample in kept) for key in kept[0]["seconds"]
-            },
-            "peak_gib": max(max(sample["peak_gib"].values()) for sample in kept),
-            "plan_gib": sum(plan.values()) / 2**30,
-            "plan": plan,
-        }
+    with joined() as world:
+        say(f"joined, rank {world.rank} of {world.size}")
+        for shape in {CASES[arguments.case].student, CASES[arguments.case].teacher} if world.leads else ():
+            save_model(shape, arguments.models, arguments.device)
+            say(f"model {shape} is there")
+        world.barrier()
+        name = "ranks" if world.sharded else "alone"
+        found = measure(arguments, world, name)
         if world.leads:
-            before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-            gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-            report = circumstances() | {"gpu": gpu} | before | {"ranks" if launched() else "alone": found}
-            if report.keys() >= {"alone", "ranks"}:
-                report["slower"] = report["ranks"]["seconds"]["total"] / report["alone"]["seconds"]["total"] - 1
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(json.dumps(found))
+            write(out, arguments, name, found)
+    if arguments.both and world.sharded and world.leads:
+        gc.collect()
+        write(out, arguments, "alone", measure(arguments, World(), "alone"))
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

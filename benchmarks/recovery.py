@@ -16,7 +16,7 @@ from integration.arms import EXACT, GRPO
 from integration.editions import SFT, Edition
 from integration.jobs import run_all
 from integration.study import arguments, edition_of, spread
-from runs import save, save_figure
+from runs import save, save_figure, saved
 
 DOMAINS = ["arithmetic", "spelling", "sorting", "ciphers"]
 GROUP, PROMISE = 8, 0.97  # of its peak that every earlier domain is brought back to
@@ -59,6 +59,8 @@ def read(entry: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
+    if args.draw:
+        return draw(saved("recovery.json")["table"])
     edition = edition_of(args, DOMAINS)
     jobs = {
         (learnt, recovered, seed): edition.job(
@@ -85,7 +87,7 @@ def main() -> None:
         "domains": DOMAINS, "steps_per_stage": args.steps, "rollouts": args.rollouts, "seeds": args.seeds, "rates": args.rates,
         "held_out": args.prompts, "promise": PROMISE, "table": table,
     })  # fmt: skip
-    draw(table)
+    return draw(table)
 
 
 def draw(table: dict[str, Any]) -> None:

@@ -106,26 +106,38 @@ def rollouts_of(tokens: list[tuple[list[int], list[int]]], domain: str) -> list[
 
 
 def save_figure(figure: Any, axis: Any, name: str) -> None:
+    from matplotlib import rc_context
+
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(FIGURES / name)
+    with rc_context({"svg.hashsalt": name}):  # the same numbers make the same file
+        figure.savefig(FIGURES / name, metadata={"Date": None})
 
 
 def circumstances() -> dict[str, Any]:
     """What every result begins with: how it was made, where, and by which versions."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_plain, sys.argv[1:])]),
         "machine": {"processor": _processor(), "architecture": platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "numpy")},
     }
 
 
+def _plain(argument: str) -> str:
+    return "DIR" if Path(argument).is_absolute() else argument
+
+
 def save(name: str, values: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / name).write_text(json.dumps(circumstances() | values, indent=1) + "\n", encoding="utf-8")
+
+
+def saved(name: str) -> dict[str, Any]:
+    """A result that is there: what `--draw` draws again."""
+    return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
 def _processor() -> str:

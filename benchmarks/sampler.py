@@ -183,12 +183,13 @@ def run_engine(
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     tokens = sum(isinstance(event, SampledToken) for event in events)
+    assert engine.steps.calls is not None
     return {
         "settings": vars(engine.settings), "tokens": tokens, "repeats_exactly": events == first, "seconds": [round(s, 4) for s in seconds],
         "tokens_per_s": round(tokens / statistics.median(seconds)),
         "decode_step_ms": round(device_ms(lambda: engine.steps.decode(length - 1, False)), 3),
         "prefill_call_ms": round(device_ms(lambda: engine.steps.prefill([])), 3),
-        "first_run_s": round(first_seconds, 1), "compile_and_capture_s": round(engine.steps.capture_seconds, 1),
+        "first_run_s": round(first_seconds, 1), "compile_and_capture_s": round(engine.steps.calls.seconds, 1),
         "cache_bytes": engine.steps.cache.bytes,
     }  # fmt: skip
 

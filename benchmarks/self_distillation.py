@@ -1,14 +1,17 @@
 """The student as its own teacher: what a view teaches, and when it runs away.
 
-    python benchmarks/self_distillation.py                  # SmolLM2 on a GPU: nine runs, three at a time
+    python benchmarks/self_distillation.py                  # SmolLM2 on a GPU: twelve runs, three at a time
     python benchmarks/self_distillation.py --tiny           # tiny models on a CPU: the same script, a smaller claim
 
 privileged   sums; the teacher reads the answer; the student is measured without it (OPSD)
 concise      word problems; the teacher, copied every 50 steps, is told to be concise (CRISP): length and score, before and after
-collapse     the same, copied at every step: refused by default, taken with `force: true`
+collapse     the same at a higher rate, copied at every step: refused by default, taken with `force: true`
+control      as collapse, copied every 50 steps: what the rate alone does
 
-Task, instruction and rates were picked after pilots (of the sums, one seed on the same held-out questions): told to be concise, SmolLM2 answers
-word problems as rightly in a third of the tokens; there is nothing to shorten in its sums. With --tiny everything is exercised and nothing is shown: the privilege is a question without the words that stand before it in the student's
+Task and instruction were picked after pilots, and so was the rate of `concise`: at that of `control` the score fell, on the same held-out questions.
+`--read` puts the result together from what runs under --directory have written up to --steps, and carries none out: the rate does not change, so that
+the first steps of a longer run are those of a shorter one.
+With --tiny everything is exercised and nothing is shown: the privilege is a question without the words that stand before it in the student's
 prompt (OPSDL's short context), and 30 steps leave the held-out score at 0. Writes benchmarks/results/self-distillation[-tiny].json and docs/figures/self-distillation[-tiny].svg.
 """
 
@@ -17,20 +20,24 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import yaml
 from runs import FIGURES, RESULTS, run_all, save
 
 from opd.config import load_recipe
 from opd.data.tasks import WORDS, Dice, get_task
 from opd.errors import RecipeError
+from opd.models import load_model
 
-STUDIES = ("privileged", "concise", "collapse")
+STUDIES = ("privileged", "concise", "collapse", "control")
 BRIEF = "Be concise."
-RATES = {"privileged": 1e-3, "concise": 3e-4, "collapse": 3e-4}
+RATES = {"privileged": 1e-3, "concise": 1e-4, "collapse": 3e-4, "control": 3e-4}
+EVALUATIONS = 3
 NAMES, THINGS = ("Tom", "Ann", "Sam", "Eva"), ("apples", "pens", "coins", "books")
 PROBLEMS = (
     "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
@@ -41,8 +48,11 @@ WINDOW = 5  # steps over which lengths and entropies are averaged
 
 
 def recipe(study: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    common = {"seed": seed, "eval": {"prompts": args.prompts, "every": max(args.steps // 5, 1), "teachers": False}}
-    return {**(tiny if args.tiny else smol)(study, args), **common}
+    found = (tiny if args.tiny else smol)(study, args)
+    rate = args.lr or (1e-3 if args.tiny else RATES[study])
+    found["train"] |= {"steps": args.steps, "lr": rate, "warmup": 5}
+    every = max(args.steps // EVALUATIONS, 1)
+    return {**found, "seed": seed, "eval": {"prompts": args.prompts, "every": every, "teachers": False}}
 
 
 def smol(study: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -52,6 +62,7 @@ def smol(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "privileged": {"kind": "base", "view": shown},
         "concise": {"kind": "refresh", "every": 50, "view": brief},
         "collapse": {"kind": "refresh", "every": 1, "force": True, "view": brief},
+        "control": {"kind": "refresh", "every": 50, "view": brief},
     }
     objective = {"form": "direct", "divergence": "jsd", "beta": 0.5} if study == "privileged" else {"form": "direct"}
     terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -59,14 +70,14 @@ def smol(study: str, args: argparse.Namespace) -> dict[str, Any]:
     if study != "privileged":
         task = {"domain": "sums", **{key: str(path) for key, path in told_in_words(args.directory).items()}}
     return {
-        "student": {"model": "smol", "lora": {"rank": 32, "alpha": 64}},
+        "student": {"model": str(converted(args.directory)), "lora": {"rank": 32, "alpha": 64}},
         "teachers": {"sums": teachers[study]},
         "prompts": [task],
         "rewards": "numeric",
         "rollout": {"prompts": 64, "samples": 2, "max_new_tokens": 48 if study == "privileged" else 96},
         "sampler": {"slots": 128},
         "objective": {**objective, "aggregate": "token_mean"},
-        "train": {"steps": args.steps, "lr": args.lr or RATES[study], "warmup": 5, "micro_tokens": 8192},
+        "train": {"micro_tokens": 8192},
     }
 
 
@@ -76,6 +87,7 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "privileged": {"kind": "self", "view": {"kind": "context"}},
         "concise": {"kind": "refresh", "every": 50, "view": brief},
         "collapse": {"kind": "refresh", "every": 1, "force": True, "view": brief},
+        "control": {"kind": "refresh", "every": 50, "view": brief},
     }
     task = {"source": "task:addition", "domain": "sums"}
     if study == "privileged":
@@ -86,10 +98,18 @@ def tiny(study: str, args: argparse.Namespace) -> dict[str, Any]:
         "prompts": [task],
         "rollout": {"prompts": 32, "samples": 2, "max_new_tokens": 6},
         "objective": {"form": "direct", "aggregate": "token_mean"},
-        "train": {"steps": args.steps, "lr": args.lr or 1e-3, "warmup": 5},
+        "train": {},
         "device": "cpu",
         "threads": 1,
     }
+
+
+def converted(directory: Path) -> Path:
+    """SmolLM2 as a directory: out of its package every run would unpack it anew."""
+    found = directory / "smol"
+    if not (found / "tokenizer.json").is_file():  # the last that is written
+        load_model("smol").save(found)
+    return found
 
 
 def told_in_words(directory: Path) -> dict[str, Path]:
@@ -133,15 +153,30 @@ def refused(args: argparse.Namespace) -> str:
     raise RuntimeError("a teacher copied at every step under an instruction was not refused")
 
 
-def measured(found: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Scores at the ends of a run, and lengths and entropies of what was sampled at both ends."""
+def measured(directory: Path, steps: int, before: float) -> dict[str, Any]:
+    """Scores up to a step, and lengths and entropies of what was sampled at both ends."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    result = {"before": found["curve"][0][1], "after": found["curve"][-1][1]}
-    for name in ("response_length", "entropy"):
-        values = [line[name] for line in lines]
+    curve, tokens = [[0, before]], 0
+    for line in lines[:steps]:
+        tokens += line["tokens"]
+        if "eval/sums" in line:
+            curve.append([tokens, line["eval/sums"]])
+    if len(lines) == steps:  # the last evaluation is that of the whole run
+        curve.append([tokens, ended(directory)["after"]])
+    result: dict[str, Any] = {"curve": curve, "before": before, "after": curve[-1][1]}
+    for name in ("response_length", "entropy", "truncated"):
+        values = [line[name] for line in lines[:steps]]
         result[name] = [mean(values[:WINDOW]), mean(values[-WINDOW:])]
-    result["lengths"] = [line["response_length"] for line in lines]
+    result["lengths"] = [line["response_length"] for line in lines[:steps]]
     return result
+
+
+def ended(directory: Path) -> dict[str, Any]:
+    """The scores of a run that came to its end; empty if it did not."""
+    path = directory / "summary.json"
+    stage = json.loads(path.read_text(encoding="utf-8"))["stages"][-1] if path.is_file() else {"evals": {"sums": {}}}
+    found: dict[str, Any] = stage["evals"]["sums"]
+    return found
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,7 +184,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         return {"mean": mean(values), "std": stdev(values) if len(values) > 1 else None, "by_seed": values}
 
     found = {name: spread([result[name] for result in results]) for name in ("before", "after")}
-    for name in ("response_length", "entropy"):
+    for name in ("response_length", "entropy", "truncated"):
         for end, key in enumerate(("first", "last")):
             found[f"{name}_{key}"] = spread([result[name][end] for result in results])
     return found
@@ -159,29 +194,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--workers", type=int, default=3, help="runs at a time")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, help="default: 1e-3, of concise and collapse 3e-4, with --tiny 1e-3")
+    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--lr", type=float, help=f"default: {RATES}, with --tiny 1e-3")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=300, help="held-out prompts of an evaluation")
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--directory", type=Path, help="keep the runs here, and go on with those that are there")
+    parser.add_argument("--read", metavar="WHERE", help="carry nothing out; WHERE: on what machine the runs were")
     args = parser.parse_args()
     directory = args.directory = args.directory or Path(tempfile.mkdtemp())
     told = refused(args)
-    names = {study: [f"{study}-{seed}" for seed in range(args.seeds)] for study in args.studies}
-    jobs = {name: recipe(study, seed, args) for study in args.studies for seed, name in enumerate(names[study])}
-    runs = run_all(jobs, directory, args.workers)
-    runs = {name: found | measured(found, directory / name) for name, found in runs.items()}
-    studies = {study: summary([runs[name] for name in names[study]]) for study in args.studies}
+    seeds = range(args.seeds)
+    jobs = {f"{study}-{seed}": recipe(study, seed, args) for study in args.studies for seed in seeds}
+    if args.read is None:
+        run_all(jobs, directory, args.workers)
+    runs: dict[str, dict[str, Any]] = {}
+    for study in args.studies:
+        names = [f"{study}-{seed}" for seed in seeds]
+        before = next(found["before"] for name in names if (found := ended(directory / name)))  # of one model, greedily
+        runs |= {name: measured(directory / name, args.steps, before) for name in names}
+    studies = {study: summary([runs[f"{study}-{seed}"] for seed in seeds]) for study in args.studies}
     for study, found in studies.items():
         ends = [found[key]["mean"] for key in ("before", "after", "response_length_first", "response_length_last")]
         print(f"{study}: {ends[0]:.1%} -> {ends[1]:.1%} held out, {ends[2]:.1f} -> {ends[3]:.1f} tokens")
-    recipes = json.dumps({study: recipe(study, 0, args) for study in args.studies})
-    plain = json.loads(recipes.replace(f"{directory}/", ""))
+    recipes = {study: yaml.safe_load((directory / f"{study}-0.yaml").read_text("utf-8")) for study in args.studies}
+    plain = json.loads(re.sub(r'"[^"]*/([^"/]+\.jsonl|smol)"', r'"\1"', json.dumps(recipes)))  # wherever they lay
     title = "self-distillation-tiny" if args.tiny else "self-distillation"
     save(f"{title}.json", {
         "models": "tiny/generalist" if args.tiny else "SmolLM2-135M-Instruct, LoRA", "held_out": args.prompts, "steps": args.steps,
-        "seeds": args.seeds, "studies": studies, "refused": told, "recipes": plain,
+        "carried_out": args.read or "with this command", "seeds": args.seeds, "studies": studies, "refused": told, "recipes": plain,
         "runs": runs,
     })  # fmt: skip
     draw(json.loads((RESULTS / f"{title}.json").read_text(encoding="utf-8")), title)

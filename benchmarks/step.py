@@ -41,6 +41,8 @@ from typing import Any
 
 from runs import rollouts_of
 
+from opd import __version__
+
 RESULTS = Path(__file__).parent / "results" / "step-cpu.json"
 PHASES = ("sample", "score", "update")
 LEARNING_RATE, CLIP = 1e-6, 1.0
@@ -549,7 +551,7 @@ def main() -> None:
         "optimiser": "AdamW", "clip": CLIP, "lr": LEARNING_RATE, "measured_steps": arguments.steps,
     }  # fmt: skip
     peers = () if arguments.alone else ("trl", "accelerate")
-    packages = {name: version(name) for name in ("opd", "torch", "transformers", *peers)}
+    packages = {"opd": __version__} | {name: version(name) for name in ("torch", "transformers", *peers)}
     report = {
         "command": " ".join(["python", "benchmarks/step.py", *sys.argv[1:]]), "machine": machine(),
         "versions": {"python": platform.python_version(), **packages}, "settings": settings, "comparisons": found,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import random
 import statistics
@@ -190,6 +191,7 @@ def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phase
         "teachers": {f"teacher{number}": teacher for number in range(case.teachers)},
         "prompts": str(source),
         "rollout": {"prompts": case.prompts, "max_new_tokens": case.new_tokens, "data_share": float(case.data)},
+        "sampler": {"compile": False},  # `auto` would compile where slots are few: minutes before the first step
         "objective": {"form": "direct", "divergence": "reverse_kl"},
         "train": {"steps": 100, "lr": 1e-6},
         "eval": {"prompts": 0},
@@ -212,7 +214,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     peer = peer_results(name, arguments) if arguments.trl else {}
     with tempfile.TemporaryDirectory() as directory:
         run = open_stage(case, Path(directory), arguments, phases)
-        if peer:
+        if "check" in peer:
             peer["check"]["opd"] = loss_on(run, peer["check"].pop("tokens"))
         samples, facts = [], []
         for step in range(1, arguments.warm + arguments.steps + 1):
@@ -251,7 +253,12 @@ def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         save_model(CASES[name].teacher, models, arguments.device)
         script = Path(__file__).with_name("step_trl.py")
         command = [sys.executable, str(script), "--case", name, "--models", str(models), "--out", str(out)]
-        subprocess.run([*command, "--device", arguments.device, "--steps", str(arguments.steps)], check=True)
+        command += ["--device", arguments.device, "--steps", str(arguments.steps)]
+        try:
+            subprocess.run(command, check=True, timeout=arguments.trl_limit)
+        except subprocess.TimeoutExpired:
+            print("TRL", name, f"has not ended within {arguments.trl_limit} s, and is left out", flush=True)
+            return {"seconds": f"more than {arguments.trl_limit}"}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     print("TRL", name, found["seconds"], found["peak_gib"], flush=True)
     return found
@@ -360,6 +367,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="record two more steps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trl", action="store_true", help="measure TRL's DistillationTrainer first, on the same cases")
+    parser.add_argument("--trl-limit", type=float, metavar="SECONDS", help="leave TRL out if it takes longer")
     parser.add_argument("--memory", type=float, metavar="GIB", help="take no more of the device than this")
     arguments = parser.parse_args()
     arguments.out = arguments.out or RESULTS / (
@@ -374,7 +382,9 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/step_gpu.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if arguments.device != "cpu" else platform.processor(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "machine": {"architecture": platform.machine(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers", *(("trl",) if arguments.trl else ()))},
         "settings": arguments.set,
         "cases": {},
     }

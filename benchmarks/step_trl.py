@@ -109,6 +109,7 @@ def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]]) 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             peak = torch.cuda.max_memory_allocated() / 2**30 if clock.cuda else 0.0
             samples.append({"seconds": clock.result(), "peak_gib": peak})
+            print("TRL", len(samples), samples[-1], flush=True)
 
         def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
             if logs and "grad_norm" in logs:

@@ -5,7 +5,8 @@
 `one by one`: `append`, as the sampler's events come. `steps`: `append_many` with one token of each of the slots, as a decode step of many
 sequences gives them. `chunks`: `append_many` with a piece of one rollout, as a server streams it. Rollouts end at random lengths of
 the given mean, and others take their place. Wall time from the first token until all is durable, rollouts begun and finished included.
-Writes benchmarks/results/store-writer-cpu.json.
+`sampler's log`: steps into a log as a sampler process writes it (`sampler.processes`), with the begins and links of the store that they count
+in, all in one process. Writes benchmarks/results/store-writer-cpu.json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 from runs import save
 
 from opd.store import RolloutStore
-from opd.types import SampledToken, TokenColumns
+from opd.store.samplers import SamplerLog, folder_of
+from opd.types import SampledToken, StopReason, TokenColumns
 
 NAME = "store-writer-cpu.json"
 PROMPT = np.arange(200)
@@ -95,12 +97,47 @@ def chunks(store: RolloutStore, slots: Slots, total: int, width: int, size: int 
     return taken
 
 
-WAYS = {"one by one": one_by_one, "steps": steps, "chunks": chunks}
+class Sampled(RolloutStore):
+    """Begins and links here, tokens in the log of a sampler."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        number = self.open_sampler_log()
+        self._into = SamplerLog(folder_of(directory, number), number, self.sampler_log_id(number), commit_ms=50)
+        self._numbers: dict[str, int] = {}
+        self._over: list[int] = []
+
+    def begin(self, *, id: str, prompt_ids: np.ndarray, **names: Any) -> None:
+        super().begin(id=id, prompt_ids=prompt_ids, **names)
+        self._numbers[id] = number = len(self) - 1
+        self._into.begin(number, self.names(id), prompt_ids)
+
+    def append_many(self, tokens: TokenColumns, author: Any = 0) -> None:
+        ids, *columns = tokens
+        self._into.append(list(map(self._numbers.__getitem__, ids)), [*columns, author])
+
+    def finish(self, id: str, stop: StopReason) -> None:
+        self._into.finish(self._numbers[id], stop)
+        self._over.append(self._numbers[id])
+
+    def commit(self, sync: bool = False) -> None:
+        self._into.commit(sync)
+        for number, facts in self._into.links(self._over):
+            self.link(number, facts)
+        super().commit(sync)
+
+    def close(self) -> None:
+        self._into.close()
+        self.settle(self._into.number)
+        super().close()
+
+
+WAYS = {"one by one": one_by_one, "steps": steps, "chunks": chunks, "sampler's log": steps}
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
-        store = RolloutStore(Path(name) / "log")
+        store = (Sampled if way == "sampler's log" else RolloutStore)(Path(name) / "log")
         slots = Slots(store, args.slots, args.mean)
         began, busy = time.perf_counter(), time.process_time()
         taken = WAYS[way](store, slots, args.tokens // (8 if way == "one by one" else 1), args.slots)

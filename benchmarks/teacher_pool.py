@@ -10,14 +10,19 @@ copies, which a run loads as teachers of their own. `peak` is the process's own 
 well; `seconds` is the median step behind the first, `cpu_seconds` the processor time of all threads between two steps, which does
 not feel other work on the machine; `losses` are compared bit for bit.
 
-On CUDA the rate of page-ins (bytes that a step brought in, over the time of its reads) stands beside that of plain pinned copies.
+On CUDA the rate of page-ins (bytes that a step brought in, over the time of its copies) stands beside that of plain pinned copies in
+the same process, and `page` is the time in which the GPU had nothing to do but wait for weights. `start_seconds` is what came before the
+first step; with `--profile`, ARM-start.txt in the directory says on what it was spent.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
 import os
+import pstats
 import shutil
 import statistics
 import subprocess
@@ -43,6 +48,7 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
 }  # fmt: skip
 MEMORY, TIME = 1.3, 1.15  # times one teacher's, at most
+PHASES = ("sample", "reward", "score", "update")
 
 
 def make_model(directory: Path, shape: str, seed: int, dtype: str) -> None:
@@ -96,35 +102,66 @@ def recipe(args: argparse.Namespace, models: Path, arm: str) -> dict[str, Any]:
     }
 
 
-def run_arm(path: Path, out: Path, result: Path) -> None:
-    """In the arm's own process: the run, then what it took."""
+def run_arm(path: Path, out: Path, result: Path, ends_there: bool, profiled: bool) -> None:
+    """In the arm's own process: the run, and what it took: written after every step, so that it is kept if the end fails."""
     import torch
 
     import opd
 
     moments: list[float] = []
-    opd.run(path, out=out, on_step=lambda *_: moments.append(time.process_time()))
+    steps = yaml.safe_load(path.read_text(encoding="utf-8"))["train"]["steps"]
+    facts: dict[str, Any] = {"link_gigabytes_per_second": link()} if torch.cuda.is_available() else {}
+    start, profile = time.perf_counter(), cProfile.Profile()
+
+    def on_step(run: Any, metrics: dict[str, Any]) -> None:
+        if not moments:
+            profile.disable()
+            spent = sum(metrics.get(f"time/{name}", 0) for name in PHASES)
+            facts["start_seconds"] = round(time.perf_counter() - start - spent, 1)
+            if profiled:
+                result.with_name(f"{out.name}-start.txt").write_text(told(profile), encoding="utf-8")
+        moments.append(time.process_time())
+        result.write_text(json.dumps(taken(out, moments) | facts), encoding="utf-8")
+        if ends_there and metrics["step"] == steps:
+            os._exit(0)
+
+    if profiled:
+        profile.enable()
+    opd.run(path, out=out, on_step=on_step)
+    result.write_text(json.dumps(taken(out, moments) | facts | {"ended": True}), encoding="utf-8")
+
+
+def told(profile: cProfile.Profile) -> str:
+    """What took longest, with what it called."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(60)
+    return text.getvalue()
+
+
+def taken(out: Path, moments: list[float]) -> dict[str, Any]:
+    import torch
+
     spent = [later - earlier for earlier, later in pairwise(moments)]
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    phases = ("sample", "reward", "score", "update")
     later = lines[1:] or lines
     found = {
         "peak_bytes": peak,
-        "seconds": round(statistics.median(sum(line.get(f"time/{name}", 0) for name in phases) for line in later), 4),
+        "seconds": round(statistics.median(sum(line.get(f"time/{name}", 0) for name in PHASES) for line in later), 4),
         "cpu_seconds": round(statistics.median(spent), 4) if spent else None,
         "phases": {
             name: round(statistics.median(line.get(f"time/{name}", 0) for line in later), 4)
-            for name in (*phases, "page")
+            for name in (*PHASES, "page")
         },
         "pages": later[-1].get("pages", 0),
+        "page_gigabytes_per_second": later[-1].get("page_rate"),
         "tokens": [line["tokens"] for line in lines],
         "losses": [line["loss"].hex() for line in lines],
     }
     if torch.cuda.is_available():
         found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    result.write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def measure(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, dict[str, Any]]]:
@@ -141,22 +178,27 @@ def measure(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, dic
     for arm in args.arms:
         out, path, result = directory / arm, directory / f"{arm}.yaml", directory / f"{arm}.json"
         shutil.rmtree(out, ignore_errors=True)
+        result.unlink(missing_ok=True)
         path.write_text(yaml.safe_dump(recipe(args, models, arm)), encoding="utf-8")
         command = [sys.executable, __file__, "--arm", str(path), str(out), str(result)]
+        command += [flag for flag, wanted in (("--unsaved", args.unsaved), ("--profile", args.profile)) if wanted]
         environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.device == "cpu" else {})
+        environment["PYTHONFAULTHANDLER"] = "1"
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            print(json.dumps({arm: "failed", "why": done.stderr[-600:]}), flush=True)
-            if "OutOfMemory" not in done.stderr and "memory" not in done.stderr:
-                raise RuntimeError(f"{arm}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
-            continue  # all resident may not fit: that is the point
+            print(json.dumps({arm: f"ended with {done.returncode}", "why": done.stderr[-2000:]}), flush=True)
+            whole = result.is_file() and len(json.loads(result.read_text(encoding="utf-8"))["losses"]) == args.steps
+            if not whole and "memory" in done.stderr:
+                continue  # all resident may not fit: that is the point
+            if not whole:
+                raise RuntimeError(f"{arm}, {done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
         found[arm] = json.loads(result.read_text(encoding="utf-8"))
         print(json.dumps({arm: {key: found[arm][key] for key in ("peak_bytes", "seconds", "phases")}}), flush=True)
         yield found
 
 
-def link(size: int = 1 << 30) -> dict[str, float]:
-    """What the link carries: plain pinned copies to the device, in bytes per second."""
+def link(size: int = 1 << 30) -> float:
+    """What the link carries: plain pinned copies to the device, in GB/s."""
     import torch
 
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -168,32 +210,7 @@ def link(size: int = 1 << 30) -> dict[str, float]:
         there.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         rates.append(size / (time.perf_counter() - start))
-    return {"pinned_bytes_per_second": max(rates)}
-
-
-def page_rate(directory: Path) -> dict[str, float]:
-    """A teacher brought in from pinned memory and from disk, as a step does it, probe apart."""
-    import torch
-
-    from opd.models import load_model
-    from opd.teachers.paging import Pager
-
-    found = {}
-    for keep in ("memory", "disk"):
-        where = directory / "models" / "d00"
-        pager = Pager(1, keep, directory)
-        model = pager.take_in(load_model(str(where), dtype="bfloat16", device="cuda"), where)
-        rates = []
-        for _ in range(4):
-            flat, stream = pager._room_for(model.stay)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            pager._read(model.stay, flat, stream)
-            rates.append(model.stay.layout.size / (time.perf_counter() - start))
-            del flat
-        found[f"{keep}_bytes_per_second"] = max(rates)
-        pager.close()
-    return found
+    return round(max(rates) / 1e9, 2)
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -212,6 +229,9 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 "cpu_time": _ratio(values["cpu_seconds"], found["one"]["cpu_seconds"]),
                 "tokens_equal": values["tokens"] == found["one"]["tokens"],
             }
+        if values.get("page_gigabytes_per_second") and "link_gigabytes_per_second" in values:
+            share = values["page_gigabytes_per_second"] / values["link_gigabytes_per_second"]
+            record.setdefault(arm, {})["page_rate_of_link"] = round(share, 3)
         reference = found.get("all") or found.get("one-resident")
         if reference is not None and arm != "one":
             record.setdefault(arm, {})["losses_identical"] = values["losses"] == reference["losses"]
@@ -223,8 +243,9 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) == 5 and sys.argv[1] == "--arm":
-        run_arm(*map(Path, sys.argv[2:]))
+    if len(sys.argv) > 4 and sys.argv[1] == "--arm":
+        path, out, result = map(Path, sys.argv[2:5])
+        run_arm(path, out, result, "--unsaved" in sys.argv, "--profile" in sys.argv)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -241,24 +262,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", choices=["memory", "disk"])
     parser.add_argument("--arms", nargs="+", default=["one", "two", "one-resident", "all"])
+    parser.add_argument(
+        "--unsaved", action="store_true", help="end every arm with its last step, before the student is saved"
+    )
+    parser.add_argument("--profile", action="store_true", help="write down what the start of every arm was spent on")
+    parser.add_argument("--name", help="of the result's file; default: teacher-pool-DEVICE.json")
     parser.add_argument("--directory", type=Path, help="where models and runs go; default: a temporary one")
     args = parser.parse_args()
-    usual = {"cpu": ("cpu", "cpu", 24, 24, 1024), "cuda": ("0.6B", "4B", 96, 256, 16_384)}[args.device]
+    usual = {"cpu": ("cpu", "cpu", 48, 24, 1024), "cuda": ("0.6B", "4B", 1536, 224, 16_384)}[args.device]
     for key, value in zip(("student", "teacher", "prompts", "new_tokens", "micro_tokens"), usual, strict=True):
         setattr(args, key, getattr(args, key) or value)
     args.checkpoints = args.checkpoints or args.teachers
     with tempfile.TemporaryDirectory() as scratch:
         directory = args.directory or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        settings = {key: value for key, value in vars(args).items() if key not in ("directory", "arms")}
-        name = f"teacher-pool-{args.device}{f'-{args.keep}' if args.keep else ''}.json"
+        settings = {key: value for key, value in vars(args).items() if key not in ("directory", "arms", "name")}
+        name = args.name or f"teacher-pool-{args.device}{f'-{args.keep}' if args.keep else ''}.json"
         values: dict[str, Any] = {}
         for found in measure(args, directory):
             values = {"settings": settings, "compared": compared(found), "arms": found}
             save(name, values)
         print(json.dumps(values["compared"], indent=1), flush=True)
-        if args.device == "cuda":
-            save(name, values | {"rates": link() | page_rate(directory)})
 
 
 if __name__ == "__main__":

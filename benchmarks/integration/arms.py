@@ -42,6 +42,7 @@ class Arm:
     scored: bool = False
     specialists: bool = False  # whether it needs them: their cost belongs to its total
     per_token: float = WHOLE
+    imitates: bool = False  # what it learns from are samples of the specialists
 
     def recipe(self, edition: Edition, rate: float, seed: int, origin: str = "start") -> dict[str, Any]:
         recipe = edition.recipe(edition.start, edition.domains, "tune", seed)
@@ -112,7 +113,13 @@ def _gold_then_rl(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
 
 def _teacher_samples(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
     recipe["objective"] = SFT
-    recipe["rollout"]["teacher_share"] = 1.0
+    if not edition.draws_ahead:
+        recipe["rollout"]["teacher_share"] = 1.0
+        return
+    specialists = recipe.pop("teachers")
+    recipe["rollout"]["data_share"] = 1.0
+    for source in recipe["prompts"]:
+        source["source"] = edition.answers(specialists[source["domain"]]["model"])
 
 
 def _by_need(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
@@ -138,7 +145,7 @@ ARMS: dict[str, Arm] = {
     "cascaded-rl": Arm(_cascaded_rl, "rl", per_token=4),
     "sft-gold": Arm(_gold, per_token=3),
     "sft-gold-rl": Arm(_gold_then_rl, "rl", per_token=4),
-    "sft-teacher": Arm(_teacher_samples, specialists=True, per_token=4),
+    "sft-teacher": Arm(_teacher_samples, specialists=True, per_token=4, imitates=True),
 }
 
 

@@ -32,6 +32,8 @@ class Edition:
     prompts: int = 1000  # of a split that are measured
     curve_prompts: int = 50  # per domain, of the evaluations on the way
     domains: list[str] = field(default_factory=list)
+    draws_ahead: bool = False  # specialists answer the training questions once, for the arms that imitate them
+    limit: float | None = None  # seconds of a run
 
     def __post_init__(self) -> None:
         self.domains = self.domains or list(EDITIONS[self.name])
@@ -48,6 +50,10 @@ class Edition:
         if self.name == "tiny":
             return f"tiny/{domain}"
         return str((self.directory / "adapters" / f"{origin}-{domain}").absolute())
+
+    def answers(self, specialist: str) -> str:
+        """A specialist's own answers to the training questions of its domain."""
+        return str((self.data / f"answers-{Path(specialist).name}.jsonl").absolute())
 
     def write_data(self) -> None:
         write(self.name, self.data, self.counts)
@@ -90,7 +96,7 @@ class Edition:
         name = "-".join([arm, *(str(part) for part in more.pop("tags", ())), f"seed{seed}"])
         return {
             "name": name, "arm": arm, "seed": seed, "split": split, "data": str(self.data.absolute()),
-            "domains": self.domains, "measure": self.measure(), "scored": False, "settings": {},
+            "domains": self.domains, "measure": self.measure(), "scored": False, "settings": {}, "limit": self.limit,
             "out": str((self.directory / "runs" / name).absolute()),
             "entry": str((self.directory / "entries" / f"{name}.json").absolute()), **more,
         }  # fmt: skip
@@ -107,12 +113,20 @@ def tiny(directory: Path) -> Edition:
 
 def smol(directory: Path) -> Edition:
     return Edition(
-        "smol", directory, base="smol", max_new_tokens=128, steps=200, rollouts=128,
-        rates={"distil": [3e-4, 1e-3], "rl": [5e-5, 2e-4]},
+        "smol", directory, base="smol", max_new_tokens=128, steps=100, rollouts=256,
+        rates={"distil": [5e-4, 2e-3], "rl": [1e-4, 4e-4]},
         counts={"train": 4000, "screen": 200, "tune": 300, "report": 1000},
-        student={"lora": {"rank": 32, "alpha": 64}}, train={"micro_tokens": 8192}, sampler={"slots": 256},
-        device="cuda", dtype="bfloat16", curve_prompts=40,  # of six domains: one batch of slots
+        student={"lora": {"rank": 32, "alpha": 64}}, sampler={"slots": 256}, device="cuda", dtype="bfloat16",
+        curve_prompts=40, draws_ahead=True,  # 40 of six domains: one batch of slots
     )  # fmt: skip
+
+
+def smallest(edition: Edition) -> None:
+    """A tiny model on a CPU and a handful of questions: everything goes through, nothing is learnt."""
+    edition.base, edition.device, edition.dtype, edition.sampler = "tiny/generalist", "cpu", "float32", {}
+    edition.counts = dict.fromkeys(edition.counts, max(edition.prompts, 8))
+    edition.curve_prompts, edition.max_new_tokens = 2, 8
+    edition.rates = {name: rates[:1] for name, rates in edition.rates.items()}
 
 
 SFT: dict[str, Any] = {"form": "cross_entropy"}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from integration.domains import Split, read, right
+
+if TYPE_CHECKING:
+    from opd.models.language_model import LanguageModel
+    from opd.sampling.sampler import Sampler
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -24,20 +28,61 @@ def pack(adapter: Path, to: Path, base: str) -> None:
     (to / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
+def unpack(model: str, to: Path) -> Path:
+    """A model as a plain directory, in bfloat16."""
+    if not (to / "config.json").is_file():
+        import opd
+
+        _save(opd.load_model(model, device="cpu"), to)
+    return to
+
+
 def build(adapter: Path, to: Path) -> Path:
     """The adapter's weights merged into its base on a CPU, in bfloat16: the same bytes wherever it is built."""
     if not (to / "config.json").is_file():
-        import torch
-
         import opd
 
-        model = opd.load_model(str(adapter), device="cpu")
-        model.module.to(torch.bfloat16)
-        partial = to.with_name(to.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save(partial)
-        partial.rename(to)
+        _save(opd.load_model(str(adapter), device="cpu"), to)
     return to
+
+
+def _save(model: LanguageModel, to: Path) -> None:
+    import torch
+
+    model.module.to(torch.bfloat16)
+    partial = to.with_name(to.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save(partial)
+    partial.rename(to)
+
+
+def _sampler(model: str, settings: dict[str, Any]) -> Sampler:
+    """Greedy, unless `settings` say otherwise."""
+    import opd
+
+    return opd.Sampler(
+        opd.load_model(model, device=settings["device"], dtype=settings["dtype"]),
+        max_new_tokens=settings["max_new_tokens"],
+        temperature=settings.get("temperature", 0.0),
+        settings=settings["sampler"],
+    )
+
+
+def write_answers(model: str, data: Path, domain: str, settings: dict[str, Any], to: Path) -> None:
+    """The rows for training with the model's own answers, one sample each, as a dataset. Those that did not end, or say nothing, are left out."""
+    import opd
+
+    rows = read(data, domain, "train")
+    sampler = _sampler(model, settings | {"temperature": 1.0})
+    prompts = [
+        opd.Prompt(id=str(number), domain=domain, messages=tuple(row["prompt"])) for number, row in enumerate(rows)
+    ]
+    ended = [rollout for rollout in sampler.sample(prompts) if rollout.stop == "stop"]
+    said = [(rows[int(rollout.prompt_id)], sampler.text(rollout)) for rollout in ended]
+    lines = [json.dumps(row | {"completion": text}) + "\n" for row, text in said if text.strip()]
+    partial = to.with_suffix(".partial")
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(to)
 
 
 def marks(model: str, data: Path, domains: list[str], split: Split, settings: dict[str, Any]) -> dict[str, Any]:
@@ -46,13 +91,7 @@ def marks(model: str, data: Path, domains: list[str], split: Split, settings: di
     """
     import opd
 
-    student = opd.load_model(model, device=settings["device"], dtype=settings["dtype"])
-    sampler = opd.Sampler(
-        student,
-        max_new_tokens=settings["max_new_tokens"],
-        temperature=settings.get("temperature", 0.0),
-        settings=settings["sampler"],
-    )
+    sampler = _sampler(model, settings)
     found: dict[str, str] = {}
     tokens: dict[str, float] = {}
     texts: dict[str, list[str]] = {}

@@ -3,25 +3,51 @@
 Schema (`schema: 1`): `split` report, or tune where only the tuning runs are told; `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
 `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
 tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
-prompt in the order of the report split. An entry of another framework is a file with `arm`, `seed`, `split: report`,
-`settings`, `marks`, `cost` {prefill, sampled, scored, trained, rollouts} and `seconds`, put into DIRECTORY/entries.
+prompt in the order of the report split. An entry, of this framework or another, is a file of DIRECTORY/entries: entry.schema.json.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from hashlib import sha256
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from integration.arms import ARMS
-from integration.domains import EDITIONS, Split
+from integration.arms import ARMS, Arm
+from integration.domains import EDITIONS, Split, read, right
 from integration.editions import Edition
 from integration.scores import Marks, flops, interval, pooled, share
 from runs import save_figure
 
 REFERENCES = ("start", "reference", "specialist", "joint")
+COSTS = ("prefill", "sampled", "scored", "trained", "rollouts")
+
+
+def enter(edition: Edition, path: Path) -> Path:
+    """A run of another framework: its answers marked, and put beside the other entries."""
+    given = json.loads(path.read_text(encoding="utf-8"))
+    missing = [key for key in ("arm", "seed", "split", "settings", "cost", "seconds", "answers") if key not in given]
+    missing += [f"cost.{key}" for key in COSTS if key not in given.get("cost", {})]
+    if missing:
+        raise SystemExit(
+            f"{path}: {', '.join(missing)} missing; benchmarks/integration/entry.schema.json has all fields."
+        )
+    marks = {}
+    for domain in edition.domains:
+        rows, answers = read(edition.data, domain, given["split"])[: edition.prompts], given["answers"].get(domain, [])
+        if len(answers) != len(rows):
+            raise SystemExit(
+                f"{path}: {len(answers)} answers of {domain}, and {edition.data} has {len(rows)} questions of the {given['split']} split."
+            )
+        marks[domain] = "".join(str(int(right(text, row["answer"]))) for text, row in zip(answers, rows, strict=True))
+    settings = sha256(json.dumps(given["settings"], sort_keys=True).encode()).hexdigest()[:8]
+    to = edition.directory / "entries" / f"{given['arm']}-{settings}-{given['split']}-seed{given['seed']}.json"
+    to.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in given.items() if key != "answers"}
+    to.write_text(json.dumps(kept | {"marks": marks}) + "\n", encoding="utf-8")
+    return to
 
 
 def entries(directory: Path) -> list[dict[str, Any]]:
@@ -38,8 +64,8 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             continue
         if entry["split"] != split:
             tuning[entry["arm"]].append(entry)
-        elif entry["settings"].get("steps", edition.steps) == edition.steps:
-            runs[entry["arm"]].append(entry)
+        else:
+            runs[_label(entry, edition)].append(entry)
     whole = [len(start[name]) for name in edition.domains]
     complete = {
         arm: kept
@@ -52,17 +78,22 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             for arm, found in complete.items()
         }
     size = parameters(edition)
-    made = sum(flops(entry["cost"], size, size) for entry in everything if entry["arm"].startswith("specialist-start"))
+    made = {
+        origin: sum(flops(entry["cost"], size, size) for entry in everything if entry["arm"] == f"specialist-{origin}")
+        for origin in ("start", "foreign")
+    }
     arms = {}
-    first = max(complete, key=lambda arm: mean(pooled(entry["marks"], start, specialists) for entry in complete[arm]))
+    equal = {arm: found for arm, found in complete.items() if "," not in arm}  # at equal FLOPs
+    first = max(equal, key=lambda arm: mean(pooled(entry["marks"], start, specialists) for entry in equal[arm]))
     for arm, found in sorted(complete.items()):
         marks = [entry["marks"] for entry in found]
         marginal = mean(flops(entry["cost"], size, size) for entry in found) if "cost" in found[0] else 0.0
-        uses = arm not in ARMS or ARMS[arm].specialists
+        origin, ours = "foreign" if "-foreign" in arm else "start", _of_ours(arm)
+        uses = found[0].get("specialists", True) if ours is None else ours.specialists
         arms[arm] = {
             "score": interval(marks, start, specialists),
             "against_first": interval(marks, start, specialists, against=[entry["marks"] for entry in complete[first]]),
-            "flops": {"marginal": marginal, "total": marginal + made if uses and made else marginal if not uses else None},
+            "flops": {"marginal": marginal, "total": marginal + made[origin] if uses and made[origin] else marginal if not uses else None},
             "tokens": mean(entry["cost"]["sampled"] for entry in found) if "cost" in found[0] else 0,
             "seconds": mean(entry["seconds"] for entry in found),
             "tuning": [{"settings": one["settings"], "marks": one["marks"]} for one in tuning[arm]],
@@ -77,8 +108,21 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             } for name in edition.domains
         },
         "steps": edition.steps, "rollouts": edition.rollouts, "rates": edition.rates,
-        "specialists_flops": made or None, "arms": arms,
+        "specialists_flops": {origin: spent or None for origin, spent in made.items()}, "arms": arms,
     }  # fmt: skip
+
+
+def _label(entry: dict[str, Any], edition: Edition) -> str:
+    """The arm; with its steps, where a run had more or fewer than the edition gives."""
+    steps = entry["settings"].get("steps", edition.steps)
+    return (
+        entry["arm"] if _of_ours(entry["arm"]) is None or steps == edition.steps else f"{entry['arm']}, {steps} steps"
+    )
+
+
+def _of_ours(arm: str) -> Arm | None:
+    """None: a merge, or of another framework."""
+    return ARMS.get(arm.partition(",")[0].removesuffix("-foreign"))
 
 
 def parameters(edition: Edition) -> int:

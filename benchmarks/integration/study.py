@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -19,7 +20,11 @@ Recipe = Callable[[float, int, Any], dict[str, Any]]  # learning rate, seed, spl
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="the runs go here; what is there is not repeated")
+    default = Path("runs") / Path(sys.argv[0]).stem
+    parser.add_argument(
+        "--directory", type=Path, default=default, help="the runs go here; what is there is not repeated"
+    )
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
@@ -58,6 +63,8 @@ def tuned(
     tuning = {(arm, rate): job(arm, rate, TUNING_SEED, "tune") for arm in arms for rate in args.rates}
     found = run_all(list(tuning.values()), edition.directory, args.workers)
     best = {arm: max(args.rates, key=lambda rate: score(found[tuning[arm, rate]["name"]])) for arm in arms}
+    if args.tuning_only:
+        return {arm: [found[tuning[arm, best[arm]]["name"]]] for arm in arms}
     jobs = {(arm, seed): job(arm, best[arm], seed, "report") for seed in range(args.seeds) for arm in arms}
     found = run_all(list(jobs.values()), edition.directory, args.workers)
     return {arm: [found[jobs[arm, seed]["name"]] for seed in range(args.seeds)] for arm in arms}
