@@ -73,7 +73,8 @@ test-browser: $(VENV)/.dev
 
 test-kernels: $(VENV)/.dev
 	$(PIP) --no-deps 'triton>=3.6,<3.8'
-	TRITON_INTERPRET=1 $(PYTEST) $(STEAL) tests/test_divergence_triton.py tests/test_decode_kernel.py tests/test_fused_layers.py
+	TRITON_INTERPRET=1 $(PYTEST) $(STEAL) tests/test_divergence_triton.py tests/test_select_kernels.py tests/test_decode_kernel.py tests/test_decode_layers.py tests/test_draw_kernels.py tests/test_fused_layers.py
+	$(PYTEST) $(STEAL) tests/test_kernels_compile.py
 
 test-vllm: $(VENV)/.dev
 	.ci/vllm-environment $(PYTHON) $(VLLM) $(VENV)
