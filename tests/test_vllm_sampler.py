@@ -45,7 +45,7 @@ from tests.ranks import Job, together
 real = pytest.mark.vllm
 PYTHON = os.path.abspath(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
 TOKEN = "a token for tests"
-LENGTH = 96
+LENGTH = 512  # of the tiny models: long enough to be in the midst of an answer for seconds
 ADAPTER = Lora(rank=6, alpha=12)
 SLOTS = 4  # of the engine for adapters
 EAGER = {"cache": 1, "eager": True}
@@ -343,28 +343,36 @@ def test_log_probs_are_the_trainers_and_follow_its_weights(servers: list[Server]
 
 @real
 def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> None:
-    student = load_model("tiny/spelling")
-    engine = opened(student, servers[:1])
-    engine.load(student.weights(0))
-    before = load_model("tiny/spelling")
+    before, student = load_model("tiny/spelling"), load_model("tiny/spelling")
     changed(student, 0.02)
-    newer = student.weights(1)  # ready before it begins: the engine does not wait for us
-    stream = engine.sample(requests(4, max_new_tokens=LENGTH - 16, stop_ids=()))
-    events = [next(stream)]
-    while len({event.request_id for event in events}) < 4:
-        events.append(next(stream))
-    engine.load(newer)
-    events += list(stream)
+    engine = opened(before, servers[:1])
+    for old in range(
+        0, 10, 2
+    ):  # an engine does not wait for us: where it is done before it gets the weights, once more
+        older, newer = before.weights(old), student.weights(old + 1)
+        engine.load(older)
+        stream = engine.sample(requests(4, max_new_tokens=LENGTH - 16, stop_ids=()))
+        events = [next(stream)]
+        while len({event.request_id for event in events}) < 4:
+            events.append(next(stream))
+        engine.load(newer)
+        events += list(stream)
+        tokens = [event for event in events if isinstance(event, SampledToken)]
+        answers = {
+            name: [event for event in tokens if event.request_id == name] for name in ("r/0", "r/1", "r/2", "r/3")
+        }
+        if all(answer[-1].version == newer.version for answer in answers.values()):
+            break
     for request in requests(4):
-        drawn = [event for event in events if event.request_id == request.id and len(event) > 2]
-        versions = [event.version for event in drawn]
+        answer = answers[request.id]
+        versions = [event.version for event in answer]
         assert versions == sorted(versions)
-        assert set(versions) == {0, 1}
-        ids = np.array([event.token for event in drawn], dtype=np.int32)
-        told = np.array([event.logprob for event in drawn])
+        assert set(versions) == {older.version, newer.version}
+        ids = np.array([event.token for event in answer], dtype=np.int32)
+        told = np.array([event.logprob for event in answer])
         whole = Rollout(**{**vars(collect(engine, [request])[0]), "response_ids": ids})
-        for version, model in enumerate((before, student)):
-            mine = np.array(versions) == version
+        for weights, model in ((older, before), (newer, student)):
+            mine = np.array(versions) == weights.version
             np.testing.assert_allclose(told[mine], rescored(model, whole)[0][mine], atol=1e-4)
 
 
