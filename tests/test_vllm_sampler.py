@@ -345,7 +345,7 @@ def test_log_probs_are_the_trainers_and_follow_its_weights(servers: list[Server]
 def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> None:
     before, student = load_model("tiny/spelling"), load_model("tiny/spelling")
     changed(student, 0.02)
-    engine = opened(before, servers[:1])
+    engine = opened(load_model("tiny/spelling"), servers[:1])
     for old in range(
         0, 10, 2
     ):  # an engine does not wait for us: where it is done before it gets the weights, once more
