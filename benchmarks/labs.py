@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from runs import RESULTS, save, saved
+from runs import RESULTS, refuse_other_changes, save, saved
 
 from opd.config import shipped_recipes
 from opd.runner.story import story_lines
@@ -234,19 +234,20 @@ def earlier(result: str, changes: list[str]) -> dict[str, dict[int, dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path("runs/labs"))
+    parser.add_argument("--directory", type=Path, help="of the runs; default: runs/labs, with --set runs/labs-NAME")
     parser.add_argument("--workers", type=int, default=2, help="0: only read what is there")
     parser.add_argument("--labs", nargs="+", default=LABS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="for all of them")
     parser.add_argument("--name", default="cpu", help="of the results: benchmarks/results/labs-NAME.json")
     arguments = parser.parse_args()
-    directory = arguments.directory
+    result = f"labs-{arguments.name}.json"
+    refuse_other_changes(result, arguments.set)
+    directory = arguments.directory or Path(f"runs/labs-{arguments.name}" if arguments.set else "runs/labs")
     with ThreadPoolExecutor(arguments.workers or 1) as pool:
         for seed in arguments.seeds if arguments.workers else ():
             for lab in arguments.labs:
                 pool.submit(carry_out, lab, seed, directory, arguments.set)
-    result = f"labs-{arguments.name}.json"
     known = earlier(result, arguments.set)
     results: dict[str, Any] = {}
     for lab in LABS:

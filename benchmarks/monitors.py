@@ -3,7 +3,8 @@
     python benchmarks/monitors.py --workers 8                  # the recipes as they are shipped: what is reported
     python benchmarks/monitors.py --workers 8 --seed 1         # another seed: what thresholds may be set by
 
-Each run is a process with one thread. Runs that are there already are read, not repeated.
+Each run is a process with one thread. Runs that are there already are read, not repeated; recipes that are changed on
+purpose (`--set`) go into a file of their own (`--name`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from runs import carry_out, save
+from runs import carry_out, refuse_other_changes, save
 
 from opd.config import load_recipe, shipped_recipes
 from opd.errors import RecipeError
@@ -65,25 +66,28 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=GOING_WELL)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="for all of them")
+    parser.add_argument("--name", help="of the results, and the folder of the runs; default: seed-SEED")
     arguments = parser.parse_args()
-    directory = arguments.directory / f"seed-{arguments.seed}"
+    name = arguments.name or f"seed-{arguments.seed}"
+    refuse_other_changes(f"monitors-{name}.json", arguments.set)
+    directory = arguments.directory / name
     directory.mkdir(parents=True, exist_ok=True)
 
-    def carried(name: str) -> dict[str, Any]:
-        return alarms(carry_out(name.replace("/", "-"), watched(name, arguments.seed, arguments.set), directory))
+    def carried(recipe: str) -> dict[str, Any]:
+        return alarms(carry_out(recipe.replace("/", "-"), watched(recipe, arguments.seed, arguments.set), directory))
 
     with ThreadPoolExecutor(max(arguments.workers, 1)) as pool:
         found = dict(zip(arguments.recipes, pool.map(carried, arguments.recipes), strict=True))
-    for name, result in found.items():
+    for recipe, result in found.items():
         told = [f"{one['stage']}, step {one['step']}, {one['monitor']}: {one['words']}" for one in result["alarms"]]
-        print(f"{name}: {result['steps']} steps, {len(told)} alarms", *told, sep="\n  ")
+        print(f"{recipe}: {result['steps']} steps, {len(told)} alarms", *told, sep="\n  ")
     results = {
         "seed": arguments.seed,
         "monitors": [*usual_monitors(), PREFIX],
         "changes": arguments.set,
         "recipes": found,
     }
-    save(f"monitors-seed-{arguments.seed}.json", results)
+    save(f"monitors-{name}.json", results)
 
 
 if __name__ == "__main__":

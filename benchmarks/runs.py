@@ -140,6 +140,14 @@ def saved(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
+def refuse_other_changes(name: str, changes: list[str]) -> None:
+    """Results of recipes as they are, or changed in another way (`--set`), are not written over."""
+    kept = saved(name)["changes"] if (RESULTS / name).is_file() else changes
+    if kept != changes:
+        what = f"with --set {' '.join(kept)}" if kept else "without --set"
+        raise SystemExit(f"{RESULTS / name} has what was measured {what}. Give these results a --name of their own.")
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

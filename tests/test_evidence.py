@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
@@ -15,13 +16,14 @@ from opd.rewards.texts import Exact
 from opd.types import Prompt, Sample
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = ("integration", "runs", "headline", "labs", "monitors")
 
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("integration", "runs", "headline", "labs")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in SCRIPTS]:
         del sys.modules[name]
 
 
@@ -152,6 +154,16 @@ def test_outcomes_of_labs_come_from_what_was_measured() -> None:
     assert worst["by_seed"] == [pytest.approx(0.9)] * 2  # spelling
     assert last["value"] == pytest.approx(0.95)
     assert last["low"] < 0.95 < last["high"]
+
+
+@pytest.mark.parametrize("script", ["labs", "monitors"])
+def test_what_was_measured_without_changes_is_not_written_over(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(script)
+    monkeypatch.setattr(sys, "argv", [script, "--set", "train.steps=1"])
+    monkeypatch.setattr(module, "save", lambda *_: pytest.fail("written over"))
+    monkeypatch.setattr(module, "carry_out", lambda *_: pytest.fail("carried out"))
+    with pytest.raises(SystemExit, match="measured without --set"):
+        module.main()
 
 
 @pytest.mark.slow
