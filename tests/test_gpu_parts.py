@@ -1,0 +1,91 @@
+"""The scripts of `benchmarks/gpu` run through with a stand-in for Python, and every command they give is one that its benchmark takes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = sorted(path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.sh") if path.stem != "common")
+PHASES = {"evidence": ["prepare", "main", "headline"]}
+STAND_IN = """#!/bin/sh
+printf '%s\\t' "$@" >>"$GIVEN"; echo >>"$GIVEN"; exit "$CODE"
+"""
+
+
+def commands(part: str, directory: Path, code: int = 0) -> list[list[str]]:
+    """What the part gives to Python, each of which ends with `code`."""
+    stand_in, given = directory / "python", directory / "given"
+    stand_in.write_text(STAND_IN, encoding="utf-8")
+    stand_in.chmod(0o755)
+    told = {
+        "PYTHON": str(stand_in),
+        "GIVEN": str(given),
+        "CODE": str(code),
+        "WORK": str(directory / "work"),
+        "MPS": "0",
+    }
+    script = ROOT / "benchmarks" / "gpu" / f"{part}.sh"
+    command = ["bash", str(script), str(directory / "out"), *PHASES.get(part, [])]
+    subprocess.run(command, env=os.environ | told, check=False, capture_output=True, cwd=directory)
+    return [line.rstrip("\t").split("\t") for line in given.read_text(encoding="utf-8").splitlines()]
+
+
+class Read(Exception):
+    """A benchmark has read its arguments."""
+
+
+def read(parser: argparse.ArgumentParser, *args: Any, usual: Any = argparse.ArgumentParser.parse_args) -> None:
+    usual(parser, *args)
+    raise Read
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the folder were that of the script, for as long as a test lasts."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read)
+    yield
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_every_command_is_one_that_its_benchmark_takes(
+    tmp_path: Path, benchmarks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for part in PARTS:
+        (tmp_path / part).mkdir()
+        found += commands(part, tmp_path / part)
+    scripts = [command[index:] for command in found for index, word in enumerate(command) if word.endswith(".py")]
+    given = [command for command in scripts if command[0].startswith("benchmarks/")]
+    assert len({command[0] for command in given}) > 8
+    files = {word for command in found for word in command if word.startswith("tests/")}
+    assert files
+    assert not [name for name in files if not (ROOT / name).is_file()]
+    for command in given:
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(Read):  # else argparse says on stderr what it did not take
+            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_command_that_fails_does_not_end_its_part(part: str, tmp_path: Path) -> None:
+    (tmp_path / "well").mkdir()
+    (tmp_path / "ill").mkdir()
+    assert len(commands(part, tmp_path / "ill", code=1)) >= len(commands(part, tmp_path / "well"))
+
+
+def test_each_part_is_in_the_table() -> None:
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
+    assert not [part for part in PARTS if f"`{part}.sh`" not in page]
