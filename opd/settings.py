@@ -82,9 +82,8 @@ class Needs:
     """What has to be known of a batch before a choice can do its work."""
 
     signals: tuple[tuple[str, SignalKind], ...] = ()  # (role, kind) asked of teachers
-    student: frozenset[tuple[str | int, ...]] = (
-        frozenset()
-    )  # asked of the student before the updates: `objective.first_pass`
+    # asked of the student before the updates: `objective.first_pass`
+    student: frozenset[tuple[str | int, ...]] = frozenset()
     rewards: bool = False
     topk: tuple[tuple[str, int], ...] = ()  # (role, k): hidden states or, of a role that has none, the k likeliest ids
 
@@ -229,7 +228,7 @@ class Family:
         return families.names(self.name)
 
     def classes(self) -> dict[str, type[Choice]]:
-        return {name: self.find(name) for name in self.names()}
+        return {name: families.find(self.name, name) for name in self.names()}
 
     def find(self, name: object) -> type[Choice]:
         if not isinstance(name, str) or name not in self.names():
@@ -256,6 +255,9 @@ class Family:
     def spelled_out(self, value: Any) -> Any:
         """The mapping that a name alone is short for."""
         return {self.key: value} if isinstance(value, str) else value
+
+    def named(self, settings: Mapping[str, Any]) -> Any:
+        return settings.get(self.key)  # None: left open
 
     def choose(self, settings: dict[str, Any]) -> type[Choice]:
         """The class that settings are of; what names it is taken out of them."""
@@ -294,7 +296,7 @@ class Family:
 
     def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
         """A key that other choices of the family read is a mistake here, unless it stands at its default."""
-        for key in [key for key in settings if key not in _keys(chosen)]:
+        for key in [key for key in settings if key not in keys_of(chosen)]:
             owners = self._owners(key)
             if not owners:
                 continue
@@ -304,7 +306,7 @@ class Family:
             del settings[key]
 
     def _owners(self, key: str) -> list[type[Choice]]:
-        return [option for option in self.classes().values() if key in _keys(option)]
+        return [option for option in self.classes().values() if key in keys_of(option)]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
@@ -343,7 +345,7 @@ def family_of(model: type[BaseModel], field: str) -> Family:
     return next(mark for mark in model.model_fields[field].metadata if isinstance(mark, Family))
 
 
-def _keys(model: type[Choice]) -> set[str]:
+def keys_of(model: type[Choice]) -> set[str]:
     """Everything a recipe may write beside the choice's name."""
     folded = [option.model_fields for field in model.flat for option in family_of(model, field).classes().values()]
     return {*model.model_fields, *(key for fields in folded for key in fields)}
@@ -395,4 +397,4 @@ def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
         if field is not None:
             inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             model = next((kind for kind in inner if issubclass(kind, BaseModel)), model)
-    return _keys(model) if issubclass(model, Choice) else set(model.model_fields)
+    return keys_of(model) if issubclass(model, Choice) else set(model.model_fields)

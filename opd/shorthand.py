@@ -37,3 +37,10 @@ class Short:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         node = handler(schema)
         return {"anyOf": [handler.resolve_ref_schema(node)["properties"][self._key], node]}
+
+
+class WrittenAs:
+    """Marks a field that a recipe writes under another key."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key

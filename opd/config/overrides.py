@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from opd import families
 from opd.config.paths import anchored
+from opd.config.places import Place, below, inherited_settings, spelled_out
 from opd.config.plain_data import DEEPEST, explain, parse_value, plain_data, shown
+from opd.config.stage import Stage
 from opd.errors import RecipeError
-from opd.settings import Choice
 
 SHORT = {  # what a plain value at these keys is short for
     "student": "model", "coefficient": "value", "gate": "kind", "surrogate": "kind", "correction": "kind", "prompts": "source",
@@ -20,10 +20,19 @@ SHORT = {  # what a plain value at these keys is short for
 }  # fmt: skip
 
 
-def apply_override(raw: dict[str, Any], override: str, base: Path | None = None) -> None:
+def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], base: Path | None = None) -> None:
+    """One after the other. One that names another choice takes the settings of the old one away, but none that an override set."""
+    written: set[tuple[str, ...]] = set()
+    for override in overrides:
+        written.add(apply_override(raw, override, base, written))
+
+
+def apply_override(
+    raw: dict[str, Any], override: str, base: Path | None = None, written: Collection[tuple[str, ...]] = ()
+) -> tuple[str, ...]:
     """Set `train.steps=50`, `prompts.0.share=2`, `objective.temperature=2` or `stages.NAME.train.lr=1e-5` in place.
 
-    A path in the value is relative to `base`, the working directory unless given.
+    A path in the value is relative to `base`, the working directory unless given. Keys at places in `written` stay. The place that was set.
     """
     path, separator, text = override.partition("=")
     shown_override = shown(override)
@@ -38,14 +47,24 @@ def apply_override(raw: dict[str, Any], override: str, base: Path | None = None)
     value = anchored(value, base or Path.cwd(), tuple(parts))
     *parents, last = parts
     node: Any = raw
+    place: Place = (Stage,)
+    where: tuple[str, ...] = ()
     for depth, part in enumerate(parents):
+        where = (*where, str(_index(node, part, shown_override)) if isinstance(node, list) else part)
+        if not isinstance(node, list) and where != ("stages",):
+            place = below(place, part)
         node = _enter(node, part, parents[: depth + 1], shown_override)
     if isinstance(node, list):
-        node[_index(node, last, shown_override)] = value
+        index = _index(node, last, shown_override)
+        node[index], last = value, str(index)
     elif isinstance(node, dict):
+        stays = inherited_settings(place, node, {last: value})
+        for key in [key for key in node if key not in stays and (*where, key) not in written]:
+            del node[key]
         node[last] = value
     else:
         raise RecipeError(f"override {shown_override}: {'.'.join(parents)} is {shown(node)}, which has no keys.")
+    return (*where, last)
 
 
 def _enter(node: Any, part: str, path: list[str], override: str) -> Any:
@@ -82,9 +101,9 @@ def _index(node: list[Any], part: str, override: str) -> int:
     raise RecipeError(f"override {override}: no item {shown(part)} in the list; it has {known}.")
 
 
-def merge(base: Mapping[str, Any], override: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Deep merge of mappings; everything else (lists too) is replaced. Of a mapping of another kind, whose keys mean other
-    things, what all kinds have stays.
+def merge(base: Mapping[str, Any], override: Mapping[str, Any], place: Place = (Stage,)) -> dict[str, Any]:
+    """Deep merge of mappings; everything else (lists too) is replaced. Of another choice, whose keys mean other things, what
+    all choices have stays.
 
     >>> merge({"train": {"steps": 9, "lr": 1}}, {"train": {"steps": 5}})
     {'train': {'steps': 5, 'lr': 1}}
@@ -93,42 +112,11 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any], path: tuple[str,
     """
     merged = dict(base)
     for key, value in override.items():
-        old = merged.get(key)
+        old, there = merged.get(key), below(place, key)
+        if isinstance(value, Mapping):
+            old = spelled_out(there, old, value)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            place = (*path, str(key))
-            merged[key] = merge(_kept(old, value, place), value, place)
+            merged[key] = merge(inherited_settings(there, old, value), value, there)
         else:
             merged[key] = value
     return merged
-
-
-def _kept(old: Mapping[str, Any], new: Mapping[str, Any], place: tuple[str, ...]) -> Mapping[str, Any]:
-    """What of the old settings stays beside new ones. Where no kind was written, what the new kind has as well stays, too."""
-    before, now = old.get("kind"), new.get("kind")
-    if not isinstance(now, str) or before == now:
-        return old
-    family = _family(place)
-    kinds = {name: families.find(family, name) for name in families.names(family)} if family else {}
-    if before is not None:
-        common = _common_fields(kinds[now]) if now in kinds else ()
-        return {key: value for key, value in old.items() if key in common}
-    usual = next((kind for kind in kinds.values() if kind.by_default), None)
-    if now not in kinds or usual is None:
-        return old
-    gone = usual.model_fields.keys() - kinds[now].model_fields.keys()
-    return {key: value for key, value in old.items() if key not in gone}
-
-
-def _family(place: tuple[str, ...]) -> str | None:
-    """The family of what stands there: keys are called as their family is, but for those that users name."""
-    if place[0] == "teachers" and (len(place) == 2 or place[2:-1] == ("parts",)):
-        return "teacher"
-    if place[0] == "rewards":
-        return "reward"
-    return place[-1] if families.names(place[-1]) else None
-
-
-def _common_fields(kind: type[Choice]) -> Collection[str]:
-    """Of the class that all kinds of a family derive from."""
-    *_, base = (parent for parent in kind.__mro__ if issubclass(parent, Choice) and parent is not Choice)
-    return base.model_fields

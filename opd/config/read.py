@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from opd.config.graph import STAGE_PREFIX, in_order
 from opd.config.names import folded, name_of_file
-from opd.config.overrides import apply_override, merge
+from opd.config.overrides import apply_overrides, merge
 from opd.config.paths import anchored
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.config.refusals import refuse_recipe, refuse_stage
@@ -59,8 +59,7 @@ def load_recipe(
     raw = anchored(raw, base)
     if prompts is not None:
         raw["prompts"] = [dict(source) for source in prompts]
-    for override in overrides:
-        apply_override(raw, override, here)
+    apply_overrides(raw, overrides, here)
     return resolve(raw, name)
 
 

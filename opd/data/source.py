@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -155,6 +155,10 @@ class SourceFamily(Family):
 
     def spelled_out(self, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
+
+    def named(self, settings: Mapping[str, Any]) -> Any:
+        address = settings.get("source")
+        return super().named(settings) or (self.of_address(address) if isinstance(address, str) else None)
 
     def choose(self, settings: dict[str, Any]) -> type[Choice]:
         named, address = settings.pop(self.key, None), settings.get("source")

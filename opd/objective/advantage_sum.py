@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import (
@@ -21,6 +21,7 @@ from opd import families
 from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, TeacherAdvantage
 from opd.objective.batch import require_per_token
 from opd.settings import SETTINGS, Family, Needs, changed, nearest, schema_of
+from opd.shorthand import WrittenAs
 
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
 
@@ -32,7 +33,7 @@ class Advantage(BaseModel):
     student: Literal["behaviour", "proximal", "current"] = Field(
         "behaviour", description="whose log-prob the teacher's is compared with"
     )
-    parts: tuple[AnyAdvantage, ...] = Field(default_factory=lambda: (TeacherAdvantage(),))
+    parts: Annotated[tuple[AnyAdvantage, ...], WrittenAs("also")] = Field(default_factory=lambda: (TeacherAdvantage(),))
 
     @model_validator(mode="before")
     @classmethod

@@ -138,10 +138,10 @@ class Reward(RewardKind):
 class RewardFamily(Family):
     """`numeric`, `{kind: numeric, …}`, and `module:function` or `file.py:function` for a function of one's own."""
 
-    def read(self, value: Any) -> Choice:
+    def spelled_out(self, value: Any) -> Any:
         if isinstance(value, str) and ":" in value:
-            value = {"kind": "custom", "function": value}
-        return super().read(value)
+            return {"kind": "custom", "function": value}
+        return super().spelled_out(value)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {

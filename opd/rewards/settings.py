@@ -13,6 +13,7 @@ from opd.settings import SETTINGS, Positive
 
 Sandbox = Literal["auto", "bubblewrap", "namespaces", "none"]
 DEFAULT = "default"  # the key for domains that have no entry of their own
+One = Annotated[RewardKind, FAMILY]
 RESERVED = ("sandbox", "stop_after")  # keys beside the domains
 
 
@@ -20,7 +21,7 @@ class Rewards(BaseModel):
     """The rewards of a stage, by domain, and what holds for all of them."""
 
     model_config = SETTINGS
-    domains: dict[str, Annotated[list[Annotated[RewardKind, FAMILY]], Field(min_length=1)]] = Field(
+    domains: dict[str, Annotated[list[One], Field(min_length=1)]] = Field(
         default_factory=dict, description="by domain, or `default`; domains without an entry: the prompt's own verifier"
     )
     sandbox: Sandbox = Field(
@@ -36,6 +37,8 @@ class Rewards(BaseModel):
 
 class AnyWay:
     """Marks a field that reads every way to write rewards."""
+
+    ways = (One, dict[str, One])  # beside `Rewards` itself
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(spelt_out, handler(source))
