@@ -372,6 +372,30 @@ def test_repair_keeps_all_that_is_whole(log: tuple[Path, Snapshot], tmp_path: Pa
         assert all(any(name in line for line in lines) for name in missing) or number % 2
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_repair_counts_rollouts_that_a_frame_held_whole(place: int, tmp_path: Path) -> None:
+    """Without an index its name is lost with the frame; those that come later show that it was there."""
+    store = RolloutStore(tmp_path / "rollouts", commit_ms=0)
+    offsets = []
+    for name in ("first", "second", "third"):
+        offsets.append(store.position.offset)
+        begin(store, name)
+        store.append(token(name, 1))
+        store.finish(name, "stop")
+        store.commit(sync=True)
+    begin(store, "open")
+    store.commit(sync=True)
+    store.close()
+    (tmp_path / "rollouts" / "index.bin").unlink()
+    path = segments(tmp_path / "rollouts")[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[offsets[place] + 40] ^= 16
+    path.write_bytes(damaged)
+    lines = repair(tmp_path)
+    assert f"lost: rollout number {place} (its name too)" in lines
+    assert any(re.search(r"index: missing. \d+ bytes are damaged, in one place: rollouts", line) for line in lines)
+
+
 def test_repair_of_a_log_that_was_cut(log: tuple[Path, Snapshot], tmp_path: Path) -> None:
     """The index saw more than is left: the log is refused, and repair keeps the rest and names what is gone."""
     source, known = log

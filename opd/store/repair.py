@@ -306,7 +306,20 @@ def repair(run: Path) -> list[str]:
         f"kept {report.finished} finished rollouts and {len(report.unfinished)} unfinished ones, "
         "with their tokens up to the damage",
         f"lost: {', '.join(lost)}" if lost else "lost: no rollout that is known to have existed",
+        *_unnamed(report),
         f"the damaged log is kept in {aside}",
+    ]
+
+
+def _unnamed(report: Report) -> list[str]:
+    """What nobody can say of the damage where no index saw it."""
+    damaged = [damage.length for damage in report.damages if damage.length]
+    if report.saved is not None or not damaged:
+        return []
+    places = "one place" if len(damaged) == 1 else f"{len(damaged)} places"
+    return [
+        f"index: {report.index}. {sum(damaged)} bytes are damaged, in {places}: rollouts that began in them, behind the last one that is "
+        "known, cannot be named or counted"
     ]
 
 
@@ -353,8 +366,10 @@ def _lost(report: Report) -> list[str]:
             found = report.rollouts.get(row, Saved())
             if found.finish is None and (found.begin is None or index["stop"][row]):
                 names[row] = json.loads(index.names[row])[0]
-    for number, saved in report.rollouts.items():
-        if saved.begin is None and saved.finish is None:
+    known = report.rollouts.keys() | report.given_back
+    for number in range(max(known, default=-1) + 1):  # begun one after the other
+        saved = report.rollouts.get(number, Saved())
+        if number not in report.given_back and saved.begin is None and saved.finish is None:
             names.setdefault(number, f"rollout number {number} (its name too)")
         elif saved.finish is None and saved.link is not None and saved.begin is not None:
             names.setdefault(number, saved.begin.facts["id"])
