@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,9 +22,12 @@ TOKEN = "a-token-for-tests"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """One that nobody gets by asking for any: below the range that kernels give to connections and to port 0."""
+    while True:
+        port = secrets.randbelow(20_000) + 12_000
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 class ServeProcess:
@@ -30,7 +35,7 @@ class ServeProcess:
 
     def __init__(self, *models: str, options: tuple[str, ...] = (), token_env: str | None = TOKEN_ENV) -> None:
         self.models, self.options, self.token_env = models, options, token_env
-        self.port = 0  # any that is free at first, the same from then on
+        self.port = free_port()  # nobody else's while it is down
         self.lines: list[str] = []
         self.start()
 
@@ -89,7 +94,7 @@ class ServeProcess:
     def terminate(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(300)
+        return self.process.wait(600)
 
 
 def rollouts(size: int, lengths: list[tuple[int, int]], seed: int = 0) -> list[Rollout]:

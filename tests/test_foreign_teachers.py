@@ -25,8 +25,9 @@ from opd.teachers.local import LocalTeacher
 from opd.teachers.views import behind
 from opd.teachers.vllm import OpenAITeacher, SglangTeacher, VllmTeacher
 from opd.types import SignalNeed
-from tests.foreign_server import NAME, app_of, free_port, serving
+from tests.foreign_server import NAME, app_of, serving
 from tests.helpers import KINDS, save_tiny, tiny_model
+from tests.servers import free_port
 from tests.test_teachers import rollout
 
 STOPS = (1, 3)
@@ -294,8 +295,7 @@ def recipe(tmp_path: Path, teacher: dict[str, Any], **objective: Any) -> dict[st
 @pytest.fixture
 def foreign(request: pytest.FixtureRequest, model: LanguageModel) -> Iterator[Any]:
     app = app_of(model, runner=request.param, most=30)
-    port = free_port()
-    with serving(app, port) as address:
+    with serving(app) as address:
         yield app, address
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from opd.trainer.meeting import interface_of, meet
-from tests.foreign_server import free_port
+from tests.servers import free_port
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
 LISTENING = "0A"

@@ -14,6 +14,7 @@ import pytest
 
 from opd.errors import RecipeError, RemoteError, Stopped
 from opd.remote import Remote, address_of
+from tests.servers import free_port
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -132,19 +133,20 @@ def test_redirects_are_not_followed_and_other_pages_are_no_json() -> None:
 
 
 def test_a_server_that_is_away_is_waited_for_until_the_patience_ends() -> None:
-    with serving(lambda path, body: plainly("first")) as server:
-        port, address = server.server_port, server.address
+    port = free_port()
+    with serving(lambda path, body: plainly("first"), port) as server:
+        address = server.address
     with pytest.raises(RemoteError, match="Is it running"):
         Remote(address, patience=0.05, say=lambda line: None).json("GET", "/x")
     found: list[Any] = []
     told: list[str] = []
-    remote = Remote(address, patience=60, say=told.append)
+    remote = Remote(address, patience=600, say=told.append)
     asking = threading.Thread(target=lambda: found.append(remote.json("GET", "/x")))
     asking.start()
     while not told and asking.is_alive():
         time.sleep(0.005)
     with serving(lambda path, body: plainly("second"), port):
-        asking.join(300)
+        asking.join(600)
     assert found == ["second"]
     assert remote.returns == 1
 

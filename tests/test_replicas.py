@@ -18,9 +18,9 @@ from opd.teachers.kinds import Supplies, Surroundings
 from opd.teachers.served_scoring import ServedScorer
 from opd.teachers.vllm import OpenAITeacher, VllmTeacher
 from opd.types import SignalNeed
-from tests.foreign_server import NAME, app_of, free_port, serving
+from tests.foreign_server import NAME, app_of, serving
 from tests.helpers import save_tiny, tiny_model
-from tests.servers import TOKEN, TOKEN_ENV, ServeProcess
+from tests.servers import TOKEN, TOKEN_ENV, ServeProcess, free_port
 from tests.test_served import recipe, served
 from tests.test_teachers import rollout
 

@@ -25,7 +25,7 @@ from opd.objective.objective import Objective
 from opd.teachers.pooling import PoolingTeacher
 from opd.trainer.step import train_step
 from opd.types import SignalNeed
-from tests.foreign_server import free_port
+from tests.servers import free_port
 from tests.test_semantics import KeepGradients
 from tests.test_teachers import rollout
 
@@ -35,7 +35,7 @@ NAME, STUDENT, TEACHER = "arithmetic", "tiny/generalist", "tiny/arithmetic"
 STRANGER = "tiny/spelling"  # a student that is far from the teacher
 POOLING = ["--runner", "pooling", "--convert", "embed", "--pooler-config.task", "token_embed"]
 RUNNERS = {"pooling": POOLING, "another": POOLING, "generate": []}
-READY = 400  # seconds
+READY = 1800  # seconds: a hang, on any machine
 ROLLOUTS = [
     rollout(str(number), list(range(20, 26 + number)), [*range(30 + number, 36 + number), 1]) for number in range(8)
 ]
@@ -69,9 +69,10 @@ class Server:
 
     def ready(self) -> None:
         assert self._process is not None
-        for _ in range(READY):
+        until = time.monotonic() + READY
+        while time.monotonic() < until:
             try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=5)
+                urllib.request.urlopen(f"{self.address}/health", timeout=60)
                 return
             except (urllib.error.URLError, OSError):
                 assert self._process.poll() is None, self._log.read_text(errors="replace")[-3000:]
