@@ -25,11 +25,12 @@ def sample(text: str, domain: str = "d") -> Sample:
     return Sample(Prompt("p", domain), text)
 
 
-def quick(given: Any) -> Rewards:
-    """The callables with a time limit of a second."""
-    rewards = with_callables(Rewards(), given)
+def limited(function: Any) -> Rewards:
+    """A callable with a time limit of a second in the domain `endless`, and of many elsewhere."""
+    rewards, seconds = with_callables(Rewards(), {"endless": function, "default": function}), {"endless": 1.0}
     domains = {
-        key: [kind.model_copy(update={"time_limit": 3.0}) for kind in kinds] for key, kinds in rewards.domains.items()
+        key: [kind.model_copy(update={"time_limit": seconds.get(key, 100.0)}) for kind in kinds]
+        for key, kinds in rewards.domains.items()
     }
     return rewards.model_copy(update={"domains": domains})
 
@@ -43,7 +44,7 @@ def test_a_callable_of_this_process_is_asked_in_forks(tmp_path: Path) -> None:
         touched[0] += 1
         match sample.text:
             case "hang":
-                time.sleep(60)
+                time.sleep(3600)
             case "die":
                 os._exit(1)
             case "raise":
@@ -58,8 +59,9 @@ def test_a_callable_of_this_process_is_asked_in_forks(tmp_path: Path) -> None:
 
     bad = ("hang", "die", "raise", "none", "nan", "huge")
     texts = [text for kind in bad for text in (kind, f"after {kind}")]
-    rewarder = Rewarder(quick(length))
-    found = dict(zip(texts, rewarder([sample(text) for text in texts]), strict=True))
+    rewarder = Rewarder(limited(length))
+    asked = [sample(text, "endless" if text == "hang" else "d") for text in texts]
+    found = dict(zip(texts, rewarder(asked), strict=True))
     for kind in bad:
         assert found[kind].reward is None
         assert found[kind].error
@@ -67,7 +69,7 @@ def test_a_callable_of_this_process_is_asked_in_forks(tmp_path: Path) -> None:
             found[f"after {kind}"].reward == 2 * len(f"after {kind}") + 1
         )  # nothing of an answer reaches the next one
     assert "boom" in found["raise"].error
-    assert "longer than 3 seconds" in found["hang"].error
+    assert "longer than 1 seconds" in found["hang"].error
     assert rewarder([sample("parent"), sample("well")])[1].reward == 9.0
     assert rewarder([sample("write")])[0].reward == 11.0
     file.close()

@@ -227,7 +227,7 @@ class Moody(opd.Reward):
             yield f"calm {self.calm} is no mood. Lower it."
 
     def reward(self, sample):
-        if sample.text == "hang": time.sleep(60)
+        if sample.text == "hang": time.sleep(3600)
         if sample.text == "die": os._exit(1)
         return {"nan": float("nan"), "huge": 1e300, "none": None}.get(sample.text, self.calm)
 """
@@ -238,14 +238,17 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     for name, text in (("recipe", HOSTILE), ("run", HOSTILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(text)
-    recipe = {"student": "s", "prompts": "p", "rewards": {"kind": "moody", "calm": 0.5, "time_limit": 3}}
+    moody = {"kind": "moody", "calm": 0.5}
+    limits = {"endless": {**moody, "time_limit": 1}, "default": {**moody, "time_limit": 100}}
+    recipe = {"student": "s", "prompts": "p", "rewards": limits}
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
     with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
-        load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.calm=2"])
+        load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.default.calm=2"])
     plugins.moved(tmp_path / "run" / "mine.py")
     (tmp_path / "recipe" / "mine.py").write_text("raise RuntimeError('not the copy')")
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
-    found = Rewarder(rewards)([Sample(Prompt("p", "d"), text) for text in texts])
+    asked = [Sample(Prompt("p", "endless" if text == "hang" else "d"), text) for text in texts]
+    found = Rewarder(rewards)(asked)
     assert [result.reward for result in found] == [0.5, None, None, None, None, None, 0.5], found
 
 

@@ -51,7 +51,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def run(kind: str, code: str, *arguments: str, **limits: float) -> Outcome:
     program = PRELUDE + textwrap.dedent(code)
     command = [sandbox.python(), "-I", "-B", "main.py", *arguments]
-    values = {"seconds": 10.0, "memory": 256 * MEGABYTE, **limits}
+    values = {"seconds": 100.0, "memory": 256 * MEGABYTE, **limits}
     outcome = sandbox.run_program(command, kind=kind, limits=Limits(**values), files={"main.py": program})  # type: ignore[arg-type]
     assert not outcome.error
     return outcome
@@ -77,7 +77,7 @@ def survivors(marker: str) -> list[str]:
     return found
 
 
-def gone(marker: str, seconds: float = 60.0) -> bool:
+def gone(marker: str, seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
     while survivors(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_forking_without_end(kind: str) -> None:
         for _ in range(200):
             try:
                 if os.fork() == 0:
-                    time.sleep(30)
+                    time.sleep(3600)
                     os._exit(0)
                 started += 1
             except OSError:
@@ -182,7 +182,7 @@ def test_fork_bomb(kind: str) -> None:
                 pass
     """, marker, processes=4, seconds=1.0)  # fmt: skip
     assert outcome.timed_out
-    assert time.monotonic() - begun < 120
+    assert time.monotonic() - begun < 600
     assert gone(marker)
 
 
@@ -192,7 +192,7 @@ def test_threads_count_too(kind: str) -> None:
         started = 0
         try:
             for _ in range(100):
-                threading.Thread(target=time.sleep, args=(2,), daemon=True).start()
+                threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
                 started += 1
         except RuntimeError:
             pass
@@ -273,7 +273,7 @@ def test_nothing_is_left_in_the_shared_tmp(kind: str) -> None:
 
 def test_killing_others(kind: str) -> None:
     """The host's processes have no number inside; pid 1 ignores what comes from inside; a group signal stays inside."""
-    victim = subprocess.Popen(["sleep", "60"])
+    victim = subprocess.Popen(["sleep", "3600"])
     try:
         code = f"""
             attempt("the host's process", lambda: os.kill({victim.pid}, 9))
@@ -284,7 +284,7 @@ def test_killing_others(kind: str) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.kill(0, signal.SIGTERM)
             if os.fork() == 0:
-                time.sleep(60)
+                time.sleep(3600)
             os.kill(-1, signal.SIGKILL)
             os.wait()
             print("visible", sorted(int(name) for name in os.listdir("/proc") if name.isdigit()), os.getppid())
@@ -366,7 +366,7 @@ def test_endless_loop(kind: str, code: str) -> None:
     outcome = run(kind, code, seconds=0.5)
     assert outcome.timed_out
     assert outcome.code is None
-    assert time.monotonic() - begun < 120
+    assert time.monotonic() - begun < 600
 
 
 def test_nothing_survives_the_program(kind: str) -> None:
@@ -375,9 +375,9 @@ def test_nothing_survives_the_program(kind: str) -> None:
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                time.sleep(60)
+                time.sleep(3600)
             os._exit(0)
-        time.sleep(0.2)
+        os.wait()
         print("left a daemon")
     """
     outcome = run(kind, code, marker)
@@ -414,8 +414,8 @@ def test_the_sandbox_dies_with_its_owner(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import sys\nfrom opd import sandbox\n"
-        f"sandbox.run_program([sandbox.python(), '-I', '-c', 'import time; time.sleep(60)', {marker!r}], kind={kind!r},"
-        " limits=sandbox.Limits(seconds=60))\n"
+        f"sandbox.run_program([sandbox.python(), '-I', '-c', 'import time; time.sleep(3600)', {marker!r}], kind={kind!r},"
+        " limits=sandbox.Limits(seconds=3600))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = subprocess.Popen([sys.executable, str(script)], env=environment)
@@ -430,7 +430,7 @@ def test_the_sandbox_dies_with_its_owner(kind: str, tmp_path: Path) -> None:
 
 def test_it_refuses_where_no_walls_can_be_built() -> None:
     """Tried inside the sandbox itself, where no further namespace can be made."""
-    packages = [path for path in sys.path if path.endswith("site-packages")]
+    packages = [os.path.realpath(path) for path in sys.path if path.endswith("site-packages")]
     source = str(Path(sandbox.__file__).parents[1])
     cell = Cell(
         {source: "/opd-package/opd", **{path: path for path in packages}},
@@ -443,10 +443,10 @@ def test_it_refuses_where_no_walls_can_be_built() -> None:
     process, status = sandbox.start(
         [sandbox.python(), "-B", "-c", code],
         kind=KINDS[0],
-        limits=Limits(seconds=60, memory=2048 * MEGABYTE),
+        limits=Limits(seconds=600, memory=2048 * MEGABYTE),
         cell=cell,
     )
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=600)
     os.close(status)
     assert b"no sandbox for model-written code works here" in said
     assert b"bwrap is not installed" in said or b"bubblewrap" in said
