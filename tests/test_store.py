@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -191,18 +192,19 @@ def test_notes(tmp_path: Path) -> None:
 
 
 def test_a_group_commit_happens_by_itself(tmp_path: Path) -> None:
-    """Nobody calls commit: within the interval the tokens are in the log all the same, in few frames."""
+    """Nobody calls commit: the tokens are in the log all the same, those that came during a write in one frame."""
     store = RolloutStore(tmp_path, commit_ms=20)
-    begin(store, "a")
-    done = threading.Event()
-    for value in range(50):
-        store.append(token("a", value))
-        done.wait(0.002)
-    done.wait(0.5)
+    with store._commit.writing:  # as if the disk were busy
+        begin(store, "a")
+        for value in range(50):
+            store.append(token("a", value))
+    until = time.monotonic() + 600  # a hang, on any machine
+    while store._commit._durable < 51 and time.monotonic() < until:
+        time.sleep(0.01)
     (rollout,) = RolloutStore(tmp_path, read_only=True).partial(["a"])
     assert rollout.response_ids.tolist() == list(range(50))
     frames = (tmp_path / "segment-000000.log").read_bytes().count(bytes.fromhex("9b5e0f7d"))
-    assert 2 <= frames <= 30
+    assert 1 <= frames <= 2
 
 
 def test_a_reader_never_touches_the_files(tmp_path: Path) -> None:
