@@ -27,7 +27,7 @@ settings.load_profile("opd")
 def server() -> Iterator[ServeProcess]:
     """One `opd serve` for all tests that need one: starting it costs seconds."""
     names = ("tiny/arithmetic", "other=tiny/arithmetic", "tiny/spelling")
-    limits = ("--max-bytes", "20000", "--max-tokens", "600", "--max-sequences", "8", "--request-seconds", "3")
+    limits = ("--max-bytes", "20000", "--max-tokens", "600", "--max-sequences", "8", "--request-seconds", "10")
     found = ServeProcess(*names, options=limits)
     yield found
     found.terminate()

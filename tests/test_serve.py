@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -27,9 +27,15 @@ SEEN = {"Authorization": f"Bearer {TOKEN}"}
 SCORE = "/models/arithmetic/score"
 
 
+def asking(address: str, headers: Mapping[str, str] = SEEN) -> httpx.Client:
+    """One that waits as long as it takes, and never meets a connection that the server is just about to close."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=address, headers=headers, timeout=600, limits=limits, trust_env=False)
+
+
 @pytest.fixture(scope="module")
 def client(server: ServeProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.address, headers=SEEN, timeout=30, trust_env=False) as found:
+    with asking(server.address) as found:
         yield found
 
 
@@ -47,7 +53,7 @@ def error(response: httpx.Response) -> str:
 
 
 def test_health_needs_no_token_and_all_else_does(server: ServeProcess) -> None:
-    with httpx.Client(base_url=server.address, trust_env=False) as stranger:
+    with asking(server.address, {}) as stranger:
         assert stranger.get("/health").json() == {"status": "ok"}
         for method, path in (
             ("GET", "/models"),
@@ -69,7 +75,7 @@ def test_health_needs_no_token_and_all_else_does(server: ServeProcess) -> None:
 
 
 def test_a_stranger_cannot_hold_a_connection_with_a_body_that_never_ends(server: ServeProcess) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=600) as raw:
         raw.sendall(f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n".encode())
         found = b"".join(iter(lambda: raw.recv(1000), b""))  # until it is closed
     assert found.startswith(b"HTTP/1.1 401")
@@ -227,7 +233,7 @@ def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client) -> 
     with contextlib.ExitStack() as stack:  # all wait at once
         connections = []
         for sent in ("", "POST /models HTTP/1.1\r\nHost: x\r\nX: ", body):
-            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=600))
             raw.sendall(sent.encode())
             connections.append(raw)
         for raw in connections:
@@ -247,7 +253,7 @@ def test_what_is_no_http_gets_400(server: ServeProcess) -> None:
 
 def _told(server: ServeProcess, sent: bytes, status: int) -> bytes:
     """What a client reads that has sent all it will send."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=600) as raw:
         raw.sendall(sent)
         raw.shutdown(socket.SHUT_WR)
         found = b"".join(iter(functools.partial(raw.recv, 1000), b""))
@@ -277,7 +283,7 @@ def test_metrics_and_shared_forward_passes(client: httpx.Client, server: ServePr
     found: list[np.ndarray] = []
 
     def ask(number: int) -> None:
-        with httpx.Client(base_url=server.address, headers=SEEN, trust_env=False, timeout=60) as own:
+        with asking(server.address) as own:
             found.append(load(own.post(SCORE, content=question([[3 + number % 4, 4, 5]])).content)["hidden"])
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
@@ -288,7 +294,7 @@ def test_metrics_and_shared_forward_passes(client: httpx.Client, server: ServePr
     assert len(found) == 24
     assert metric("opd_questions_total") == asked + 24
     assert 0 < metric("opd_forward_passes_total") - passes <= 24
-    assert httpx.get(server.address + "/models", trust_env=False).status_code == 401
+    assert httpx.get(server.address + "/models", trust_env=False, timeout=600).status_code == 401
     assert metric('opd_requests_total{code="401"}') > 0
     assert metric("opd_tokens_total") > 0
 
@@ -298,9 +304,9 @@ def test_sigterm_answers_what_was_accepted_and_refuses_the_rest() -> None:
     body = question([[3, 4, 5]])
     head = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
     with (
-        ServeProcess("tiny/arithmetic", options=("--request-seconds", "60")) as server,
-        httpx.Client(base_url=server.address, headers=SEEN, trust_env=False) as client,
-        socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
+        ServeProcess("tiny/arithmetic", options=("--request-seconds", "600", "--drain-seconds", "600")) as server,
+        asking(server.address) as client,
+        socket.create_connection(("127.0.0.1", server.port), timeout=600) as raw,
     ):
         raw.sendall(head.encode() + body[:10])
         while "opd_open_requests 2" not in client.get("/metrics").text:
@@ -312,7 +318,7 @@ def test_sigterm_answers_what_was_accepted_and_refuses_the_rest() -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         raw.sendall(body[10:])
         assert raw.recv(100).startswith(b"HTTP/1.1 200")
-        assert server.process.wait(60) == 0
+        assert server.process.wait(600) == 0
 
 
 @pytest.mark.safety
@@ -321,8 +327,8 @@ def test_a_token_is_made_where_none_is_given_and_others_are_told_of_open_doors()
         token = next(line.split()[-1] for line in server.lines if "token: " in line)
         assert len(token) >= 40
         assert any("WARNING" in line and "encryption" in line for line in server.lines)
-        found = httpx.get(server.address + "/models", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
-        assert found.status_code == 200
+        with asking(server.address, {"Authorization": f"Bearer {token}"}) as client:
+            assert client.get("/models").status_code == 200
 
 
 @pytest.mark.safety
@@ -332,19 +338,20 @@ def test_a_thousand_at_once_are_answered() -> None:
     async def ask_all(address: str) -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
         async with httpx.AsyncClient(
-            base_url=address, headers=SEEN, timeout=300, limits=limits, trust_env=False
+            base_url=address, headers=SEEN, timeout=1800, limits=limits, trust_env=False
         ) as client:
             bodies = [question([[3 + number % 5, 4, 5, 6]]) for number in range(1000)]
             return await asyncio.gather(*(client.post(SCORE, content=body) for body in bodies))
 
     allow_connections()  # this process has as many
-    with ServeProcess("tiny/arithmetic") as server:
+    with ServeProcess("tiny/arithmetic", options=("--request-seconds", "600")) as server:
         found = asyncio.run(ask_all(server.address))
         assert {response.status_code for response in found} == {200}
         first = [load(response.content)["hidden"] for response in found[:5]]
         for number, response in enumerate(found):
             np.testing.assert_allclose(load(response.content)["hidden"], first[number % 5], atol=1e-4)
-        metrics = httpx.get(server.address + "/metrics", headers=SEEN, trust_env=False).text
+        with asking(server.address) as client:
+            metrics = client.get("/metrics").text
         passes = int(re.findall(r'opd_forward_passes_total\{model="arithmetic"\} (\d+)', metrics)[0])
         assert passes < 1000  # those that waited together shared them
         assert server.terminate() == 0
