@@ -46,6 +46,7 @@ SETTLED = (  # keys of a metrics line that no resume can repeat
 )  # fmt: skip
 
 
+PATIENCE = 1800.0  # seconds: a hang, on any machine
 FORKS = multiprocessing.get_context("forkserver")  # imports torch once; every run is a process of its own
 FORKS.set_forkserver_preload(["tests.crash", "tests.ranks"])
 
@@ -57,13 +58,19 @@ def start(
 
     `die`: it strikes itself, by this signal, with so many new tokens durable: a moment that no machine is too fast for.
     """
-    process = FORKS.Process(target=_command, args=(str(log), [str(argument) for argument in arguments], die, by))
+    begun, words = FORKS.Event(), [str(argument) for argument in arguments]
+    process = FORKS.Process(target=_command, args=(str(log), words, die, by, begun))
     process.start()
+    begun.wait(PATIENCE)
     return process
 
 
-def _command(log: str, arguments: list[str], die: int | None = None, by: int = signal.SIGKILL) -> None:
+def _command(
+    log: str, arguments: list[str], die: int | None = None, by: int = signal.SIGKILL, begun: Any = None
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command listens, it ends as by any signal
+    if begun is not None:
+        begun.set()
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -93,13 +100,18 @@ def _command(log: str, arguments: list[str], die: int | None = None, by: int = s
 
         RolloutStore.append_many = struck  # type: ignore[method-assign]
         SamplerProcess.hear = told  # type: ignore[method-assign]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    cli.main()
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cli.main()
+    except KeyboardInterrupt:  # before `main` listens, or when it has ended
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: multiprocessing.process.BaseProcess) -> int:
     """The exit code; a negative one is the signal that ended it."""
-    process.join(600)  # a hang, on any machine
+    process.join(PATIENCE)
     assert process.exitcode is not None
     return process.exitcode
 

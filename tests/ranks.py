@@ -49,7 +49,8 @@ class Group:
     log: Path
     store: dist.TCPStore  # by which the ranks find each other: the launcher's, so that it outlives them
 
-    def codes(self, timeout: float = 300) -> list[int | None]:
+    def codes(self, timeout: float = 1800) -> list[int | None]:
+        """`timeout`: a hang, on any machine."""
         for rank in self.ranks:
             rank.join(timeout)
         hanging = [rank for rank in self.ranks if rank.exitcode is None]

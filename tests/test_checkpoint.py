@@ -91,7 +91,7 @@ def test_a_snapshot_is_saved_as_it_was(model: str, tmp_path: Path, lora: Lora | 
     saver, released = Saver(), threading.Event()
 
     def write() -> None:
-        assert released.wait(30)
+        assert released.wait(600)
         save_checkpoint(tmp_path / "behind", copy, (1,), "card", tensors, {"step": 1})
 
     saver.save(write, background=True)
@@ -116,7 +116,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     stepped, save, step = threading.Event(), saving.save_checkpoint, pipeline.run_step
 
     def slow(directory: Path, *arguments: Any) -> Path:
-        assert directory.name != "step-000002" or stepped.wait(60)
+        assert directory.name != "step-000002" or stepped.wait(600)
         return save(directory, *arguments)
 
     def noted(run: Any, number: int) -> Any:
@@ -241,7 +241,7 @@ def test_sigterm_is_obeyed_at_the_next_check_and_handlers_come_back() -> None:
 
 
 def _gone(thread: threading.Thread) -> bool:
-    thread.join(5)
+    thread.join(600)
     return not thread.is_alive()
 
 

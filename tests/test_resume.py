@@ -404,10 +404,10 @@ def _hold(directory: str, child: str) -> None:
     with RunLock(Path(directory)):
         pid = os.fork()
         if not pid:
-            time.sleep(60)
+            time.sleep(3600)
             os._exit(0)
         Path(child).write_text(str(pid))
-        time.sleep(60)
+        time.sleep(3600)
 
 
 def test_a_child_that_outlives_the_owner_does_not_keep_the_lock(tmp_path: Path) -> None:
