@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 WORK=${WORK:-${TMPDIR:-/tmp}/opd-gpu}
 mkdir -p "$WORK" && WORK=$(cd "$WORK" && pwd) || exit 1
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3)}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 touch "$WORK/.$PART"
 
 # try SECONDS NAME COMMAND…: for so long at most. What it prints is NAME.log, how it ended a line of PART.jsonl; the part goes on.
