@@ -80,7 +80,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "shares.static": {}, "shares.tokens": {"least": 0.1}, "shares.length": {"power": -0.5}, "shares.gap": {"of": "score", "smoothing": 0.5},
     "stop_rule.patience": {"patience": 5}, "stop_rule.target": {"value": 0.5},
     "sampler.builtin": {"slots": 3, "dtype": "bfloat16", "compile": True},
-    "sampler.vllm": {"python": "/opt/vllm/bin/python", "replicas": 2, "devices": ["0", "1"], "slots": 64, "cache": 4},
+    "sampler.vllm": {"python": "/opt/vllm/bin/python", "replicas": 2, "devices": ["0", "1"], "slots": 64, "cache": 4, "weights": "shared"},
     "source.task": {"source": "task:addition", "options": {"digits": 3}, "domain": "sums", "share": 2.0},
     "source.reasoning_gym": {"source": "chain_sum", "options": {"min_terms": 2}, "chat_template_kwargs": {"enable_thinking": False}},
     "source.run": {"source": "run:runs/x", "stage": "score", "share": 2.0}, "source.stage": {"source": "stage:score"},

@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,15 +33,17 @@ from opd.models.language_model import LanguageModel
 from opd.models.lora import save_adapter
 from opd.models.settings import Lora
 from opd.runner.plan import make_plan
-from opd.sampling import vllm_engine, vllm_server
+from opd.sampling import vllm_engine, vllm_memory, vllm_server
 from opd.sampling.collect import collect
 from opd.sampling.export import WeightsFile
 from opd.sampling.vllm import VllmSampler
 from opd.sampling.vllm_adapter import AdapterFile, why_merged
 from opd.sampling.vllm_engine import VllmEngine
 from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica, engine_environment
+from opd.sampling.vllm_weights import WeightsBuffer
 from opd.types import Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.crash import durable, ended, kept, start
+from tests.helpers import tiny_model
 from tests.ranks import Job, together
 from tests.servers import free_port
 
@@ -91,6 +95,10 @@ def test_terms_that_weigh_by_ratios_are_corrected_unless_they_say_otherwise() ->
         ({"sampler": {"engine": "vllm", "address": "http://a:1", "replicas": 2}}, "do nothing"),
         ({"sampler": {"engine": "vllm", "devices": ["0"], "replicas": 2}}, "one for each"),
         ({"sampler": {"engine": "vllm", "address": ["http://a:1", "http://a:1/"]}}, "twice"),
+        ({"sampler": {"engine": "vllm", "weights": "nccl"}}, "weights"),
+        ({"sampler": {"engine": "vllm", "weights": "shared", "address": "http://10.0.0.7:1"}}, "on this machine"),
+        ({"sampler": {"engine": "vllm", "weights": "shared", "parallel": 2}}, "parallel: 1"),
+        ({"sampler": {"engine": "vllm", "weights": "shared", "lora": "swap"}}, "lora: merge"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -160,8 +168,9 @@ def test_an_engine_that_takes_no_weights_of_this_size_or_has_no_vllm_says_so(tmp
         ({}, {}, "sampler.lora swap: the engines get the weights below the adapter once"),
         ({"rank": 600}, {}, "sampler.lora merge: .*rank 512 at most, and student.lora.rank is 600"),
         ({}, {"lora": "merge"}, "sampler.lora merge: .*as the recipe says"),
+        ({}, {"lora": "merge", "weights": "shared"}, "sampler.lora merge: .*as the recipe says"),
     ],
-    ids=["by itself", "too large", "merged"],
+    ids=["by itself", "too large", "merged", "merged and shared"],
 )
 def test_the_plan_says_how_adapters_get_to_the_engines(
     lora: dict[str, Any], sampler: dict[str, Any], said: str
@@ -184,6 +193,9 @@ def test_adapters_that_vllm_does_not_take_are_merged_or_refused() -> None:
     assert not VllmSampler().takes_adapters(experts, ADAPTER)
     with pytest.raises(RecipeError, match=r"sampler\.lora swap: .*Set it to merge"):
         VllmSampler(lora="swap").takes_adapters(experts, ADAPTER)
+    assert not VllmSampler(weights="shared").takes_adapters(experts, ADAPTER)
+    with pytest.raises(RecipeError, match=r"the adapter alone after every update\. Set sampler\.lora: merge"):
+        VllmSampler(weights="shared").takes_adapters(untied, ADAPTER)
 
 
 def test_a_server_that_takes_no_adapters_takes_weights_afterwards(
@@ -212,6 +224,154 @@ def test_a_server_that_takes_no_adapters_takes_weights_afterwards(
     assert host.load(5, tmp_path / "model.safetensors")["version"] == 5
     assert host._policy is None
     assert not host.hint
+
+
+# Weights in shared memory
+
+
+class Reads:
+    """An engine's place, where weights are read as a server reads them."""
+
+    address = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.before = lambda: None
+
+    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        self.before()
+        given = json.loads(json.dumps(body))
+        memory = vllm_memory.opened(given["memory"])
+        self.found = {name: tensor.clone() for name, tensor in vllm_memory.tensors_in(memory, given["tensors"])}
+        self.versions.append(given["version"])
+        return {}
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe"])
+def test_shared_weights_are_those_of_the_file(kind: str) -> None:
+    experts = {"num_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1}
+    model = tiny_model(kind, tie_word_embeddings=kind == "llama_tied", **(experts if kind == "qwen3_moe" else {}))
+    model.size -= 1  # ids beyond the vocabulary are cut off
+    file, shared, replica = WeightsFile(model), WeightsBuffer(model), Reads()
+    for version in range(2):
+        changed(model, 0.1)
+        written = load_file(file.write(version))
+        assert shared.give(replica, version, shared.write(version))
+        assert written.keys() == replica.found.keys()
+        assert all(torch.equal(tensor, replica.found[name]) for name, tensor in written.items())
+    assert written["lm_head.weight"].shape[0] == model.size
+    shared.close()
+    file.close()
+
+
+def test_nobody_writes_over_shared_weights_that_are_read_and_older_ones_are_not_given() -> None:
+    model, replica = load_model("tiny/spelling"), Reads()
+    shared = WeightsBuffer(model)
+    first, writing, seconds = shared.write(0), threading.Event(), list[int]()
+    expected = model.head.weight.detach().clone()
+
+    def writes() -> None:
+        writing.set()
+        seconds.append(shared.write(1))
+
+    thread = threading.Thread(target=writes)
+
+    def begins() -> None:
+        changed(model, 0.1)
+        thread.start()
+        writing.wait()
+
+    replica.before = begins
+    assert shared.give(replica, 0, first)
+    assert torch.equal(replica.found["lm_head.weight"], expected[: model.size])
+    thread.join()
+    replica.before = lambda: None
+    assert not shared.give(replica, 0, first)
+    assert shared.give(replica, 1, seconds[0])
+    assert torch.equal(replica.found["lm_head.weight"], model.head.weight[: model.size])
+    assert replica.versions == [0, 1]
+    shared.close()
+
+
+def test_a_server_reads_no_other_memory_than_a_runs_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(64))
+    with secret.open() as file:
+        here = {"process": os.getpid(), "descriptor": file.fileno()}
+        for name in ("opd-vllm-weights-0123456789abcdef", "secret", str(secret)):
+            with pytest.raises(ValueError, match=r"not to be seen from here|no memory with a run's weights"):
+                vllm_memory.opened({**here, "name": name})
+    weights = WeightsBuffer(tiny_model())
+    shared = weights.memory.handle
+    with pytest.raises(ValueError, match=r"on another machine, in another container.*weights: file"):
+        vllm_memory.opened({**shared, "process": 2**30})
+    with pytest.raises(ValueError, match="not to be seen from here"):
+        vllm_memory.opened({**shared, "name": "opd-vllm-weights-0123456789abcdef"})
+    with pytest.raises(ValueError, match="invalid literal"):
+        vllm_memory.opened({**shared, "process": "self/../1"})
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="belongs to another user"):
+        vllm_memory.opened(shared)
+    weights.close()
+    for wrong in ({"start": 60}, {"start": -8}, {"dtype": "load"}, {"shape": [-1]}):
+        entry = {"name": "a", "dtype": "float32", "shape": [2], "start": 0, **wrong}
+        with pytest.raises(ValueError, match=r"^a"):
+            list(vllm_memory.tensors_in(torch.zeros(64, dtype=torch.uint8), [entry]))
+
+
+def test_a_cuda_handle_survives_json_and_names_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = (3, bytes(range(66)), 4096, 512, b"/torch_17_4171_0", 9, bytes(64), True)
+    given = json.loads(json.dumps(vllm_memory.cuda_handle("GPU-1", fields)))
+    assert vllm_memory.cuda_fields(given, 1) == (1, *fields[1:6], b"", False)
+    for wrong in ({"counter": b"/../secret".hex()}, {"counter": "x"}, {"offset": -1}):
+        with pytest.raises(ValueError, match=r"no counter|non-hex|no size"):
+            vllm_memory.cuda_fields({**given, **wrong}, 1)
+    monkeypatch.setattr(vllm_memory, "devices", lambda: ["GPU-2"])
+    with pytest.raises(ValueError, match=r"on GPU GPU-1, and this engine sees GPU-2\. .* sampler\.devices"):
+        vllm_memory.opened(given)
+
+
+READER = """
+import hashlib, importlib.util, json, sys
+import torch
+found = importlib.util.spec_from_file_location("vllm_memory", sys.argv[1])
+vllm_memory = importlib.util.module_from_spec(found)
+found.loader.exec_module(vllm_memory)
+for line in sys.stdin:
+    given = json.loads(line)
+    memory = vllm_memory.opened(given["memory"])
+    found = {name: tensor.cpu() for name, tensor in vllm_memory.tensors_in(memory, given["tensors"])}
+    sums = {name: hashlib.sha256(one.flatten().view(torch.uint8).numpy()).hexdigest() for name, one in found.items()}
+    del memory
+    print(json.dumps(sums), flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_another_process_reads_weights_on_the_gpu_by_their_handle() -> None:
+    model = load_model("tiny/spelling", device="cuda")
+    file, shared = WeightsFile(model), WeightsBuffer(model)
+    command = [sys.executable, "-c", READER, vllm_server.BESIDE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for version in range(3):  # opened anew each time: torch's count of openings goes below zero
+            changed(model, 0.1)
+            shared.write(version)
+            given = {"memory": shared.memory.handle, "tensors": shared.tensors}
+            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.flush()
+            found = json.loads(process.stdout.readline())
+            written = load_file(file.write(version))
+            sums = {name: sha256(one.flatten().view(torch.uint8).numpy()).hexdigest() for name, one in written.items()}
+            assert found == sums
+        process.stdin.close()
+    held = torch.cuda.memory_allocated()
+    size = shared.memory.bytes.numel()
+    shared.close()
+    assert torch.cuda.memory_allocated() <= held - size  # given back
+    file.close()
 
 
 class Keeps:
@@ -419,7 +579,7 @@ def test_weights_that_stay_behind_are_caught(
     engine = opened(student, servers[:1])
     engine.load(student.weights(0))
     assert engine._newest is not None
-    old = load_file(engine._newest.path)
+    old = load_file(engine._newest.place)
     put = Replica.put
 
     def stale(self: Replica, version: int, file: Path, what: str = "weights") -> None:
@@ -433,6 +593,53 @@ def test_weights_that_stay_behind_are_caught(
         engine.load(student.weights(1))
     monkeypatch.undo()
     engine.load(student.weights(1))
+
+
+@real
+def test_shared_weights_get_into_an_engine_and_those_that_stay_behind_are_caught(servers: list[Server]) -> None:
+    student = load_model("tiny/spelling")
+    engine = opened(student, servers[:1], weights="shared")
+    assert isinstance(engine._weights, WeightsBuffer)
+    shared = engine._weights.memory.bytes
+    for version, by in enumerate((0.0, 0.02)):
+        changed(student, by)
+        engine.load(student.weights(version))
+        kept = shared.clone()
+        shared.zero_()  # whoever has answered has what it needs
+        for rollout in collect(engine, requests(8)):
+            np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
+            assert (rollout.version == version).all()
+    settle, engine._weights.memory.settle = engine._weights.memory.settle, lambda: shared.copy_(kept)  # type: ignore[method-assign]
+    changed(student, 1e-3)
+    with pytest.raises(TrainingError, match="does not sample with the weights of version 2"):
+        engine.load(student.weights(2))
+    engine._weights.memory.settle = settle  # type: ignore[method-assign]
+    engine.load(student.weights(2))
+    memory = {**engine._weights.memory.handle, "process": 1}
+    with pytest.raises(RemoteError, match="400: ValueError: the weights that process 1 shares are not to be seen"):
+        engine.replicas[0].ask("POST", "/weights", {"version": 3, "memory": memory, "tensors": []})
+    engine.close()
+
+
+@real
+def test_an_engine_that_is_started_again_reads_the_newest_shared_weights() -> None:
+    student = load_model("tiny/spelling")
+    spec = VllmSampler(python=PYTHON, weights="shared", **EAGER)
+    engine = VllmEngine(student.inference_copy(), spec, LENGTH, merge_stop=student.stop_ids)
+    try:
+        changed(student, 0.02)
+        engine.load(student.weights(7))
+        (replica,) = engine.replicas
+        assert isinstance(replica, OwnReplica)
+        first = replica._process
+        assert first is not None
+        os.killpg(first.pid, signal.SIGKILL)
+        for rollout in collect(engine, requests(4)):
+            np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
+            assert (rollout.version == 7).all()
+        assert replica._process is not first
+    finally:
+        engine.close()
 
 
 # Adapters
@@ -508,7 +715,7 @@ def test_an_adapter_that_stays_behind_is_caught(
     engine = opened(student, [adapter_server], slots=SLOTS)
     engine.load(published(student, 0))
     assert engine._newest is not None
-    save_file(load_file(engine._newest.path), tmp_path / "stale.safetensors")
+    save_file(load_file(engine._newest.place), tmp_path / "stale.safetensors")
     put = Replica.put
 
     def stale(self: Replica, version: int, file: Path, what: str = "weights") -> None:

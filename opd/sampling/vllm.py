@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from opd.errors import RecipeError
-from opd.remote import HttpAddress, Variable
+from opd.remote import LOOPBACK, HttpAddress, Variable
 from opd.sampling.samplers import BuiltInSampler, SamplerKind
 from opd.settings import Address, Positive, StageView, Word
 from opd.shorthand import OneOrMany
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.settings import Lora
     from opd.sampling.graphs import Partner
+
+
+ALONE = "is about all weights, and of this student the engines get the adapter alone after every update"
 
 
 class VllmSampler(SamplerKind):
@@ -48,6 +52,10 @@ class VllmSampler(SamplerKind):
         None,
         description="a student's adapters: given by themselves, or merged into all weights; default: swap where vLLM takes them",
     )
+    weights: Literal["file", "shared"] = Field(
+        "file",
+        description="how engines get all weights: as a file over HTTP; or out of memory that those on this machine share with the trainer",
+    )
     correct: bool = Field(
         True, description="terms that weigh by ratios and name no correction get tis: log-probs of two engines differ"
     )
@@ -64,7 +72,23 @@ class VllmSampler(SamplerKind):
             raise ValueError(f"{len(self.devices)} devices for {self.replicas} replicas: name one for each")
         if len(set(self.address)) < len(self.address):
             raise ValueError("an address comes twice")
+        if self.weights == "shared":
+            self._shares()
         return self
+
+    def _shares(self) -> None:
+        other = next((one for one in self.address if not LOOPBACK.fullmatch(urlsplit(one).hostname or "")), None)
+        if other is not None:
+            raise ValueError(
+                f"weights shared is for engines on this machine, and {other} may be another. Name it by 127.0.0.1, or set weights: file"
+            )
+        if self.parallel > 1:
+            raise ValueError(
+                f"weights shared is for engines of one GPU: with parallel {self.parallel} each has processes that no handle is passed "
+                "to. Set parallel: 1, or weights: file"
+            )
+        if self.lora == "swap":
+            raise ValueError(f"weights shared {ALONE}. Set lora: merge, or weights: file")
 
     @property
     def interpreter(self) -> str:
@@ -105,7 +129,10 @@ class VllmSampler(SamplerKind):
         reason = "" if self.lora == "merge" else why_merged(config, lora)
         if reason and self.lora == "swap":
             raise RecipeError(f"sampler.lora swap: {reason}. Set it to merge.")
-        return self.lora != "merge" and not reason
+        swaps = self.lora != "merge" and not reason
+        if swaps and self.weights == "shared":
+            raise RecipeError(f"sampler.weights shared {ALONE}. Set sampler.lora: merge, or sampler.weights: file.")
+        return swaps
 
     def adapter_notes(self, config: Any, lora: Lora) -> Iterable[str]:
         from opd.sampling.vllm_adapter import why_merged
@@ -123,6 +150,9 @@ class VllmSampler(SamplerKind):
             "sampler: draws keyed by prompt and sample (a repeated run samples other answers) and checkpoint.resume: exact; an "
             "interrupted answer goes on behind its last token, and the log-probs under a temperature other than 1 are unknown"
         )
+
+        if self.weights == "shared":
+            yield "sampler.weights shared: the engines read a copy of the student's weights that the trainer keeps on its device beside its own"
 
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)

@@ -13,7 +13,8 @@ from opd.models.language_model import LanguageModel
 from opd.models.load import empty_model
 from opd.models.lora import find_targets
 from opd.models.settings import Lora
-from opd.sampling.export import WeightsFile
+from opd.sampling.export import WeightsFile, put_file
+from opd.sampling.vllm_replica import Replica
 from opd.types import WeightsRef
 
 RANK = 512  # the largest that vLLM can be started for
@@ -56,3 +57,6 @@ class AdapterFile:
         if before not in (self.below, self._newest):
             before.unlink()
         return self._newest
+
+    def give(self, replica: Replica, version: int, path: Any) -> bool:
+        return put_file(replica, version, path, "adapter")

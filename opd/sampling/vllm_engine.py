@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError, RemoteError, ServerAway, TrainingError
@@ -30,6 +29,7 @@ from opd.sampling.vllm import VllmSampler
 from opd.sampling.vllm_adapter import AdapterFile
 from opd.sampling.vllm_probe import Expected, WeightsProbe
 from opd.sampling.vllm_replica import Replica, replicas_of
+from opd.sampling.vllm_weights import WeightsBuffer
 from opd.types import Finished, SampledToken, SampleRequest, WeightsRef
 
 STOPS = 128  # ids whose log-probs vLLM gives at every token
@@ -42,7 +42,7 @@ TRIES = 3  # times in a row that an engine of ours may die before it has weights
 class Newest:
     """The newest weights, and what an engine that has them says."""
 
-    path: Path
+    place: Any  # as whoever wrote them says where
     expected: Expected
 
 
@@ -89,17 +89,20 @@ class VllmEngine:
         self._spec, self._busy, self.slots = spec, False, spec.slots
         self._lock, self._reviving = threading.Lock(), dict[Replica, Callable[[str, Any], None]]()
         self._closed = False
-        self._file = WeightsFile(model)
         swaps = model.lora is not None and spec.takes_adapters(model.module.config, model.lora)
-        self._adapter = AdapterFile(model, self._file) if swaps else None
+        self._weights = WeightsBuffer(model) if spec.weights == "shared" else WeightsFile(model)
+        self._adapter: AdapterFile | None = None
+        if swaps:
+            assert isinstance(self._weights, WeightsFile)
+            self._adapter = AdapterFile(model, self._weights)
         self._opening = {
-            "config": self._file.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
+            "config": self._weights.config, "dtype": str(model.dtype).removeprefix("torch."), "max_length": max_length,
             "stop_ids": stop, "slots": spec.slots, "parallel": spec.parallel, "memory": spec.memory, "cache": spec.cache, "eager": spec.eager,
             "lora": None if self._adapter is None else self._adapter.settings,
         }  # fmt: skip
         self._probe = WeightsProbe(model, max_length, stop)
         devices: list[str | None] = [None] * spec.replicas if spec.devices is None else [*spec.devices]
-        self.replicas = replicas_of(list(spec.address), spec.token_env, spec.interpreter, devices, self._file.folder)
+        self.replicas = replicas_of(list(spec.address), spec.token_env, spec.interpreter, devices, self._weights.folder)
         try:
             self._each(self._open, self.replicas, patience=0)
         except ServerAway:
@@ -114,15 +117,15 @@ class VllmEngine:
         self._closed = True
         for replica in self.replicas:
             replica.close()
-        self._file.close()
+        self._weights.close()
 
     # Weights
 
     def load(self, weights: WeightsRef) -> None:
         copy_weights(self.model, weights)
-        path = self._file.write(weights.version) if self._adapter is None else self._adapter.write(weights)
+        place = self._weights.write(weights.version) if self._adapter is None else self._adapter.write(weights)
         settles = self._adapter is None or self._adapter.adds
-        newest = Newest(path, replace(self._probe.expect(weights.version), settles=settles))
+        newest = Newest(place, replace(self._probe.expect(weights.version), settles=settles))
         with self._lock:
             self._newest = newest
             here = [replica for replica in self.replicas if replica.fresh]
@@ -182,9 +185,7 @@ class VllmEngine:
             raise RemoteError(f"{replica.address} runs an earlier vllm_server.py: start the one of this opd.")
         if adapter is not None and found["base"] != adapter.base:
             replica.put(adapter.base, adapter.below)
-        try:
-            replica.put(given.expected.version, given.path, "weights" if adapter is None else "adapter")
-        except FileNotFoundError:  # newer ones are there
+        if not (adapter or self._weights).give(replica, given.expected.version, given.place):  # newer ones are there
             return
         said = replica.ask("POST", "/score", {"texts": self._probe.texts})["logprobs"]
         given.expected.check(replica, said, self._spec.tolerance)

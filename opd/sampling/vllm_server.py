@@ -4,6 +4,7 @@
 
 POST /open      {"config": …, …}   the engine of a model with this config; it knows nothing until it gets weights
 PUT  /weights?version=N            a safetensors file, put in place; what is being sampled goes on with it
+POST /weights   {"version": N, "memory": …, "tensors": […]}   the same out of memory of a run on this machine
 PUT  /adapter?version=N            the same of an adapter over these weights, of an engine that was opened for one
 POST /score     {"texts": [ids…]}  log-probs of all tokens but the first of each
 POST /submit    {"session": S, "requests": […]}
@@ -23,6 +24,7 @@ import json
 import math
 import os
 import queue
+import runpy
 import secrets
 import shutil
 import signal
@@ -38,19 +40,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-BODY = 256 << 20  # bytes of a question
-PIECE = 1 << 20
+BODY, PIECE = 256 << 20, 1 << 20  # bytes of a question, and of a file that are read at once
 QUIET = 5.0  # seconds after which a line without tokens says that it is still there
 TOKEN = "OPD_TOKEN"
+BESIDE = str(Path(__file__).with_name("vllm_memory.py"))  # read where a run shares its memory, and nowhere else
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can be started for
 
 
 class Refused(Exception):
-    """Answered with its status."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+    """Answered with its status, the first of two arguments; the other says why."""
 
 
 class Host:
@@ -148,9 +146,10 @@ class Host:
         # without targets the head gets room for one, and then vLLM cannot score texts while it samples
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
-    def load(self, version: int, path: Path) -> dict[str, Any]:
+    def load(self, version: int, path: Path | None, weights: Any = None) -> dict[str, Any]:
         """Weights in place. Requests under way are read again with them, and the prefixes kept for others are dropped."""
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path.parent)})
+        source = {"weights_iterator": weights} if path is None else {"weights_path": str(path.parent)}
+        self.engine.collective_rpc("reload_weights", kwargs=source)
         self._base = None if self._policy is None else version
         return self._loaded(version if self._policy is None else -1)
 
@@ -268,6 +267,7 @@ class Handler(BaseHTTPRequestHandler):
         host = self.host
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/open": host.open,
+            "/weights": lambda body: runpy.run_path(BESIDE)["load_shared"](host.load, body),
             "/score": lambda body: {"logprobs": host.score(body["texts"])},
             "/submit": lambda body: host.submit(body["session"], body["requests"]),
             "/abort": lambda body: host.abort(body["session"], body.get("names")),
@@ -289,7 +289,7 @@ class Handler(BaseHTTPRequestHandler):
             if found is not None:
                 self._send(200, found)
         except Refused as refused:
-            self._send(refused.status, {"error": str(refused)})
+            self._send(refused.args[0], {"error": refused.args[1]})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         except Exception as error:  # whatever an engine raises is told to who asked, and stands in the log
