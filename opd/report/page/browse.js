@@ -1,15 +1,18 @@
 // The rollout store of a live page: the server filters and pages, the page asks for what it shows.
 const PAGE = 50;
 function browser() {
-  const state = { offset: 0, sort: "newest", found: null, chosen: null, asked: 0 };
+  const state = { offset: 0, sort: "newest", found: null, told: "", asked: 0 };
   const filters = el("div", { className: "filters" }), body = el("div", { className: "card scroll table" }), foot = el("div", { className: "filters", style: { marginTop: "10px" } }), detail = el("div", {}), count = el("span", { className: "count" });
   const given = {};
-  const ask = async () => {
+  const ask = async (again = false) => {
     const number_ = ++state.asked;
     const query = new URLSearchParams({ ...Object.fromEntries(Object.entries(given).filter(([, value]) => value !== "" && value !== ANY)), offset: state.offset, limit: PAGE, sort: state.sort });
     const reply = await fetch("api/rollouts?" + query);
     if (!reply.ok || number_ !== state.asked) return; // a newer question is on its way
-    state.found = await reply.json();
+    const told = await reply.text();
+    if (number_ !== state.asked || (again && told === state.told)) return; // rows that a reader is about to click stay
+    state.told = told;
+    state.found = JSON.parse(told);
     draw();
   };
   const set = (key, value) => { given[key] = value; state.offset = 0; return ask(); };
@@ -53,7 +56,7 @@ function browser() {
     detail.scrollIntoView({ block: "nearest" });
   };
   const made_ = section("rollouts", "Every rollout", "The whole store of this run.", filters, body, foot, detail);
-  made_.refresh = () => { if (state.offset === 0 && state.sort === "newest") ask(); };
+  made_.refresh = () => { if (state.offset === 0 && state.sort === "newest") ask(true); };
   ask();
   return made_;
 }
