@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from opd.cluster import ray_nodes
 from opd.types import Author, Rollout
 
 TOKEN_ENV = "OPD_TEST_TOKEN"
@@ -22,12 +20,7 @@ TOKEN = "a-token-for-tests"
 
 
 def free_port() -> int:
-    """One that nobody gets by asking for any: below the range that kernels give to connections and to port 0."""
-    while True:
-        port = secrets.randbelow(20_000) + 12_000
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
+    return ray_nodes.free_port("127.0.0.1")
 
 
 class ServeProcess:

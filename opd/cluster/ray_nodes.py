@@ -6,6 +6,7 @@ that gets a worker, which is looked at before anything is started there.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -43,10 +44,16 @@ def node_address() -> str:
 
 
 def free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.bind((host, 0))
-        port: int = one.getsockname()[1]
-        return port
+    """Above Ray's own and below those that kernels give to connections, one of which might take it before it is used."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+            try:
+                one.bind((host, port))
+                return port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
 
 
 def look(paths: Sequence[str]) -> Machine:
