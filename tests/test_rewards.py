@@ -721,8 +721,8 @@ def everything() -> dict[str, Any]:
         "format": {"kind": "format", "pattern": r"<answer>\d+</answer>", "time_limit": 30},
         "json": {"kind": "json", "time_limit": 30},
         "code": {"kind": "code", "time_limit": 5},
-        "maths": {"kind": "maths", "time_limit": 3},
-        "gym": {"kind": "verifier", "time_limit": 3},
+        "maths": {"kind": "maths", "time_limit": 20},
+        "gym": {"kind": "verifier", "time_limit": 30},
         "sum": [{"kind": "exact"}, {"kind": "numeric", "weight": 0.5}],
     }
 
