@@ -124,7 +124,8 @@ def memory(
     tokens = max(min(stage.train.micro_budget, -(-step // spread.ranks)), longest)
     activations = tokens * _kept_per_token(stage, student) * (2 if half else 4)
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
-    merged = student.parameters * each if lora else 0  # on its way to the sampler, after the activations have gone
+    # On its way to the sampler, after the activations have gone: all of it; on ranks layer by layer.
+    merged = student.parameters * each if lora and not spread.sharded else 0
     found = {
         "weights": student.parameters * each // spread.group,
         "gradients and AdamW": trained * (gradient + kept + MOMENTS) // spread.group,
@@ -132,9 +133,11 @@ def memory(
         "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
-    if spread.sharded:  # the root while it passes, one layer and the next; gradients before they are summed
-        summed = 0 if lora else (student.outside + student.layer) * 4
-        found["gathered"] = (student.outside + 2 * student.layer) * each + summed
+    if (
+        spread.sharded
+    ):  # the root while it passes, one layer and the next; gradients before they are summed, or a layer that is merged
+        further = student.layer * each if lora else (student.outside + student.layer) * 4
+        found["gathered"] = (student.outside + 2 * student.layer) * each + further
     return found
 
 
