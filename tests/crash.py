@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
     "train": {"steps": 6, "lr": 1e-3, "warmup": 2, "schedule": "cosine", "micro_tokens": 600},
     "eval": {"prompts": 6, "every": 3, "teachers": False},
-    "checkpoint": {"every": 2, "keep": 2, "resume": "exact"},
+    "checkpoint": {"every": 2, "keep": 2, "resume": "exact", "grace": 3600},  # however slow the machine
     "store": {"commit_ms": 5},
     "log": {"samples": 1, "samples_every": 2},
     "device": "cpu",

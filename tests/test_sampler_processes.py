@@ -158,6 +158,7 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
 
 def test_what_is_drawn_when_the_run_is_to_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two group commits: processes are hung up on, and make it durable."""
+    monkeypatch.setattr("opd.trainer.sampler_processes.LEAVE", 600.0)
     monkeypatch.setattr("opd.trainer.sampler_processes.subprocess.Popen", Forked)
     student, store, drawn = load_model("tiny/generalist"), RolloutStore(tmp_path / "log", commit_ms=5), 0
 
@@ -311,7 +312,7 @@ def in_logs(directory: Path) -> dict[str, list[int]]:
 def test_everything_is_killed_in_turn(tmp_path: Path) -> None:
     recipe, directory, log = tmp_path / "recipe.yaml", tmp_path / "run", tmp_path / "out.txt"
     settings = changed(sampler={"processes": 2}, rollout={"max_new_tokens": 16, "temperature": 4.0})
-    recipe.write_text(json.dumps(AHEAD | settings))
+    recipe.write_text(json.dumps(AHEAD | settings | changed(checkpoint={"grace": 3600})))
     assert ended(start(log, "run", recipe, "--out", directory, die=60)) == -signal.SIGKILL
     all_gone(log)
     before, drawn = durable(directory), in_logs(directory / "rollouts")

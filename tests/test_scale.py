@@ -218,7 +218,7 @@ def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
     recipe = LONG | {
         "train": {"steps": 100_000, "lr": 1e-3, "micro_tokens": 128},
         "eval": {"prompts": 0},
-        "checkpoint": {},
+        "checkpoint": {"grace": 3600},
     }
     (tmp_path / "recipe.yaml").write_text(str(recipe).replace("True", "true").replace("False", "false"))
     run = tmp_path / "run"
@@ -258,7 +258,7 @@ class Away:
 def test_a_stop_is_heard_while_the_sampler_of_all_ranks_is_away(tmp_path: Path) -> None:
     plugin, run = tmp_path / "away_sampler.py", tmp_path / "run"
     plugin.write_text(AWAY, encoding="utf-8")
-    settings = [*LITTLE, "train.steps=9", "sampler={engine: led}", f"plugins=[{plugin}]"]
+    settings = [*LITTLE, "train.steps=9", "checkpoint.grace=3600", "sampler={engine: led}", f"plugins=[{plugin}]"]
     group = start(2, tmp_path / "log.txt", "run", "quickstart", *settings, "--out", str(run))
     while not (tmp_path / "waiting").exists():
         time.sleep(0.05)
