@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import yaml
@@ -192,3 +194,23 @@ def test_schema_knows_every_key_of_a_recipe() -> None:
     schema = recipe_schema()
     assert set(Stage.model_fields) <= set(schema["properties"])
     assert {"name", "stages"} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"teachers": ["tiny/arithmetic"]}, "teachers: expected a mapping of keys; got"),
+    ({"eval": 5}, "eval: expected a mapping of keys; got 5"),
+    ({"objective": "reverse_kl"}, "objective: expected a list; got 'reverse_kl'"),
+    ({"train": {"steps": "ten"}}, "train.steps: expected a whole number; got 'ten'"),
+    ({"train": {"steps": 1.5}}, "train.steps: expected a whole number; got 1.5"),
+    ({"train": {"lr": "fast"}}, "train.lr: expected a number; got 'fast'"),
+    ({"eval": {"greedy": "maybe"}}, "eval.greedy: expected true or false; got 'maybe'"),
+])  # fmt: skip
+def test_wrong_types_are_told_in_plain_words(change: dict, words: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        load_recipe({**MINIMAL, **change})
+
+
+def test_an_empty_recipe_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(RecipeError, match="a recipe is a mapping of keys, got nothing"):
+        load_recipe(tmp_path / "empty.yaml")

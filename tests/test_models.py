@@ -146,7 +146,9 @@ def test_models_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="not a causal language model"):
             load_model(str(tmp_path / name))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints" / "latest").mkdir(parents=True)
     for name, words in (
+        (str(tmp_path / "run"), "It is a run: its model is '.*/run/checkpoints/latest'"),
         (str(tmp_path / "empty"), "no config.json"), (str(tmp_path / "nowhere"), "no such directory"), ("tiny/nothing", "no such built-in"),
         (str(tmp_path / "x.gguf"), "no such file"), ("nobody/no-such-model", "hub id|the hub cannot be asked"),
     ):  # fmt: skip

@@ -241,9 +241,10 @@ def test_mistakes(tmp_path: Path) -> None:
         write_report([root, root])
     with pytest.raises(UserError, match="cannot be written"):
         write_report([root], tmp_path / "no" / "where.html")
-    (root / "summary.json").write_text("{", encoding="utf-8")
-    with pytest.raises(RunDirectoryError, match="altered"):
-        write_report([root])
+    for altered in ("{", '{"stages": 3}', '{"stages": [{}]}'):
+        (root / "summary.json").write_text(altered, encoding="utf-8")
+        with pytest.raises(RunDirectoryError, match=r"summary.json.*altered"):
+            write_report([root])
     (root / "resolved.yaml").write_text("stages: []", encoding="utf-8")
     with pytest.raises(RunDirectoryError, match="does not name the run's stages"):
         write_report([root])

@@ -117,9 +117,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not valid YAML: {explain(error)}.") from None
     if not isinstance(raw, dict):
-        raise RecipeError(
-            f"{where}: a recipe is a mapping of keys, got {type(raw).__name__}. See `opd recipes show quickstart`."
-        )
+        got = "nothing" if raw is None else shown(raw)
+        raise RecipeError(f"{where}: a recipe is a mapping of keys, got {got}. See `opd recipes show quickstart`.")
     return raw
 
 

@@ -27,6 +27,12 @@ from opd.remote import UNSAFE
 MISTAKES = 10  # named in one message
 _BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
 SECRET = "token_env"  # whoever puts the token itself there does not want to read it again
+EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
+    "dict_type": "expected a mapping of keys", "model_type": "expected a mapping of keys", "list_type": "expected a list",
+    "int_type": "expected a whole number", "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
+    "float_type": "expected a number", "float_parsing": "expected a number", "string_type": "expected text",
+    "bool_type": "expected true or false", "bool_parsing": "expected true or false",
+}  # fmt: skip
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -202,7 +208,7 @@ def _explain(detail: Any, where: str) -> str:
         return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
-    message = cut(detail["msg"].removeprefix("Value error, "), 400)
+    message = EXPECTED.get(detail["type"]) or cut(detail["msg"].removeprefix("Value error, "), 400)
     if detail["type"] == "string_pattern_mismatch":
         message = f"expected {_schema_at(detail['loc']).get('description', 'something else')}"
     if not detail["loc"]:  # of the stage as a whole

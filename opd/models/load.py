@@ -86,7 +86,11 @@ def _locate(name: str) -> Location | None:
         return _adapted(name, path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.")
+            trained = path / "checkpoints" / "latest"
+            hint = f" It is a run: its model is {str(trained)!r}." if trained.is_dir() else ""
+            raise ModelError(
+                f"model {name!r}: the directory has no config.json, so it is not a Hugging Face model.{hint}"
+            )
         return Location(str(path))
     if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"model {name!r}: no such directory.")

@@ -130,7 +130,10 @@ def _stages(
     root: Path, resolved: Mapping[str, Any], summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What was planned, with what came of it. A run that is at work has no summary yet: its lines are counted."""
-    ended = {stage["name"]: stage for stage in summary.get("stages", [])}
+    stages = summary.get("stages", [])
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) and "name" in stage for stage in stages):
+        raise RunDirectoryError(f"{root / 'summary.json'} was altered: it does not name the run's stages.")
+    ended = {stage["name"]: stage for stage in stages}
     found = []
     for spec in resolved["stages"]:
         name = spec["name"]
