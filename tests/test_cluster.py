@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import subprocess
@@ -24,7 +23,7 @@ from opd.errors import ModelError, RecipeError, UserError
 from opd.models.load import locate
 from opd.runner.cost import DEVICES, Device
 from opd.runner.plan import make_plan
-from tests.ranks import Job, together
+from tests.ranks import Job, give_back_what_is_freed, together
 
 ROOT = Path(__file__).parent.parent
 CPU = Device("cpu", 64 << 30, 1e11, 1e10)
@@ -118,7 +117,7 @@ class Measured(Job):
     """Writes the peak of the leader's memory during the third step, above what it had before the run, beside the run."""
 
     def carry_out(self) -> opd.Run:
-        _give_back_what_is_freed()
+        give_back_what_is_freed()
         small = {**self.recipe["student"], "model": "tiny/generalist"}  # a first run touches what any run needs
         opd.run({**self.recipe, "student": small, "teachers": {"t": "tiny/arithmetic"}}, out=self.out.with_suffix(".1"))
         gc.collect()
@@ -131,13 +130,6 @@ class Measured(Job):
                 self.out.with_suffix(".peak").write_text(str(_status("VmHWM") - before))
 
         return opd.run(self.recipe, out=self.out, on_step=on_step)
-
-
-def _give_back_what_is_freed() -> None:
-    """From 128 KiB on. Else glibc keeps large tensors in its heap, whose holes count: how many there are differs by machine."""
-    mallopt = ctypes.CDLL(None).mallopt
-    for parameter in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        mallopt(parameter, 1 << 17)
 
 
 def _status(name: str) -> int:
