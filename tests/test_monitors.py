@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,9 @@ def test_metrics_of_what_means_hide() -> None:
     confidence = float(np.exp(sure[0].logprob.mean()))
     assert calibration_error(sure, right)["ece"] == pytest.approx(abs(confidence - 0.25))
     assert calibration_error(sure, {}) == {}
+    unknown = [replace(one, id=f"{one.id}?", logprob=np.full_like(one.logprob, np.nan)) for one in sure]
+    rewards = right | {one.id: 0.0 for one in unknown}
+    assert calibration_error([*sure, *unknown], rewards) == calibration_error(sure, right)
 
 
 # Runs

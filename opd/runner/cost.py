@@ -133,9 +133,8 @@ def memory(
         "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
-    if (
-        spread.sharded
-    ):  # the root while it passes, one layer and the next; gradients before they are summed, or a layer that is merged
+    if spread.sharded:
+        # the root while it passes, one layer and the next; gradients before they are summed, or a layer that is merged
         further = student.layer * each if lora else (student.outside + student.layer) * 4
         found["gathered"] = (student.outside + 2 * student.layer) * each + further
     return found

@@ -121,7 +121,10 @@ def dominance(ids: np.ndarray, divergences: np.ndarray) -> dict[str, float]:
 def calibration_error(rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> dict[str, float]:
     """How far the student's confidence in its answers is from how often they are right, over tenths of confidence."""
     own = [rollout for rollout in rollouts if rollout.logprob.size and (rollout.author == Author.STUDENT).all()]
-    known = [(rollout, reward) for rollout in own if (reward := rewards.get(rollout.id)) is not None]
+    sure = [
+        rollout for rollout in own if not np.isnan(rollout.logprob).any()
+    ]  # drawn behind another prompt: nobody knows
+    known = [(rollout, reward) for rollout in sure if (reward := rewards.get(rollout.id)) is not None]
     if len(known) < BINS:
         return {}
     confidence = np.array([float(np.exp(rollout.logprob.mean())) for rollout, _ in known])
