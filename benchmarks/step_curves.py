@@ -1,7 +1,7 @@
 """Tokens per second of a step against slots, response length, teachers and model size; and its products alone.
 
     python benchmarks/step_curves.py                 # on a GPU, about 100 s: benchmarks/results/step-curves.json
-    python benchmarks/step_curves.py --plot          # docs/figures/step-curves.svg, from those results
+    python benchmarks/step_curves.py --plot          # docs/figures/step-curves.svg and step.svg, from results
 
 Models have the shapes of `step_gpu.py`, with random weights. Student and teacher are of one shape, 135M where the size is
 not what is varied. "products" replays the matrix products of the case `equal` and nothing else, so that a phase can be held
@@ -128,12 +128,44 @@ def plot(found: dict[str, Any]) -> None:
             rates = [point["tokens"] / point["seconds"][phase] for point in points]
             axis.plot([point["x"] for point in points], rates, marker="o", label=phase)
         axis.set(xscale="log", yscale="log", xlabel=name)
+        axis.set_xticks([point["x"] for point in points], [f"{point['x']:g}" for point in points])
+        axis.xaxis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("new tokens per second")
     figure.tight_layout()
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "step-curves.svg", metadata={"Date": None})
+
+
+def plot_step(phases: dict[str, dict[str, float]]) -> None:
+    """Rows of a step, each split by phase."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.5 + 0.55 * len(phases)))
+    for place, seconds in enumerate(phases.values()):
+        left = 0.0
+        for phase, colour in (("sample", "tab:blue"), ("score", "tab:orange"), ("update", "tab:green")):
+            axis.barh(place, seconds[phase], left=left, color=colour, label=None if place else phase)
+            left += seconds[phase]
+        axis.text(left + 0.2, place, f"{left:.1f} s", va="center", fontsize=9)
+    axis.set_yticks(range(len(phases)), phases)
+    axis.set(xlabel="seconds per step", xlim=(0, 1.08 * max(sum(one.values()) for one in phases.values())))
+    axis.invert_yaxis()
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(FIGURES / "step.svg", metadata={"Date": None})
+
+
+def step_phases(step: dict[str, Any], products: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Of the case `equal`: TRL, ours, and the step's matrix products alone."""
+    case = step["cases"]["equal"]
+    rows = {
+        "TRL DistillationTrainer": case["trl"]["seconds"],
+        "opd": case["seconds"],
+        "matrix products alone": products,
+    }
+    return {name: {phase: found[phase] for phase in ("sample", "score", "update")} for name, found in rows.items()}
 
 
 def main() -> None:
@@ -146,10 +178,14 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true", help="draw what was measured, and measure nothing")
     arguments = parser.parse_args()
     path = RESULTS / "step-curves.json"
+    found: dict[str, Any]
     if arguments.plot:
-        plot(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        plot(found)
+        step = json.loads((RESULTS / "step-cuda.json").read_text(encoding="utf-8"))
+        plot_step(step_phases(step, found["products"]))
         return
-    found: dict[str, Any] = {"device": arguments.device, "curves": {}, "products": {}}
+    found = {"device": arguments.device, "curves": {}, "products": {}}
     if arguments.device != "cpu":
         import torch
 
