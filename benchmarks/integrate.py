@@ -240,6 +240,8 @@ def report(edition: Edition, args: argparse.Namespace) -> None:
             f"{arm:22} {score['value']:6.3f} [{score['low']:.3f}, {score['high']:.3f}]  {len(entry['runs'])} seeds  "
             f"{entry['flops']['marginal']:.2e} FLOPs"
         )
+    for pair, one in found["pairs"].items():
+        print(f"{pair}: {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]")
     draw(found, name)
 
 

@@ -1,7 +1,7 @@
 """The result file of an edition, and its figure. The file has every mark, so that all numbers can be computed again.
 
 Schema (`schema: 1`): `split` report, or tune where only the tuning runs are told; `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
-`arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
+`pairs` {"P3: ONE - OTHER": the difference of two arms, as `score`}; `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
 tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
 prompt in the order of the report split. An entry, of this framework or another, is a file of DIRECTORY/entries: entry.schema.json.
 """
@@ -22,6 +22,12 @@ from integration.scores import Marks, flops, interval, pooled, share
 from runs import save_figure
 
 REFERENCES = ("start", "reference", "specialist", "joint")
+PAIRS = {  # differences that predictions are about
+    "P3": [("opd-exact-reward", "opd-exact"), ("opd-sampled-reward", "opd-sampled"), ("opd-exact", "mixed-rl")],
+    "P4": [("opd-exact", "opd-topk"), ("opd-exact", "opd-sampled")],
+    "P7": [("opd-exact", "sft-teacher")],
+    "shares": [("opd-need", "opd-exact"), ("opd-need", "sft-teacher"), ("opd-need", "mixed-rl")],
+}
 COSTS = ("prefill", "sampled", "scored", "trained", "rollouts")
 
 
@@ -86,19 +92,25 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
     equal = {arm: found for arm, found in complete.items() if "," not in arm}  # at equal FLOPs
     first = max(equal, key=lambda arm: mean(pooled(entry["marks"], start, specialists) for entry in equal[arm]))
     for arm, found in sorted(complete.items()):
-        marks = [entry["marks"] for entry in found]
+        marks = _marks(found)
         marginal = mean(flops(entry["cost"], size, size) for entry in found) if "cost" in found[0] else 0.0
         origin, ours = "foreign" if "-foreign" in arm else "start", _of_ours(arm)
         uses = found[0].get("specialists", True) if ours is None else ours.specialists
         arms[arm] = {
             "score": interval(marks, start, specialists),
-            "against_first": interval(marks, start, specialists, against=[entry["marks"] for entry in complete[first]]),
+            "against_first": interval(marks, start, specialists, against=_marks(complete[first])),
             "flops": {"marginal": marginal, "total": marginal + made[origin] if uses and made[origin] else marginal if not uses else None},
             "tokens": mean(entry["cost"]["sampled"] for entry in found) if "cost" in found[0] else 0,
             "seconds": mean(entry["seconds"] for entry in found),
             "tuning": [{"settings": one["settings"], "marks": one["marks"]} for one in tuning[arm]],
             "runs": found,
         }  # fmt: skip
+    pairs = {
+        f"{name}: {one} - {other}": interval(_marks(complete[one]), start, specialists, against=_marks(complete[other]))
+        for name, of in PAIRS.items()
+        for one, other in of
+        if one in complete and other in complete
+    }
     return {
         "schema": 1, "edition": edition.name, "split": split, "first": first, "start": start, "specialists": specialists,
         "domains": {
@@ -108,8 +120,13 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             } for name in edition.domains
         },
         "steps": edition.steps, "rollouts": edition.rollouts, "rates": edition.rates,
-        "specialists_flops": {origin: spent or None for origin, spent in made.items()}, "arms": arms,
+        "specialists_flops": {origin: spent or None for origin, spent in made.items()}, "pairs": pairs, "arms": arms,
     }  # fmt: skip
+
+
+def _marks(runs: list[dict[str, Any]]) -> list[Marks]:
+    """Seeds in order, so that a difference is drawn seed by seed."""
+    return [entry["marks"] for entry in sorted(runs, key=lambda entry: int(entry["seed"]))]
 
 
 def _label(entry: dict[str, Any], edition: Edition) -> str:
