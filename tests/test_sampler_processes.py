@@ -19,7 +19,7 @@ import torch
 
 import opd
 from opd.config import load_recipe
-from opd.errors import RecipeError, Stopped, TrainingError
+from opd.errors import OpdError, RecipeError, Stopped, TrainingError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.sampling.collect import collect
@@ -31,8 +31,9 @@ from opd.store.files import Files
 from opd.store.log import SegmentLog
 from opd.store.repair import check_log
 from opd.store.samplers import SamplerLog, folder_of, held_in, numbers_in
+from opd.trainer import interpreters
 from opd.trainer.messages import read_message, write_message
-from opd.trainer.sampler_process import DRAWN, READY, _draw, main
+from opd.trainer.sampler_process import DRAWN, READY, WEIGHTS, _draw, main
 from opd.trainer.sampler_processes import SamplerProcesses
 from opd.types import Author, SampleRequest, Sampling, WeightsRef
 from tests.crash import durable, ended, kept, start
@@ -68,8 +69,8 @@ class Forked:
             self.pid = os.fork()
         if not self.pid:
             try:
-                first, second = sorted(pass_fds)
-                for start, end in ((3, first), (first + 1, second), (second + 1, 1024)):
+                (own,) = pass_fds
+                for start, end in ((3, own), (own + 1, 1024)):
                     os.closerange(start, end)  # the trainer's ends of others' sockets
                 self.work(int(command[-1]))
             finally:
@@ -111,7 +112,7 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
                 time.sleep(0.001)
 
     monkeypatch.setattr("opd.trainer.sampler_process._draw", held)
-    monkeypatch.setattr("opd.trainer.sampler_processes.subprocess.Popen", Forked)
+    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Forked)
     student = load_model("tiny/generalist")
     store = RolloutStore(tmp_path / "log", commit_ms=5, segment_bytes=1000)
     alone = Engine(student.inference_copy(), BuiltInSampler(slots=4), 80, merge_stop=student.stop_ids)
@@ -159,7 +160,7 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
 def test_what_is_drawn_when_the_run_is_to_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two group commits: processes are hung up on, and make it durable."""
     monkeypatch.setattr("opd.trainer.sampler_processes.LEAVE", 600.0)
-    monkeypatch.setattr("opd.trainer.sampler_processes.subprocess.Popen", Forked)
+    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Forked)
     student, store, drawn = load_model("tiny/generalist"), RolloutStore(tmp_path / "log", commit_ms=5), 0
 
     def check() -> None:
@@ -194,6 +195,7 @@ class Doomed(Forked):
     @staticmethod
     def work(descriptor: int) -> None:
         trainer = Connection(descriptor)
+        os.read(descriptor, len(WEIGHTS))  # whose descriptor is dropped
         trainer.recv_bytes()
         trainer.send_bytes(write_message((READY, None)))
         (directory, number, id, _), _, ((_, row, names, prompt_ids, columns),) = read_message(trainer.recv_bytes())
@@ -208,7 +210,7 @@ class Doomed(Forked):
 def test_a_process_that_dies_of_its_request_is_not_started_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opd.trainer.sampler_processes.subprocess.Popen", Doomed)
+    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Doomed)
     student, said, store = load_model("tiny/generalist"), [], RolloutStore(tmp_path / "log", commit_ms=5)
     one = SamplerProcesses(student, 1, store, facts(student), say=said.append)
     with pytest.raises(TrainingError, match=r"ended 4 times without an answer between \(exit code 9\)"):
@@ -249,6 +251,41 @@ def test_processes_need_something_to_run_ahead_of() -> None:
         load_recipe(AHEAD | {"rollout": {"staleness": 0}, "sampler": {"processes": 2}})
 
 
+def test_interpreters_that_wait_end_when_their_stage_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are begun at once, and imports are what they do meanwhile; here they wait for the trainer's end at once."""
+    begun: list[interpreters.Interpreter] = []
+
+    class Noted(interpreters.Interpreter):
+        def __init__(self, threads: int) -> None:
+            super().__init__(threads)
+            begun.append(self)
+
+    waits = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).recv(1)"
+    monkeypatch.setattr(interpreters, "BOOT", waits)
+    monkeypatch.setattr(interpreters, "Interpreter", Noted)
+    ahead, missing = changed(sampler={"processes": 2}), {"student": {"model": str(tmp_path / "nobody")}}
+    with pytest.raises(OpdError, match="nobody"):
+        opd.run(AHEAD | ahead | missing, out=tmp_path / "run")
+    assert [one.process.returncode for one in begun] == [-signal.SIGKILL] * 2
+    stage = load_recipe(AHEAD | ahead).stages[0]
+    with interpreters.none_left():
+        interpreters.begin_for(stage)
+        interpreters.begin_for(stage)  # by the run, and by the stage's opening
+        assert len(begun) == 4
+        alone = interpreters.taken(1)
+        assert alone.process.poll() is None
+    assert [one.process.returncode for one in begun].count(None) == 1
+    alone.line.close()  # as when the trainer is killed
+    assert alone.process.wait(600) == 0
+    alone.printed.close()
+    begun.clear()
+    interpreters.begin_for(load_recipe(AHEAD | changed(rollout={"staleness": 0})).stages[0])
+    interpreters.begin_for(load_recipe(AHEAD).stages[0])  # a thread
+    assert not begun
+
+
 # Runs
 
 
@@ -269,9 +306,7 @@ def test_a_run_with_sampler_processes(tmp_path: Path, in_flight: str) -> None:
 
 @pytest.mark.crash
 def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "opd.trainer.sampler_processes.BOOT", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"
-    )
+    monkeypatch.setattr("opd.trainer.interpreters.BOOT", "import sys; print('no luck', file=sys.stderr); sys.exit(3)")
     with pytest.raises(TrainingError, match=r"(?s)ended 4 times without an answer.*exit code 3.*no luck"):
         opd.run(AHEAD | changed(sampler={"processes": 1}), out=tmp_path / "run")
     monkeypatch.undo()

@@ -23,6 +23,7 @@ from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
 from opd.runner.lock import ATTEMPTS, Gone, RunLock, claim, make
 from opd.text import plain
+from opd.trainer import interpreters
 
 if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
     from rich.console import Console
@@ -81,7 +82,7 @@ def run(
     from opd.config.names import check_output
 
     hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
-    with (join or joined)() as world:
+    with (join or joined)() as world, interpreters.none_left():
         if not world.leads:
             return _follow(world, rewards)
         given = None if prompts is None else GivenPrompts.of(prompts)
@@ -132,6 +133,8 @@ def _start(
     try:
         from opd.runner.inputs import inputs_of
 
+        if not (earlier or selection.anew):  # else the first stage may be one of others
+            interpreters.begin_for(recipe.stages[0])
         placed = recipe
         if given is not None:
             placed = given.inside(recipe, lock.directory)
@@ -194,7 +197,7 @@ def resume(
 
     hooks = Hooks(on_step, on_rollouts, on_checkpoint)
     found = Run(directory)
-    with joined() as world:
+    with joined() as world, interpreters.none_left():
         if not world.leads:
             return _follow(world, rewards)
         with RunLock(found.directory) as lock:

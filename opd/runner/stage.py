@@ -41,6 +41,7 @@ from opd.teachers.pool import open_teachers
 from opd.teachers.router import chooser
 from opd.teachers.views import Group
 from opd.text import plain
+from opd.trainer import interpreters
 from opd.trainer.ahead import Ahead
 from opd.trainer.demonstrate import Demonstrator
 from opd.trainer.trainer import Trainer
@@ -69,6 +70,7 @@ class StageRun:
         say: Callable[[str], None] = lambda line: None,
         world: World | None = None,
     ) -> None:
+        interpreters.begin_for(spec)
         self.world = world or World()
         self.ahead = Ahead(spec, check_stop) if spec.rollout.staleness else None
         check_stop = check_stop if self.ahead is None else self.ahead.check_stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -15,6 +14,7 @@ from opd.sampling.graphs import Partner
 from opd.sampling.requests import weights_of
 from opd.sampling.samplers import SamplerKind
 from opd.store import RolloutStore
+from opd.trainer.interpreters import wanted
 from opd.trainer.world import World
 from opd.types import TeacherLike, TokenSampler, WeightsRef
 
@@ -60,7 +60,8 @@ class StageSamplers:
     def _beside(self, revision: str | None) -> ThreadSampler | KeepsTokens:
         spec, student, rollout = self._spec, self._model, self._spec.rollout
         kind = spec.sampler.for_batches(rollout.prompts * rollout.samples, student)
-        if count := kind.beside_trainer:
+        count, threads = wanted(spec)
+        if count:
             from opd.trainer.sampler_processes import SamplerProcesses
 
             assert self._store is not None
@@ -69,7 +70,7 @@ class StageSamplers:
                 "sampler": kind.model_dump(mode="json"),
                 "max_length": self.max_length,
                 "stop_ids": list(self._stop_ids),
-                "threads": spec.threads or max(1, (os.cpu_count() or 1) // 2 // count),
+                "threads": threads,
                 "in_flight": rollout.in_flight,
                 "commit_ms": spec.store.commit_ms,
                 "fsync": spec.store.fsync,

@@ -1,6 +1,7 @@
 """What a process that samples beside the trainer does: it is told once what to sample with, then asked again and again.
 
-    trainer   facts                      the model, the sampler's settings, where the newest weights are
+    here                                 imports, which is most of the time that it needs until it is ready
+    trainer   weights, facts             the memory that has the newest ones; the model and the sampler's settings
     here      ready                      the model is loaded; parts are sent to those that will read them at once
     trainer   requests                   part of a batch, what there is of each rollout, and the log to write into
     here      drawn, drawn, …            how many tokens a step of the sampler has given; they are in the log
@@ -13,7 +14,9 @@ drawn by then is made durable first.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,14 +24,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 
 from opd.errors import OpdError
+from opd.models import load_model
+from opd.sampling import choose  # noqa: F401  (a sampler opens with it: everything is imported before there are facts)
+from opd.sampling.ahead import AheadSampler
+from opd.sampling.samplers import SAMPLERS, SamplerKind
+from opd.sampling.shared_weights import SharedWeights
+from opd.settings import by_hand
 from opd.store import RolloutStore
 from opd.store.records import COLUMNS
 from opd.store.samplers import SamplerLog, folder_of
 from opd.trainer.messages import read_message, write_message
 from opd.types import Author, Finished, Rollout, SampledToken, SampleRequest
 
+WEIGHTS = b"w"  # comes with their descriptor
 READY, DRAWN, KEPT, FAILED = "ready", "drawn", "kept", "failed"
 COMMIT_TOKENS = 512  # group commit: tokens buffered before they are written
 
@@ -38,16 +49,19 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's is for all; the trainer ends this one when it is done
     trainer = Connection(descriptor)  # closed by the end of the process, behind its last words
     try:
-        _serve(trainer)
+        with socket.socket(fileno=os.dup(descriptor)) as line:
+            told, weights, _, _ = socket.recv_fds(line, len(WEIGHTS), 1)
+        if told:  # else nobody needed this one
+            _serve(trainer, weights[0])
     except (EOFError, ConnectionError):
         return  # nobody is there any more
     except OpdError as error:
         trainer.send_bytes(write_message((FAILED, str(error))))
 
 
-def _serve(trainer: Connection) -> None:
+def _serve(trainer: Connection, weights: int) -> None:
     facts: Mapping[str, Any] = read_message(trainer.recv_bytes())
-    sampler = _opened(facts)
+    sampler = _opened(facts, weights)
     trainer.send_bytes(write_message((READY, None)))
     log: SamplerLog | None = None
     try:
@@ -74,15 +88,7 @@ def _serve(trainer: Connection) -> None:
             log.close()
 
 
-def _opened(facts: Mapping[str, Any]) -> Any:
-    import torch
-
-    from opd.models import load_model
-    from opd.sampling.ahead import AheadSampler
-    from opd.sampling.samplers import SAMPLERS, SamplerKind
-    from opd.sampling.shared_weights import SharedWeights
-    from opd.settings import by_hand
-
+def _opened(facts: Mapping[str, Any], weights: int) -> Any:
     torch.set_num_threads(facts["threads"])
     model = load_model(facts["model"], revision=facts["revision"], dtype=facts["dtype"], device=facts["device"])
     kind = by_hand("sampler", Annotated[SamplerKind, SAMPLERS], facts["sampler"])
@@ -90,7 +96,7 @@ def _opened(facts: Mapping[str, Any]) -> Any:
     sampler = kind.open(copy, facts["max_length"], merge_stop=tuple(facts["stop_ids"]))
     layout: Mapping[str, Any] = facts["layout"]
     still = {name: tensor.detach() for name, tensor in copy.module.named_parameters() if name not in layout}
-    return AheadSampler(sampler, SharedWeights(layout, facts["weights"], still), facts["in_flight"])
+    return AheadSampler(sampler, SharedWeights(layout, weights, still), facts["in_flight"])
 
 
 def part_of(requests: Sequence[SampleRequest], store: RolloutStore, log: int, author: Author) -> tuple[Any, ...]:

@@ -8,17 +8,13 @@ the one before.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from opd.errors import TrainingError
 from opd.models.language_model import LanguageModel
@@ -26,15 +22,12 @@ from opd.sampling.ahead import KeepsTokens
 from opd.sampling.shared_weights import SharedWeights, layout_of
 from opd.store import RolloutStore
 from opd.text import plain
+from opd.trainer.interpreters import taken
 from opd.trainer.messages import read_message, write_message
-from opd.trainer.sampler_process import DRAWN, FAILED, READY, part_of
+from opd.trainer.sampler_process import DRAWN, FAILED, READY, WEIGHTS, part_of
 from opd.trainer.shared_sampler import dealt
 from opd.types import Author, SampleRequest, WeightsRef
 
-BOOT = (
-    "import json, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = json.loads(sys.argv[1]); "
-    "from opd.trainer.sampler_process import main; main(int(sys.argv[2]))"
-)
 DEATHS = 3  # of one process, without an answer that it finished between them, before the run ends
 POLL = 0.2  # seconds between two looks at whether the run is to stop
 LEAVE = 10.0  # seconds for processes that have hung up, or are to end, to be gone
@@ -62,21 +55,12 @@ class SamplerProcess:
         self._start()
 
     def _start(self) -> None:
-        path = [os.path.abspath(entry) for entry in sys.path] + [str(Path(__file__).resolve().parents[2])]
-        ours, theirs = socket.socketpair()
-        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, json.dumps(path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._printed,
-                stderr=self._printed,
-                pass_fds=(theirs.fileno(), self._weights.descriptor),
-                env={**os.environ, "OMP_NUM_THREADS": str(self._facts["threads"])},
-                start_new_session=True,  # Ctrl-C is for the trainer
-            )
-        self.connection, self.ready = Connection(ours.detach()), False
-        self._tell({**self._facts, "weights": self._weights.descriptor})
+        begun = taken(self._facts["threads"])
+        self.process, self._printed = begun.process, begun.printed
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(begun.line, [WEIGHTS], [self._weights.descriptor])
+        self.connection, self.ready = Connection(begun.line.detach()), False
+        self._tell(self._facts)
 
     def _tell(self, value: Any) -> None:
         with contextlib.suppress(ConnectionError):  # it is gone, as reading from it will show
