@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opd.rounding import round_alike
 from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from opd.trainer.trainer import Trainer
     from opd.types import Prompt, RewardResult, Rollout, Sample
 
+round_alike()  # before anything multiplies; processes that are started inherit it
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),

@@ -34,6 +34,7 @@ LAYERS = [
         "hub",
         "remote",
         "chat",
+        "rounding",
     },
     {"divergences"},
     {"objective"},
