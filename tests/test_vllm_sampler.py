@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -319,12 +320,15 @@ def test_a_server_reads_no_other_memory_than_a_runs_weights(tmp_path: Path, monk
             list(vllm_memory.tensors_in(torch.zeros(64, dtype=torch.uint8), [entry]))
 
 
-def test_a_cuda_handle_survives_json_and_names_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_handle_survives_json_and_opens_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = (3, bytes(range(66)), 4096, 512, b"/torch_17_4171_0", 9, bytes(64), True)
     given = json.loads(json.dumps(vllm_memory.cuda_handle("GPU-1", fields)))
-    assert vllm_memory.cuda_fields(given, 1) == (1, *fields[1:6], b"", False)
-    for wrong in ({"counter": b"/../secret".hex()}, {"counter": "x"}, {"offset": -1}):
-        with pytest.raises(ValueError, match=r"no counter|non-hex|no size"):
+    assert vllm_memory.cuda_fields(given, 1) == (1, *fields[1:4], vllm_memory.UNCOUNTED, 0, b"", False)
+    for create in (False, True):  # a counter that nobody has, and nobody can make
+        with pytest.raises(OSError, match="Invalid argument"):
+            SharedMemory(vllm_memory.UNCOUNTED.decode(), create=create, size=8)
+    for wrong in ({"handle": "x"}, {"offset": -1}):
+        with pytest.raises(ValueError, match=r"non-hex|no size"):
             vllm_memory.cuda_fields({**given, **wrong}, 1)
     monkeypatch.setattr(vllm_memory, "devices", lambda: ["GPU-2"])
     with pytest.raises(ValueError, match=r"on GPU GPU-1, and this engine sees GPU-2\. .* sampler\.devices"):
@@ -356,7 +360,7 @@ def test_another_process_reads_weights_on_the_gpu_by_their_handle() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for version in range(3):  # opened anew each time: torch's count of openings goes below zero
+        for version in range(3):  # opened anew each time, which torch's counter is not to hear of
             changed(model, 0.1)
             shared.write(version)
             given = {"memory": shared.memory.handle, "tensors": shared.tensors}
@@ -370,7 +374,7 @@ def test_another_process_reads_weights_on_the_gpu_by_their_handle() -> None:
     held = torch.cuda.memory_allocated()
     size = shared.memory.bytes.numel()
     shared.close()
-    assert torch.cuda.memory_allocated() <= held - size  # given back
+    assert torch.cuda.memory_allocated() <= held - size  # given back at once, without `torch.cuda.ipc_collect`
     file.close()
 
 

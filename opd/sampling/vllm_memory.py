@@ -20,6 +20,11 @@ import torch
 
 MEMORY = re.compile(r"opd-vllm-weights-[0-9a-f]{16}")  # drawn at random: another process has none of this name
 
+# torch would lower the run's counter, which is one, behind every opening; it has no sign, so that one time too many leaves it large and the
+# memory taken until the run's process ends. Shared memory cannot have this name (two slashes), and torch passes over a counter that it
+# cannot open: it stays at one until the run lowers it itself.
+UNCOUNTED = b"/opd/uncounted"
+
 
 def load_shared(load: Callable[..., Any], asked: dict[str, Any]) -> Any:
     """By the engine. Once it has answered, nobody here reads there any more, and the run may write."""
@@ -92,19 +97,16 @@ def devices() -> list[str]:
 def cuda_handle(uuid: str, fields: tuple[Any, ...]) -> dict[str, Any]:
     """What torch's `_share_cuda_` says, in words that go into JSON.
 
-    Without its event: the run has waited for its writes, and torch would leave one behind at every opening.
+    Without its event: the run has waited for its writes, and torch would leave one behind at every opening. And without its counter,
+    see `UNCOUNTED`.
     """
-    _, handle, size, offset, counter, place, _, _ = fields
-    words = {"handle": handle.hex(), "counter": counter.hex()}
-    return {"uuid": uuid, "size": size, "offset": offset, "place": place, **words}
+    _, handle, size, offset, *_ = fields
+    return {"uuid": uuid, "size": size, "offset": offset, "handle": handle.hex()}
 
 
 def cuda_fields(memory: dict[str, Any], index: int) -> tuple[Any, ...]:
     """And back, for `_new_shared_cuda` on the GPU that has this number here."""
-    handle, counter = bytes.fromhex(memory["handle"]), bytes.fromhex(memory["counter"])
-    if not re.fullmatch(rb"/torch_[0-9_]+", counter):  # torch opens it by name, and counts in it
-        raise ValueError(f"no counter of torch's: {counter!r}")
-    size, offset, place = (int(memory[name]) for name in ("size", "offset", "place"))
-    if min(size, offset, place) < 0:
-        raise ValueError(f"no size and places: {size}, {offset}, {place}")
-    return index, handle, size, offset, counter, place, b"", False
+    size, offset = int(memory["size"]), int(memory["offset"])
+    if min(size, offset) < 0:
+        raise ValueError(f"no size and offset: {size}, {offset}")
+    return index, bytes.fromhex(memory["handle"]), size, offset, UNCOUNTED, 0, b"", False

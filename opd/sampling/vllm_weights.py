@@ -109,19 +109,18 @@ class PlainMemory:
 
 
 class CudaMemory:
-    """Shared once. torch counts how often it was opened so that nobody frees what another reads; here the answer says that."""
+    """Shared once. torch would count who has opened it so that nobody frees what another reads; here the answer says that."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self.handle = cuda_handle(uuid, self.bytes.untyped_storage()._share_cuda_())
-        self._device = device
+        fields = self.bytes.untyped_storage()._share_cuda_()
+        self.handle = cuda_handle(str(torch.cuda.get_device_properties(device).uuid), fields)
+        self._counter, self._device = fields[4:6], device
 
     def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()  # another process does not wait for our stream
 
     def close(self) -> None:
-        """Its count begins at one; if no engine ever opened it, torch would keep the memory."""
-        counter = bytes.fromhex(self.handle["counter"])
-        torch.UntypedStorage._release_ipc_counter_cuda(counter, self.handle["place"])
+        """Its count is one, since engines do not touch it; at zero torch gives the memory back with the last tensor in it."""
+        torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)
         self.bytes = torch.empty(0)
