@@ -214,6 +214,7 @@ def _stuck(path: str) -> None:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 
+@pytest.mark.slow
 def test_the_grace_time_holds_even_in_a_long_call(tmp_path: Path) -> None:
     process = FORKS.Process(target=_stuck, args=(str(tmp_path / "ready"),))
     process.start()

@@ -87,6 +87,7 @@ def test_dry_run_prints_the_plan_and_loads_no_weights(
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_no_more_tokens_than_a_step_has() -> None:
     recipes = [
         load_recipe("quickstart", [f"train.micro_tokens={size}", "rollout.prompts=4"]) for size in (5_000, 500_000)

@@ -27,6 +27,7 @@ def test_the_loop_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(values[-4:]) < 0.8 * sum(values[:4])
 
 
+@pytest.mark.slow
 def test_the_page_about_python_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

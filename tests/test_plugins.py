@@ -65,6 +65,7 @@ def recipe(tmp_path: Path) -> Path:
     return folder / "recipe.yaml"
 
 
+@pytest.mark.slow
 def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, tmp_path: Path) -> None:
     run = opd.run(str(recipe), overrides=SMALL, out=tmp_path / "run")
     assert {entry for entry in OWN if entry in families._registered} == set(OWN)

@@ -51,6 +51,7 @@ def values(teacher: Any) -> np.ndarray:
     return np.concatenate([signal.values for signal in teacher.score(ROLLOUTS, LOGPROBS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "runner", "path"), [("vllm", "pooling", "/pooling"), ("openai", "generate", "/v1/completions")])  # fmt: skip
 def test_a_dead_ones_work_goes_to_the_other_and_it_is_taken_back(
     model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch, kind: str, runner: str, path: str

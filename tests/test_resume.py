@@ -46,6 +46,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
     draw, total, directory = random.Random(str(tmp_path)), written(reference.directory), tmp_path / "run"
     for _ in range(3):
@@ -59,6 +60,7 @@ def test_three_kills_leave_no_trace(reference: opd.Run, recipe: Path, tmp_path: 
     same_run(opd.resume(directory), reference)
 
 
+@pytest.mark.slow
 def test_sigterm_says_resume_me_and_a_prefill_goes_on(reference: opd.Run, recipe: Path, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "out.txt"
     process = start(log, "run", recipe, "checkpoint.resume=prefill", "checkpoint.every=0", "--out", directory, die=300)

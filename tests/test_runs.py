@@ -165,6 +165,7 @@ def test_a_run_that_was_moved_goes_on_from_anywhere(
 REWARD = "def score(sample):\n    return 1.0\n"
 
 
+@pytest.mark.slow
 def test_inputs_that_changed_are_refused(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ def test_bodies_that_are_too_large_whatever_their_headers_say(client: httpx.Clie
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.slow
 def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client) -> None:
     body = f"POST {SCORE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 50\r\n\r\nabc"
     with contextlib.ExitStack() as stack:  # all wait at once

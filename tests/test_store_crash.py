@@ -50,6 +50,7 @@ def total(directory: Path, seed: int, acts: int = ACTS) -> int:
     return files.spent
 
 
+@pytest.mark.slow
 def test_cut_at_every_byte_of_the_last_records(tmp_path: Path) -> None:
     end = total(tmp_path / "whole", 0, acts=24)
     for budget in range(end - 250, end + 1):
