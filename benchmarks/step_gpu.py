@@ -256,12 +256,23 @@ def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         command += ["--device", arguments.device, "--steps", str(arguments.steps)]
         try:
             subprocess.run(command, check=True, timeout=arguments.trl_limit)
+            found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         except subprocess.TimeoutExpired:
-            print("TRL", name, f"has not ended within {arguments.trl_limit} s, and is left out", flush=True)
-            return {"seconds": f"more than {arguments.trl_limit}"}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    print("TRL", name, found["seconds"], found["peak_gib"], flush=True)
+            samples = json.loads(out.read_text(encoding="utf-8"))["samples"] if out.is_file() else []
+            print("TRL", name, f"was stopped after {arguments.trl_limit} s, {len(samples)} steps", flush=True)
+            found = {"stopped_at": arguments.trl_limit, **behind_first(samples)}
+    print("TRL", name, found.get("seconds"), found.get("peak_gib"), flush=True)
     return found
+
+
+def behind_first(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of TRL's steps: medians and the peak of those behind the first, if there are any, and all of them."""
+    kept = samples[1:]
+    return {
+        "seconds": {key: round(statistics.median(s["seconds"][key] for s in kept), 4) for key in kept[0]["seconds"]},
+        "peak_gib": round(max(sample["peak_gib"] for sample in kept), 2),
+        "samples": samples,
+    } if kept else {"samples": samples}  # fmt: skip
 
 
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
@@ -367,7 +378,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="record two more steps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trl", action="store_true", help="measure TRL's DistillationTrainer first, on the same cases")
-    parser.add_argument("--trl-limit", type=float, metavar="SECONDS", help="leave TRL out if it takes longer")
+    parser.add_argument("--trl-limit", type=float, metavar="SECONDS", help="stop TRL then; finished steps count")
     parser.add_argument("--memory", type=float, metavar="GIB", help="take no more of the device than this")
     arguments = parser.parse_args()
     arguments.out = arguments.out or RESULTS / (

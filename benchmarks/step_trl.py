@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from step_gpu import CASES, PHASES, lengths, prompt_rows
+from step_gpu import CASES, PHASES, behind_first, lengths, prompt_rows
 
 BATCH = 16
 
@@ -96,7 +95,8 @@ def trainer_class(clock: Clock, first: dict[str, Any]) -> Any:
     return Timed
 
 
-def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]]) -> Any:
+def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], out: Path) -> Any:
+    """After every step `out` has all that were finished, for a caller that stops this process."""
     import torch
     from transformers import TrainerCallback
 
@@ -110,12 +110,20 @@ def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]]) 
             peak = torch.cuda.max_memory_allocated() / 2**30 if clock.cuda else 0.0
             samples.append({"seconds": clock.result(), "peak_gib": peak})
             print("TRL", len(samples), samples[-1], flush=True)
+            write(out, {"samples": samples})
 
         def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
             if logs and "grad_norm" in logs:
                 first.setdefault("norm", float(logs["grad_norm"]))
 
     return Watch()
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    """All of it or what was there before."""
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(found), encoding="utf-8")
+    part.replace(out)
 
 
 def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
         }
     trainer = trainer_class(clock, first)(
         model=student, teacher_model=teacher, args=config, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watcher(clock, first, samples)], **adapters,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watcher(clock, first, samples, arguments.out)], **adapters,
     )  # fmt: skip
     generate, stop = trainer.model.generate, trainer.eos_token_ids[0]
 
@@ -161,14 +169,11 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
 
     trainer.model.generate = forced
     trainer.train()
-    kept = samples[1:]
     return {
         "batch": [batch, len(prompts) // batch],
-        "seconds": {key: round(statistics.median(s["seconds"][key] for s in kept), 4) for key in (*PHASES, "total")},
-        "peak_gib": round(max(sample["peak_gib"] for sample in kept), 2),
+        **behind_first(samples),
         "check": {"tokens": first["tokens"], "trl": {"loss": first["loss"], "grad_norm": first["norm"]}},
         "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
-        "samples": samples,
     }  # fmt: skip
 
 
@@ -181,7 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        arguments.out.write_text(json.dumps(run(arguments, directory)), encoding="utf-8")
+        write(arguments.out, run(arguments, directory))
 
 
 if __name__ == "__main__":

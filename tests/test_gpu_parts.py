@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,29 @@ def test_every_command_is_one_that_its_benchmark_takes(
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(Read):  # else argparse says on stderr what it did not take
             runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+
+
+def test_the_steps_that_trl_has_finished_count_when_it_is_stopped(
+    tmp_path: Path, benchmarks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import step_gpu
+    import step_trl
+
+    def stopped(command: list[str], steps: list[dict[str, Any]], **settings: Any) -> None:
+        for number in range(len(steps)):
+            step_trl.write(Path(command[command.index("--out") + 1]), {"samples": steps[: number + 1]})
+        raise subprocess.TimeoutExpired(command, settings["timeout"])
+
+    monkeypatch.setattr(step_gpu, "save_model", lambda *given: "")
+    told = argparse.Namespace(models=tmp_path, device="cpu", steps=4, trl_limit=9.0)
+    steps = [{"seconds": {"sample": seconds, "total": seconds}, "peak_gib": 1.0} for seconds in (5.0, 1.0, 3.0)]
+    for count in range(4):
+        monkeypatch.setattr(step_gpu.subprocess, "run", partial(stopped, steps=steps[:count]))
+        found = step_gpu.peer_results("tiny", told)
+        assert found["samples"] == steps[:count]
+        assert found["stopped_at"] == 9
+        assert ("seconds" in found) == (count > 1)
+    assert found["seconds"] == {"sample": 2.0, "total": 2.0}
 
 
 @pytest.mark.parametrize("part", PARTS)
