@@ -1,6 +1,6 @@
 """Tokens per second of a step against slots, response length, teachers and model size; and its products alone.
 
-    python benchmarks/step_curves.py                 # on a GPU, about 100 s: benchmarks/results/step-curves.json
+    python benchmarks/step_curves.py                 # on a GPU, about 180 s: benchmarks/results/step-curves.json
     python benchmarks/step_curves.py --plot          # docs/figures/step-curves.svg and step.svg, from results
 
 Models have the shapes of `step_gpu.py`, with random weights. Student and teacher are of one shape, 135M where the size is

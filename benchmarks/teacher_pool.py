@@ -235,10 +235,10 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         reference = found.get("all") or found.get("one-resident")
         if reference is not None and arm != "one":
             record.setdefault(arm, {})["losses_identical"] = values["losses"] == reference["losses"]
-    if "two" in record:
-        two = record["two"]
-        record["goals"] = {"memory": MEMORY, "time": TIME, "met": bool(
-            two.get("memory", 9) <= MEMORY and two.get("time", 9) <= TIME and two.get("losses_identical"))}  # fmt: skip
+    if "time" in (two := record.get("two", {})):
+        losses = two.get("losses_identical")  # None: nobody was there to compare them with
+        met = two["memory"] <= MEMORY and two["time"] <= TIME and losses is not False
+        record["goals"] = {"memory": MEMORY, "time": TIME, "losses": losses is not None, "met": met}
     return record
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -113,3 +114,12 @@ def test_a_command_that_fails_does_not_end_its_part(part: str, tmp_path: Path) -
 def test_each_part_is_in_the_table() -> None:
     page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
     assert not [part for part in PARTS if f"`{part}.sh`" not in page]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_ends_when_it_says(part: str) -> None:
+    text = (ROOT / "benchmarks" / "gpu" / f"{part}.sh").read_text(encoding="utf-8")
+    limits = [int(found) for found in re.findall(r'^[^#]*?\btry "?(?:\$\{LIMIT:-)?(\d+)', text, re.MULTILINE)]
+    assert limits
+    most = re.search(r"(\d+) at most", text)
+    assert most is None or sum(limits) == int(most[1])

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tiny models: specialists into one student, five seeds of nine arms and three merges; no GPU. About 400 s on nine cores, 700 at most.
+# Tiny models: specialists into one student, five seeds of nine arms and three merges; no GPU. About 400 s on nine cores, 660 at most.
 # What is in WORK/tiny or, where that is not there, in OUTDIR/tiny.tgz is not repeated: the same command goes on.
 . "$(dirname "$0")/common.sh"
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1

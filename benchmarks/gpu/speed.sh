@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A step by phases beside TRL's, decode steps, top-k, curves; about 435 s, 640 at most. Wants the card for itself. Without TRL (pip install
+# A step by phases beside TRL's, decode steps, top-k, curves; about 590 s, 810 at most. Wants the card for itself. Without TRL (pip install
 # --no-deps trl==1.16.0) it is left out.
 . "$(dirname "$0")/common.sh"
 models=(--models "$WORK/models") peer=()
@@ -9,9 +9,9 @@ try 40 decode "$PYTHON" benchmarks/decode.py "${models[@]}"
 keep decode-cuda.json
 try 40 topk "$PYTHON" benchmarks/topk.py
 keep topk-cuda.json
-try 60 step-lora "$PYTHON" benchmarks/step_gpu.py --cases lora --memory 24 "${models[@]}" --out "$OUT/step-lora-cuda.json"
+try 110 step-lora "$PYTHON" benchmarks/step_gpu.py --cases lora --memory 24 "${models[@]}" --out "$OUT/step-lora-cuda.json"
 try 50 step-ragged "$PYTHON" benchmarks/step_gpu.py --cases ragged "${models[@]}" --out "$OUT/step-ragged-cuda.json"
-try 120 curves "$PYTHON" benchmarks/step_curves.py "${models[@]}"
+try 240 curves "$PYTHON" benchmarks/step_curves.py "${models[@]}"
 keep step-curves.json
 try 100 decode-compiled "$PYTHON" benchmarks/decode.py --compiled --shapes 135M "${models[@]}"
 keep decode-compiled-cuda.json
