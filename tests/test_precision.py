@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import opd
 from opd.config import Train, load_recipe
@@ -19,7 +20,7 @@ from opd.runner.results import StageResult
 from opd.runner.saving import SAVE_RATE, StageCheckpoints
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.optimiser import Optimiser, learning_rate
 from tests.helpers import save_tiny, term, tiny_model
 from tests.test_resume import Crash, strike
 from tests.test_semantics import gradients, sampled_by, some_rollouts
@@ -103,6 +104,29 @@ def test_a_mixed_run_goes_on_bit_for_bit(
     assert [line["loss"] for line in again.metrics] == [line["loss"] for line in whole.metrics]
     for name in ("model.safetensors", "optimiser.safetensors"):
         assert (again.model / name).read_bytes() == (whole.model / name).read_bytes()
+
+
+def test_updates_are_those_of_adamw_written_out() -> None:
+    """The fused kernel's, in one pass; one matrix is decayed, a vector is not, and lengths end within vectors."""
+    torch.manual_seed(0)
+    spec, shapes = Train(lr=1e-2, weight_decay=0.1), {"matrix": (7, 5), "vector": (3,)}
+    own, plain = ({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2))
+    groups = [
+        {"params": [plain["matrix"]], "weight_decay": spec.weight_decay},
+        {"params": [plain["vector"]], "weight_decay": 0.0},
+    ]
+    optimiser = Optimiser(own, spec)
+    reference = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False)
+    for step in range(1, 4):
+        for name, parameter in own.items():
+            parameter.grad = torch.randn_like(parameter)
+            plain[name].grad = parameter.grad.clone()
+        optimiser.step(step)
+        for group in reference.param_groups:
+            group["lr"] = learning_rate(step, spec)
+        reference.step()
+    for name, parameter in own.items():
+        torch.testing.assert_close(parameter, plain[name])
 
 
 def test_updates_too_small_for_bf16_add_up() -> None:

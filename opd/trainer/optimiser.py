@@ -43,13 +43,12 @@ class Optimiser:
         others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.updates = 0  # applied so far
-        self._fused = all(parameter.is_cuda for parameter in masters)
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=spec.lr,
             betas=spec.betas,
             eps=spec.eps,
-            fused=self._fused,
+            fused=True,  # one pass over weights, moments and gradients
         )
 
     def clip(self) -> float:
@@ -132,10 +131,7 @@ class Optimiser:
                 if key == MASTER:
                     master.copy_(part)
                 else:
-                    device = (
-                        "cpu" if key == "step" and not self._fused else master.device
-                    )  # where AdamW keeps its count
-                    self.adamw.state[master][key] = part.to(device, copy=True)
+                    self.adamw.state[master][key] = part.to(master.device, copy=True)
         self._round()
         self.updates = updates
 
