@@ -155,7 +155,7 @@ LONG: dict[str, Any] = {
     ],
     "rollout": {"prompts": 8, "samples": 2, "max_new_tokens": 16},
     "objective": [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.5}],
-    "train": {"steps": 5, "lr": 1e-3, "micro_tokens": 128},
+    "train": {"steps": 5, "lr": 1e-4, "micro_tokens": 128},
     "eval": {"prompts": 4, "every": 3, "teachers": False},
     "checkpoint": {"every": 2},
     "log": {"start_table": False},
@@ -188,7 +188,7 @@ def test_an_error_that_nobody_expected_comes_through_alone(tmp_path: Path) -> No
 
 
 def test_nothing_is_lost_when_a_rank_is_killed(tmp_path: Path) -> None:
-    recipe = LONG | {"train": {"steps": 100_000, "lr": 1e-3, "micro_tokens": 128}, "eval": {"prompts": 0}}
+    recipe = LONG | {"train": {"steps": 100_000, "lr": 1e-4, "micro_tokens": 128}, "eval": {"prompts": 0}}
     run = tmp_path / "run"
     group = start(2, tmp_path / "log.txt", Job(run, recipe))
     metrics = run / "metrics.jsonl"
@@ -216,7 +216,7 @@ def test_nothing_is_lost_when_a_rank_is_killed(tmp_path: Path) -> None:
 
 def test_sigterm_to_one_rank_preempts_all(tmp_path: Path) -> None:
     recipe = LONG | {
-        "train": {"steps": 100_000, "lr": 1e-3, "micro_tokens": 128},
+        "train": {"steps": 100_000, "lr": 1e-4, "micro_tokens": 128},
         "eval": {"prompts": 0},
         "checkpoint": {"grace": 3600},
     }
