@@ -7,6 +7,7 @@ chosen in `sizes.json`, so that it goes on with the same after a restart, on ano
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,10 +21,11 @@ from opd.teachers.kinds import BATCH_TOKENS
 
 NAME = "sizes.json"
 FULL = 0.85  # of a device's memory; the rest is for what no estimate knows of
-FOR_SLOTS = 0.6  # what may be taken before micro-batches are larger than on a CPU
 MOST_SLOTS = 256
+LEAST_SLOTS = 8
 MOST_TOKENS = 32_768  # of a micro-batch: beyond it nothing is faster
 LEAST_TOKENS = 1024
+PASS = 64  # decode steps that a pass over a micro-batch takes at least, however small: both wait for launches
 MOST_SCORED = 16_384
 SCORED_WIDTHS = 24  # bytes of a teacher's pass, per token and width
 COMPILED_STEPS = (
@@ -49,22 +51,32 @@ def choose_sizes(
 
 
 def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int) -> Sizes:
-    rollouts = stage.rollout.prompts * stage.rollout.samples
-    found = Sizes(
-        micro_tokens=MICRO_TOKENS, batch_tokens=MOST_SCORED, slots=min(-(-rollouts // 8) * 8, MOST_SLOTS), compile=False
-    )
+    """Of the slots and micro-batches that fit, those with the fewest rounds of sampling and passes, weighed by what each takes."""
+    rollouts, longest = stage.rollout.prompts * stage.rollout.samples, stage.rollout.max_new_tokens
+    found = Sizes(micro_tokens=LEAST_TOKENS, batch_tokens=MOST_SCORED, slots=LEAST_SLOTS, compile=False)
 
-    def taken() -> int:
-        return estimate(with_sizes(stage, found))
+    def steps(pair: tuple[int, int]) -> int:
+        slots, tokens = pair
+        return -(-rollouts // slots) * longest + -(-rollouts * longest // tokens) * PASS
 
-    while found["slots"] and found["slots"] > 8 and taken() > FOR_SLOTS * total:
-        found["slots"] //= 2
-    found["micro_tokens"] = MOST_TOKENS
-    while found["micro_tokens"] > LEAST_TOKENS and taken() > FULL * total:
-        found["micro_tokens"] //= 2
+    pairs = product(
+        _halves(min(-(-rollouts // 8) * 8, MOST_SLOTS), LEAST_SLOTS), _halves(MOST_TOKENS, LEAST_TOKENS)
+    )  # the largest first, which wins where nothing else tells them apart
+    for slots, tokens in sorted(pairs, key=steps):
+        tried = Sizes(micro_tokens=tokens, batch_tokens=MOST_SCORED, slots=slots, compile=False)
+        if estimate(with_sizes(stage, tried)) <= FULL * total:
+            found = tried
+            break
     while found["batch_tokens"] > LEAST_TOKENS and found["batch_tokens"] * width * SCORED_WIDTHS > total / 20:
         found["batch_tokens"] //= 2
     found["compile"] = decode_steps(with_sizes(stage, found)) >= COMPILED_STEPS
+    return found
+
+
+def _halves(most: int, least: int) -> list[int]:
+    found = [most]
+    while found[-1] > least:
+        found.append(max(found[-1] // 2, least))
     return found
 
 
