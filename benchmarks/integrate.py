@@ -79,7 +79,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
     parser.add_argument("--rollouts", type=int, help="per step")
     parser.add_argument("--prompts", type=int, help="measured per domain")
-    parser.add_argument("--start-steps", type=int, default=64, help="at most")
+    parser.add_argument("--start-steps", type=int, default=96, help="at most")
+    parser.add_argument("--start-level", type=float, default=0.3, help="mean score at which the start's training ends")
+    parser.add_argument("--start-shares", type=json.loads, default={}, help="of domains in it: '{\"words\": 0.5}'")
     parser.add_argument("--specialist-steps", type=int, default=150)
     parser.add_argument("--limit", type=float, help="seconds of a run; one that takes longer is ended and left out")
     parser.add_argument("--smallest", action="store_true", help="a tiny model in place of SmolLM2, for a test")
@@ -111,7 +113,8 @@ def start(edition: Edition, args: argparse.Namespace) -> None:
         return
     adapter = (edition.directory / "adapters" / "start").absolute()
     if not adapter.is_dir():
-        recipe = editions.joint_start(edition, args.start_steps, 5e-4, level=0.3)
+        shares = editions.START_SHARES | args.start_shares
+        recipe = editions.joint_start(edition, args.start_steps, 5e-4, args.start_level, shares)
         base = beside(edition.base, adapter)
         job = edition.job("joint", 0, "screen", recipe=recipe, pack=str(adapter), base=base, build=edition.start)
         run_all([job], edition.directory, args.workers)
@@ -134,7 +137,20 @@ def specialists(edition: Edition, args: argparse.Namespace) -> None:
     start["references"] = [of_start(edition, split) for split in MEASURED]
     drawn = edition.job("start", 0, "screen", tags=("screen", "drawn"), model=edition.start)
     drawn["measure"] |= {"samples": 8, "temperature": 1.0}
-    run_all([*jobs, start, drawn], edition.directory, args.workers, whole=False)
+    found = run_all([*jobs, start, drawn], edition.directory, args.workers, whole=False)
+    for job in jobs:
+        if {job["name"], start["name"], drawn["name"]} <= found.keys():
+            print(
+                screened(job["domains"][0], *(found[one["name"]]["marks"] for one in (start, drawn, job))), flush=True
+            )
+
+
+def screened(domain: str, start: Marks, drawn: Marks, specialist: Marks) -> str:
+    """What screening says of a domain: whether the start is between nothing and enough, and the specialist far above it."""
+    before, after = share(start[domain]), share(specialist[domain])
+    some = sum(digit != "0" for digit in drawn[domain]) / len(drawn[domain])
+    stays = before > 0 and some > 0.3 and after - before >= 0.4
+    return f"{domain}: start {before:.3f}, pass@8 {some:.3f}, specialist {after:.3f}: {'stays' if stays else 'is left out'}"
 
 
 def beside(model: str, adapter: Path) -> str:

@@ -4,7 +4,7 @@
 
 A row is {prompt, completion, answer, domain}; the last line of a right answer is the reference, up to white space and
 case. The kinds of questions are reasoning-gym's (word_sequence_reversal, number_sorting, number_filtering,
-spiral_matrix, chain_sum, leg_counting, gcd, caesar_cipher) with short wordings and worked answers of our own; they are
+spiral_matrix, chain_sum, leg_counting, basic_arithmetic, caesar_cipher) with short wordings and worked answers of our own; they are
 drawn here so that nothing has to be installed and no version changes a text. A hash of the question decides its split,
 so that no question of one split is ever in another.
 """
@@ -46,7 +46,7 @@ def words(dice: Dice) -> Drawn:
 
 
 def sorting(dice: Dice) -> Drawn:
-    numbers = [_some(dice, -99, 99) for _ in range(_some(dice, 4, 6))]
+    numbers = [_some(dice, -99, 99) for _ in range(_some(dice, 3, 5))]
     down = dice.below(2) == 1
     answer = ", ".join(map(str, sorted(numbers, reverse=down)))
     order = "descending" if down else "ascending"
@@ -78,7 +78,7 @@ def sums(dice: Dice) -> Drawn:
     """Running totals."""
     total = _some(dice, 1, 99)
     expression, lines = str(total), []
-    for _ in range(_some(dice, 3, 5)):
+    for _ in range(_some(dice, 2, 4)):
         sign, number = ("+", "-")[dice.below(2)], _some(dice, 1, 99)
         after = total + number if sign == "+" else total - number
         lines.append(f"{total} {sign} {number} = {after}")
@@ -100,20 +100,20 @@ def legs(dice: Dice) -> Drawn:
     return f"How many legs do these animals have together? {listed}", "\n".join([*lines, str(total)]), str(total)
 
 
-def divisors(dice: Dice) -> Drawn:
-    """Euclid: divide with remainder until nothing remains."""
-    factor = _some(dice, 1, 20)
-    a, b = sorted((factor * _some(dice, 2, 40), factor * _some(dice, 2, 40)), reverse=True)
-    question, lines = f"Find the greatest common divisor of {a} and {b}, step by step.", []
-    while b:
-        lines.append(f"{a} = {a // b} x {b} + {a % b}")
-        a, b = b, a % b
-    return question, "\n".join([*lines, str(a)]), str(a)
+def columns(dice: Dice) -> Drawn:
+    """Addition digit by digit, from the right, with what is carried."""
+    a, b = (_some(dice, 100, 9999) for _ in range(2))
+    lines, carried, upper, lower = [], 0, a, b
+    while upper or lower or carried:
+        here = upper % 10 + lower % 10 + carried
+        lines.append(f"{upper % 10} + {lower % 10} + {carried} = {here}")
+        upper, lower, carried = upper // 10, lower // 10, here // 10
+    return f"Add column by column: {a} + {b}", "\n".join([*lines, str(a + b)]), str(a + b)
 
 
 def cipher(dice: Dice) -> Drawn:
     """Letter by letter, then the word."""
-    shift, word = _some(dice, 1, 4), dice.letters(_some(dice, 4, 7))
+    shift, word = _some(dice, 1, 2), dice.letters(_some(dice, 4, 7))
     moved = [LETTERS[(LETTERS.index(letter) + shift) % 26] for letter in word]
     lines = [f"{letter} -> {after}" for letter, after in zip(word, moved, strict=True)]
     answer = "".join(moved)
@@ -177,7 +177,7 @@ SMOL = {
         _own("spiral", spiral),
         _own("sums", sums, worked=True),
         _own("legs", legs, worked=True),
-        _own("divisors", divisors, worked=True),
+        _own("columns", columns, worked=True),
         _own("cipher", cipher, worked=True),
     )
 }
