@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
+from opd.models.adapted_linear import join_adapters
 
 if TYPE_CHECKING:
     from opd.models.settings import Lora
@@ -85,6 +86,7 @@ def attach(module: Any, head: nn.Linear, lora: Lora) -> Any:
     for _, layer in adapted_layers(module):
         if lora.dropout:
             layer.lora_dropout[ADAPTER] = GradientDropout(lora.dropout)
+    join_adapters(module)
     module.eval()
     return adapter
 
