@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opd.config import Lora
 from opd.models import varlen
 from opd.models.attention import Packed, masked_attention
 from opd.models.capture import own_stream, record
@@ -101,6 +102,31 @@ def test_padded_passes_equal_the_usual_ones(kind: str, written_out: None) -> Non
             torch.testing.assert_close(got[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
+def with_adapters(kind: str, **config: Any) -> LanguageModel:
+    """As if trained: away from zero."""
+    pytest.importorskip("peft")
+    model = tiny_model(kind, **config)
+    torch.manual_seed(3)
+    model.add_lora(Lora(rank=4))
+    with torch.no_grad():
+        for parameter in model.trainable().values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def test_adapters_have_gradients_alone(written_out: None) -> None:
+    model = with_adapters("llama")
+    graphs = PassGraphs(model, again)
+    ids_T, layout = ids(sum(LONGER)), Packed.of(LONGER)
+    assert graphs.hidden(ids_T, layout) is None
+    found = graphs.hidden(ids_T, layout)
+    assert found is not None
+    got, expected = gradients(model, found[: len(ids_T)]), gradients(model, model.hidden(ids_T, layout))
+    assert got.keys() == expected.keys() == model.trainable().keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=1e-4, rtol=1e-3, msg=name)
+
+
 def test_a_frozen_model_and_weights_that_move(written_out: None) -> None:
     model = tiny_model("llama")
     model.module.requires_grad_(False)
@@ -171,6 +197,30 @@ def test_replayed_passes_equal_the_usual_ones(kind: str, frozen: bool) -> None:
             got, expected = gradients(model, found[: len(ids_T)]), gradients(model, usual)
             assert got.keys() == expected.keys()
             assert all(apart(got[name], value) < 5e-2 for name, value in expected.items())
+
+
+@pytest.mark.gpu
+def test_replayed_passes_of_adapters() -> None:
+    """Over a bf16 base, again after they have changed where they are."""
+    model = with_adapters("qwen3", **SHAPE)
+    for parameter in model.module.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+    model.module.to("cuda")
+    fuse_layers(model.module)
+    graphs = PassGraphs.of(model)
+    assert graphs is not None
+    ids_T, layout = ids(sum(LONGER), "cuda"), Packed.of(LONGER, "cuda")
+    assert graphs.hidden(ids_T, layout) is None
+    for _ in range(2):
+        found, usual = graphs.hidden(ids_T, layout), model.hidden(ids_T, layout)
+        assert found is not None
+        assert apart(found[: len(ids_T)], usual) < 2e-2
+        got, expected = gradients(model, found[: len(ids_T)]), gradients(model, usual)
+        assert got.keys() == expected.keys() == model.trainable().keys()
+        assert all(apart(got[name], value) < 0.1 for name, value in expected.items())
+        with torch.no_grad():
+            for parameter in model.trainable().values():
+                parameter.mul_(1.1)
 
 
 @pytest.mark.gpu
