@@ -55,9 +55,12 @@ class Projection:
     def logits(self, size: int | None = None) -> Tensor:
         """(N, size) in fp32 (fp64 stays fp64). bf16 inputs accumulate and come out in fp32, never rounded to bf16."""
         size = self.vocabulary if size is None else size
-        logits = Fp32Linear.apply(self.hidden, self.weight[:size])
+        return self.finished(Fp32Linear.apply(self.hidden, self.weight[:size]))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """The rest of the formula, where `hidden @ weight.T` is there already."""
         if self.bias is not None:
-            logits = logits + self.bias[:size]
+            logits = logits + self.bias[: logits.shape[-1]]
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

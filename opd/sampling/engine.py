@@ -138,6 +138,7 @@ class Engine:
         self._busy = False
 
     def load(self, weights: WeightsRef) -> None:
+        self.steps.products.forget()
         copy_weights(self.model, weights)
         self.version = weights.version
 
@@ -147,8 +148,10 @@ class Engine:
             raise RuntimeError("this engine is sampling already; finish or close that generator first")
         self._busy = True
         try:
+            self.steps.products.begin()
             yield from _Schedule(self, iter(requests)).run()
         finally:
+            self.steps.products.end()
             self._busy = False
 
 

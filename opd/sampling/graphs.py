@@ -22,6 +22,7 @@ from torch import Tensor
 from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
 from opd.sampling.decode_layers import PROBED, DecodeLayers, agree, probe
+from opd.sampling.packed import PackedProducts
 from opd.sampling.recorded import RecordedCalls, Results
 from opd.sampling.sampling import Drawn, RowSettings, draw, filters, kept
 from opd.sampling.slots import SlotCache, SlotLayout, fewer_rows, fused_decoding, fused_drawing
@@ -111,6 +112,7 @@ class Steps:
         self._fewer = fewer_rows(model.module, settings.slots, settings.even) if not on_gpu and partner is None else []
         self._alike: set[tuple[str, int, int, bool]] = set()  # calls that are made without what is idle: see `_shorter`
         self._unlike: set[str] = set()  # those that have to be made whole
+        self.products = PackedProducts(model)
         self._decoding = fused_decoding(self.device, compiled=False)
         self._decode_hidden: Callable[..., Tensor] = self._hidden
         self._decode_draw: Callable[..., Drawn] = draw
@@ -215,7 +217,7 @@ class Steps:
         temperature, top_p = self._prefill_floats.unbind(1)
         settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
         other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
-        logits = self.model.project(last).logits()
+        logits = self.products.logits(self.model.project(last))
         drawn = self._drawn(draw, logits, settings, filtered, other)
         target = fields["target"]
         self.token[target] = drawn[0].long()
@@ -240,7 +242,7 @@ class Steps:
         )
         beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
         other = self._other(token[:, None], beside, self._all_slots * 0)
-        logits = self.model.project(hidden[:, 0]).logits()
+        logits = self.products.logits(self.model.project(hidden[:, 0]))
         drawn = self._drawn(self._decode_draw, logits, settings, filtered, other)
         token.copy_(drawn[0])
         column.copy_(self._in_bounds(column + 1))
@@ -253,7 +255,7 @@ class Steps:
         token, column, state = self.token[rows], self.column[rows], self.slot_settings
         hidden = self._hidden(token[:, None], SlotLayout(rows, column[:, None], span, in_order=False))
         settings = RowSettings(*(tensor[rows] for tensor in vars(state).values()))
-        logits = self.model.project(hidden[:, 0]).logits()
+        logits = self.products.logits(self.model.project(hidden[:, 0]))
         drawn = self._drawn(draw, logits, settings, filtered, None)
         self.token[rows], self.column[rows] = drawn[0].long(), self._in_bounds(column + 1)
         state.position[rows] = settings.position + 1
@@ -266,7 +268,7 @@ class Steps:
         """The short way where it gives the logits of the whole one, which is a question of shapes and of the library that
         multiplies. First both are gone, and the whole one counts.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self.products.routed():
             if how in self._alike:
                 short()
                 return
@@ -394,5 +396,5 @@ class Steps:
         if self.calls is not None:
             self.calls.launch((name, span, filtered), lambda: step(span, filtered))
             return
-        with torch.inference_mode():
+        with torch.inference_mode(), self.products.routed():
             step(span, filtered)

@@ -56,15 +56,20 @@ def fused_drawing(device: torch.device) -> Callable[..., Tensor] | None:
 def fewer_rows(module: nn.Module, slots: int, even: int) -> list[int]:
     """For how many slots a decode step can be made instead of all, ascending; one row would be another kind of product.
 
-    None where a row's own arithmetic depends on others: experts multiply as many rows at once as chose them.
+    None where a row's own arithmetic depends on others.
     """
-    experts = any("experts" in name.split(".") for name, _ in module.named_modules())
-    if experts or any(weight.ndim > 2 for weight in module.parameters()):
+    if depends_on_others(module):
         return []
     counts = [slots]
     while counts[0] % 2 == 0 and counts[0] >= 4 and counts[0] // 2 % even == 0:
         counts.insert(0, counts[0] // 2)
     return counts[:-1]
+
+
+def depends_on_others(module: nn.Module) -> bool:
+    """Experts multiply as many rows at once as chose them."""
+    experts = any("experts" in name.split(".") for name, _ in module.named_modules())
+    return experts or any(weight.ndim > 2 for weight in module.parameters())
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

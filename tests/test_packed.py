@@ -1,0 +1,169 @@
+"""Products with weights that MKL has packed: the same rollouts, and never with weights of yesterday."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from opd.models.language_model import LanguageModel
+from opd.rounding import MODE
+from opd.sampling import packed
+from opd.sampling.engine import Engine
+from opd.sampling.packed import Matrix, PackedProducts
+from opd.sampling.samplers import BuiltInSampler
+from opd.types import SampledToken, SampleRequest, Sampling
+from tests.helpers import tiny_model
+from tests.test_engine import by_id, collect, make_engine, make_requests
+
+pytestmark = pytest.mark.skipif(
+    not packed.packs(), reason="MKL packs no weights here, or has not been told to round alike"
+)
+
+SPEC = BuiltInSampler(slots=8, prefill_rows=1, prefill_chunk=8)
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SMALLEST", 1)
+
+
+def packed_engine(model: LanguageModel) -> Engine:
+    return make_engine(model, SPEC)
+
+
+def plain_engine(model: LanguageModel) -> Engine:
+    engine = make_engine(model, SPEC)
+    engine.steps.products._layers, engine.steps.products._head = [], None
+    return engine
+
+
+def alike(engine: Engine, other: Engine, requests: list[SampleRequest]) -> None:
+    """The same tokens; what they are worth as far as rounding explains."""
+    for found, usual in zip(*(by_id(collect(one, requests), requests) for one in (engine, other)), strict=True):
+        assert found.ids == usual.ids
+        for index in (2, 3, 4):
+            assert [e[index] for e in found.events] == pytest.approx([e[index] for e in usual.events], abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(77, 130), (192, 960)])
+def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix, x = Matrix(nn.Parameter(torch.randn(shape), requires_grad=False), {}), torch.randn(40, shape[1])
+    with torch.inference_mode():
+        matrix.renew()
+        whole = matrix(x)
+        assert torch.allclose(whole, linear(x, matrix.weight), atol=1e-3)
+        for rows in (1, 2, 3, 7, 16, 17, 40):
+            for _ in range(2):  # tried, then used
+                assert torch.equal(matrix(x[None, :rows]), whole[None, :rows])
+        matrix._tried[(*shape, 17)] = False  # as of a library that does not round alike
+        assert torch.equal(matrix(x[:17]), whole[:17])
+
+
+def test_rollouts_are_those_of_plain_products() -> None:
+    model = tiny_model("llama")
+    engine, seen = packed_engine(model), []
+    products, layer = engine.steps.products, engine.model.backbone.layers[0].mlp.down_proj
+    requests = make_requests((6, 13, 21, 3), Sampling(25))
+    layer.register_forward_hook(lambda module, *_: seen.append(type(vars(module).get("forward"))))
+    alike(engine, plain_engine(model), requests)
+    assert set(seen) == {Matrix}
+    assert "forward" not in vars(layer)
+    assert not products._packed
+    assert all(matrix.pack is None for matrix in products._matrices)
+    assert len(products._matrices) == 7 * len(engine.model.backbone.layers) + 1
+
+
+def test_a_rollout_is_the_same_alone_batched_and_interrupted() -> None:
+    engine = packed_engine(tiny_model("llama"))
+    requests = make_requests((6, 13, 21, 3, 8), Sampling(20))
+    together = collect(engine, requests)
+    for request in requests[:3]:
+        whole = together[request.id].numbers
+        assert collect(engine, [request])[request.id].numbers == whole
+        begun = replace(request, prefix_ids=np.array(together[request.id].ids[:7], dtype=np.int32))
+        rest = collect(engine, [begun])[request.id]
+        assert rest.ids == together[request.id].ids[7:]
+        assert [e.logprob for e in rest.events] == pytest.approx([row[1] for row in whole[7:]], abs=1e-4)
+
+
+def test_weights_are_packed_anew_after_a_load() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    engine, usual = (make(model.inference_copy(own=True)) for make in (packed_engine, plain_engine))
+    requests = make_requests((4, 9), Sampling(12))
+    alike(engine, usual, requests)
+    for one in (engine, usual):
+        one.load(other.weights(1))
+    alike(engine, usual, requests)
+
+
+def fused_step(model: LanguageModel) -> None:
+    """Its weights do not count such a change."""
+    for parameter in model.trainable().values():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(model.trainable().values(), lr=0.05, fused=True).step()
+
+
+def moved(model: LanguageModel) -> None:
+    for parameter in model.trainable().values():
+        parameter.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [fused_step, moved])
+def test_a_change_of_shared_weights_is_never_answered_with_packed_ones(change: Callable[[LanguageModel], None]) -> None:
+    def sampled(make: Callable[[LanguageModel], Engine]) -> list[tuple[Any, ...]]:
+        model = tiny_model("llama")
+        engine = make(model)
+        found = [event[1:] for event in changing(engine, model) if isinstance(event, SampledToken)]
+        change(model)
+        return found + [number for response in collect(engine, requests).values() for number in response.numbers]
+
+    def changing(engine: Engine, model: LanguageModel) -> Iterator[Any]:
+        for number, event in enumerate(engine.sample(requests)):
+            yield event
+            if number == 9:
+                change(model)
+
+    requests = make_requests((4, 9), Sampling(12))
+    found, usual = sampled(packed_engine), sampled(plain_engine)
+    assert [row[0] for row in found] == [row[0] for row in usual]
+    assert [row[1] for row in found] == pytest.approx([row[1] for row in usual], abs=1e-4)
+
+
+def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(model: LanguageModel) -> int:
+        return len(PackedProducts(model)._matrices)
+
+    model, biased = tiny_model("llama"), tiny_model("llama", attention_bias=True)
+    layers = len(model.backbone.layers)
+    assert count(model) == 7 * layers + 1
+    assert count(biased) == 3 * layers + 1
+    assert count(model.inference_copy(torch.bfloat16)) == 0
+    assert count(tiny_model("qwen3_moe")) == 0
+    monkeypatch.setattr(packed, "MOST", 1000)
+    assert count(model) == 0
+    monkeypatch.setattr(packed, "MOST", 2**32)
+    monkeypatch.setenv(MODE, "AUTO")
+    assert count(model) == 0
+
+
+def test_what_is_packed_wrongly_or_not_at_all_is_multiplied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> None:
+        raise RuntimeError("no memory")
+
+    model, requests = tiny_model("llama"), make_requests((4, 9), Sampling(8))
+    expected = {name: response.numbers for name, response in collect(plain_engine(model), requests).items()}
+    wrong, refused = packed_engine(model), packed_engine(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(Matrix, "_multiplied", lambda matrix, x, rows: linear(x, matrix._source) * 1.001)
+        assert {name: response.numbers for name, response in collect(wrong, requests).items()} == expected
+    with monkeypatch.context() as patched:
+        patched.setattr(Matrix, "renew", failing)
+        assert {name: response.numbers for name, response in collect(refused, requests).items()} == expected
