@@ -129,6 +129,8 @@ def plot(rows: list[dict[str, Any]]) -> None:
     waiting = speed.twinx()
     waiting.plot(places, [found["wait_s"] for found in bounds], "s--", color="tab:red", ms=4)
     waiting.set(ylabel="trainer waited, seconds", ylim=(0, None))
+    speed.yaxis.label.set_color("tab:green")
+    waiting.yaxis.label.set_color("tab:red")
     quality.legend(frameon=False, fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(FIGURES / "async.svg", metadata={"Date": None})
