@@ -186,6 +186,8 @@ def main() -> None:
         plot_step(step_phases(step, found["products"]))
         return
     found = {"device": arguments.device, "curves": {}, "products": {}}
+    if len(arguments.curves) < len(CURVES) and path.is_file():  # the others stay as they were measured
+        found["curves"] = json.loads(path.read_text(encoding="utf-8"))["curves"]
     if arguments.device != "cpu":
         import torch
 

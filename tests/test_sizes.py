@@ -142,8 +142,8 @@ def test_sizes_grow_with_the_device_and_fit_it() -> None:
     )
 
 
-def test_slots_are_not_given_up_for_large_micro_batches() -> None:
-    """A round of sampling takes as long as several passes: with room for either, all 64 answers are sampled at once."""
+def test_slots_and_micro_batches_are_weighed_against_each_other() -> None:
+    """Eight slots with the largest micro-batches fit as well as all 64 with the smallest: neither end is taken."""
     stage = stage_of("rollout.prompts=64", "rollout.samples=1", "rollout.max_new_tokens=512")
 
     def estimate(settled: Stage) -> int:
@@ -151,7 +151,7 @@ def test_slots_are_not_given_up_for_large_micro_batches() -> None:
         return settled.train.micro_tokens + 64 * (settled.sampler.slots or 0)  # type: ignore[operator]
 
     sizes = fit_sizes(stage, estimate, int((2048 + 64 * 64) / FULL) + 1, 64)
-    assert (sizes["slots"], sizes["micro_tokens"]) == (64, 2048)
+    assert (sizes["slots"], sizes["micro_tokens"]) == (32, 4096)
 
 
 def test_what_a_recipe_says_stays() -> None:
