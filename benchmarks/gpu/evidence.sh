@@ -8,7 +8,7 @@
 [ -d "$WORK/smol" ] || [ ! -f "$OUT/smol.tgz" ] || tar -xzf "$OUT/smol.tgz" -C "$WORK"
 workers=(--workers "${WORKERS:-12}")
 sizes=(--edition smol --directory "$WORK/smol" "${workers[@]}" --steps "${STEPS:-60}" --tuning-steps 30 --rollouts 128
-  --prompts 300 --limit 400 ${DOMAINS:+--domains $DOMAINS} --arms opd-exact opd-sampled-reward mixed-rl sft-gold sft-teacher)
+  --prompts 300 --limit 200 ${DOMAINS:+--domains $DOMAINS} --arms opd-exact opd-sampled-reward mixed-rl sft-gold sft-teacher)
 if [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps
   mkdir -p "$WORK/mps" && nvidia-cuda-mps-control -d

@@ -90,6 +90,10 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
     }
     arms = {}
     equal = {arm: found for arm, found in complete.items() if "," not in arm}  # at equal FLOPs
+    if not equal:
+        raise SystemExit(
+            f"no run of {edition.steps} steps on the {split} split in {edition.directory}: there is nothing to report yet"
+        )
     first = max(equal, key=lambda arm: mean(pooled(entry["marks"], start, specialists) for entry in equal[arm]))
     for arm, found in sorted(complete.items()):
         marks = _marks(found)
