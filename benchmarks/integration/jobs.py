@@ -6,6 +6,7 @@ An entry that is there is read, not repeated: a study goes on where it was left,
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -249,7 +250,10 @@ def _in_worker(job: dict[str, Any], directory: Path, share: float) -> None:
             os.dup2(file.fileno(), stream)
     if str(job["measure"]["device"]).startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(share)
+    if job["limit"]:
+        faulthandler.dump_traceback_later(0.9 * job["limit"], file=2)  # where it stands, if it is to be ended
     work(job)
+    faulthandler.cancel_dump_traceback_later()
     _tidy()
 
 
