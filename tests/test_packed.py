@@ -15,7 +15,8 @@ from torch.nn.functional import linear
 from opd.models.language_model import LanguageModel
 from opd.rounding import MODE
 from opd.sampling import packed
-from opd.sampling.engine import Engine
+from opd.sampling.engine import Engine, choose_settings
+from opd.sampling.graphs import Partner
 from opd.sampling.packed import Matrix, PackedProducts
 from opd.sampling.samplers import BuiltInSampler
 from opd.types import SampledToken, SampleRequest, Sampling
@@ -92,6 +93,29 @@ def test_a_rollout_is_the_same_alone_batched_and_interrupted() -> None:
         rest = collect(engine, [begun])[request.id]
         assert rest.ids == together[request.id].ids[7:]
         assert [e.logprob for e in rest.events] == pytest.approx([row[1] for row in whole[7:]], abs=1e-4)
+
+
+def test_prefills_leave_idle_rows_out() -> None:
+    model, requests = tiny_model("llama"), make_requests((6, 13, 21), Sampling(5))
+    wide = BuiltInSampler(slots=8, prefill_rows=4, prefill_chunk=8)
+    whole, engine = make_engine(model, wide), make_engine(model, wide)
+    whole.steps._fewer = []
+    expected = {name: response.numbers for name, response in collect(whole, requests).items()}
+    assert {name: response.numbers for name, response in collect(engine, requests).items()} == expected
+    counts = {count for call, *_, count in engine.steps._alike if call == "prefill"}
+    assert counts - {4} or "prefill" in engine.steps._unlike
+    assert {name: response.numbers for name, response in collect(engine, requests).items()} == expected
+
+
+def test_large_models_read_several_prompts_at_once_where_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    assert choose_settings(model, BuiltInSampler()).prefill_rows == 16
+    monkeypatch.setattr("opd.sampling.engine.SMALL_MODEL", 1)
+    assert choose_settings(model, BuiltInSampler()).prefill_rows == 4
+    assert choose_settings(model, BuiltInSampler(slots=1)).prefill_rows == 1
+    assert choose_settings(model, BuiltInSampler(), Partner(model, 0.5)).prefill_rows == 1
+    monkeypatch.setattr(packed, "SMALLEST", 2**17)
+    assert choose_settings(model, BuiltInSampler()).prefill_rows == 1
 
 
 def test_weights_are_packed_anew_after_a_load() -> None:

@@ -26,17 +26,21 @@ from opd.divergences.lanes import LANES
 from opd.errors import ModelError, TrainingError
 from opd.models.language_model import LanguageModel
 from opd.sampling.graphs import Partner, PrefillRow, Settings, Steps
+from opd.sampling.packed import PackedProducts
 from opd.sampling.recorded import Results
 from opd.sampling.requests import check_context, copy_weights, sequence_ids, why_over
 from opd.sampling.samplers import BuiltInSampler
 from opd.sampling.sampling import filters
+from opd.sampling.slots import fewer_rows
 from opd.types import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
 
 SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
 
 
 def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner | None = None) -> Settings:
-    """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them."""
+    """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them, unless its weights are
+    packed and the padding is left out.
+    """
     if model.device.type == "cuda":
         slots, rows, chunk = 64, 16, 64
     elif bound_by_overhead(model):
@@ -45,6 +49,8 @@ def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner
         slots, rows, chunk = 16, 1, 32
     even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
     slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
+    if rows == 1 and partner is None and torch.get_num_threads() == 1 and fewer_rows(model.module, slots, even):
+        rows = 4 if PackedProducts(model).some else 1
     return Settings(slots, spec.prefill_rows or rows, chunk, even)
 
 

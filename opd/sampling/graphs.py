@@ -110,7 +110,7 @@ class Steps:
         on_gpu = self.device.type == "cuda"
         self.calls = RecordedCalls(model.name, self.device, self.state) if on_gpu else None
         self._fewer = fewer_rows(model.module, settings.slots, settings.even) if not on_gpu and partner is None else []
-        self._alike: set[tuple[str, int, int, bool]] = set()  # calls that are made without what is idle: see `_shorter`
+        self._alike: set[tuple[str, int, int, bool, int]] = set()  # made without what is idle: see `_shorter`
         self._unlike: set[str] = set()  # those that have to be made whole
         self.products = PackedProducts(model)
         self._decoding = fused_decoding(self.device, compiled=False)
@@ -155,12 +155,12 @@ class Steps:
         self._upload(self._prefill_floats, floats)
         end = max((row.first + len(row.ids) for row in rows), default=1)
         filtered = any(filters(row.sampling) for row in rows)
-        span, used = self._span(end), self._used(rows)
-        if used == self.settings.prefill_chunk:
+        span, (count, used) = self._span(end), self._used(rows)
+        if (count, used) == (self.settings.prefill_rows, self.settings.prefill_chunk):
             self._launch("prefill", self._prefill_step, span, filtered)
         else:
-            short, whole = (partial(self._prefill_step, span, filtered, *some) for some in ([used], []))
-            self._shorter(("prefill", used, span, filtered), short, whole)
+            short, whole = (partial(self._prefill_step, span, filtered, *some) for some in ([count, used], []))
+            self._shorter(("prefill", used, span, filtered, count), short, whole)
         return Results(self._prefill_out)
 
     def decode(self, longest: int, filtered: bool, live: Collection[int] | None = None) -> Results:
@@ -174,7 +174,7 @@ class Steps:
         else:
             real = rows[rows < self.settings.slots]
             self._shorter(
-                ("decode", len(rows), span, filtered),
+                ("decode", len(rows), span, filtered, 1),
                 lambda: self._decode_some(rows, span, filtered)[: len(real)],
                 lambda: self._decode_step(span, filtered)[real],
             )
@@ -191,9 +191,7 @@ class Steps:
         self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
 
     def park(self, slot: int) -> None:
-        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does no
-        harm.
-        """
+        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does none."""
         self.column[slot].fill_(self.max_length - 1)
 
     @torch.inference_mode()
@@ -205,16 +203,16 @@ class Steps:
     # The two calls
 
     @torch.no_grad()
-    def _prefill_step(self, span: int, filtered: bool, used: int | None = None) -> Tensor:
-        """The logits. `used`: how many of a row's tokens are read, if not all."""
-        chunk = self.settings.prefill_chunk
-        ids = self._prefill_ints[:, : used or chunk]
-        fields = dict(zip(FIELDS, self._prefill_ints[:, chunk:].unbind(1), strict=True))
+    def _prefill_step(self, span: int, filtered: bool, count: int | None = None, used: int | None = None) -> Tensor:
+        """The logits. `count`: how many rows are read, and `used`: how many of their tokens, if not all."""
+        chunk, ints = self.settings.prefill_chunk, self._prefill_ints[:count]
+        ids = ints[:, : used or chunk]
+        fields = dict(zip(FIELDS, ints[:, chunk:].unbind(1), strict=True))
         # Padding behind a prompt's end goes to columns that decoding overwrites before anyone reads them.
         columns = self._in_bounds(fields["first"][:, None] + self._chunk[:used])
         hidden = self._hidden(ids, SlotLayout(fields["slot"], columns, span, in_order=False))
         last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
-        temperature, top_p = self._prefill_floats.unbind(1)
+        temperature, top_p = self._prefill_floats[:count].unbind(1)
         settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
         other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
         logits = self.products.logits(self.model.project(last))
@@ -227,7 +225,7 @@ class Steps:
         self.slot_settings.top_k[target] = settings.top_k
         self.slot_settings.key[target] = settings.key
         self.slot_settings.position[target] = settings.position + 1
-        self._prefill_out.copy_(drawn)
+        self._prefill_out[:, :count].copy_(drawn)
         return logits
 
     @torch.no_grad()
@@ -263,7 +261,7 @@ class Steps:
         return logits
 
     def _shorter(
-        self, how: tuple[str, int, int, bool], short: Callable[[], Tensor], whole: Callable[[], Tensor]
+        self, how: tuple[str, int, int, bool, int], short: Callable[[], Tensor], whole: Callable[[], Tensor]
     ) -> None:
         """The short way where it gives the logits of the whole one, which is a question of shapes and of the library that
         multiplies. First both are gone, and the whole one counts.
@@ -276,7 +274,7 @@ class Steps:
             found = short()
             for tensor, before in zip(self.state, saved, strict=True):
                 tensor.copy_(before)
-            if torch.equal(found, whole()):
+            if torch.equal(found, whole()[: len(found)]):
                 self._alike.add(how)
             else:
                 self._unlike.add(how[0])
@@ -291,12 +289,14 @@ class Steps:
             return None
         return torch.tensor([*live, *[self.settings.slots] * (count - len(live))])
 
-    def _used(self, rows: Sequence[PrefillRow]) -> int:
-        """How many tokens of a row hold any, in fours; all where nothing can be left out."""
-        chunk, step = self.settings.prefill_chunk, max(4, self.settings.even)
+    def _used(self, rows: Sequence[PrefillRow]) -> tuple[int, int]:
+        """How many rows hold any tokens (all, unless weights are packed), and how many of theirs do, in fours; or all."""
+        most, chunk, step = self.settings.prefill_rows, self.settings.prefill_chunk, max(4, self.settings.even)
         if not rows or not self._fewer or "prefill" in self._unlike or torch.get_num_threads() > 1:
-            return chunk
-        return min(-(-max(len(row.ids) for row in rows) // step) * step, chunk)
+            return most, chunk
+        count = 1 << (len(rows) - 1).bit_length() if self.products.some else most
+        used = -(-max(len(row.ids) for row in rows) // step) * step
+        return min(count, most), min(used, chunk)
 
     @torch.no_grad()
     def _copy_step(self, span: int, filtered: bool) -> None:

@@ -65,6 +65,10 @@ class PackedProducts:
         self._layers = [(layer, Matrix(layer.weight, tried)) for layer in layers]
         self._head = Matrix(head, tried, model.size) if _fits(head) else None
 
+    @property
+    def some(self) -> bool:
+        return bool(self._matrices)
+
     def begin(self) -> None:
         self.forget()
         self._sampling = True
@@ -81,7 +85,7 @@ class PackedProducts:
     @contextmanager
     def routed(self) -> Iterator[None]:
         """One call. Several threads cut products where their sizes say: one only."""
-        if not self._sampling or not self._matrices or torch.get_num_threads() > 1:
+        if not self._sampling or not self.some or torch.get_num_threads() > 1:
             yield
             return
         if not self._packed or self._changed():
