@@ -80,11 +80,14 @@ class ShardedModel(LanguageModel):
     def passes(self, packs: Sequence[T]) -> Iterator[T]:
         """Each pack, and passes without any until every rank has made as many as the busiest."""
         missing = self._most(len(packs)) - len(packs)
-        yield from packs
-        for _ in range(missing):
-            loss = self.inside(self._nothing)
-            if torch.is_grad_enabled():
-                loss.backward()
+        try:
+            yield from packs
+            for _ in range(missing):
+                loss = self.inside(self._nothing)
+                if torch.is_grad_enabled():
+                    loss.backward()
+        finally:
+            self._let_go()
 
     def inside(self, compute: Callable[[], T]) -> T:
         return self.module.inside(lambda: self._joined(compute()))
@@ -108,9 +111,14 @@ class ShardedModel(LanguageModel):
 
     # Whole weights
 
+    def _let_go(self) -> None:
+        """Of what is gathered still: an update changes this rank's rows alone."""
+        for part in self._parts:
+            part.reshard()
+
     def weights(self, version: int) -> WeightsRef:
         """All ranks have to read them, in the same order."""
-        self.module.reshard()
+        self._let_go()
         if self.adapter is None:
             return WeightsRef(version, GatheredWeights(self._weights))
         for part in self._parts:
@@ -123,12 +131,12 @@ class ShardedModel(LanguageModel):
 
     def factors(self) -> dict[str, Tensor]:
         """All ranks have to ask."""
-        self.module.reshard()
+        self._let_go()
         return {lora.file_name(name): whole_of(weight) for name, weight in self.trainable().items()}
 
     def snapshot(self) -> LanguageModel:
         """A whole copy in the leader's memory; on the others, which only help, nothing that could be saved."""
-        self.module.reshard()
+        self._let_go()
         device = "cpu" if self.adapter is None else self.device
         tensors = {}
         for name, weight in self.sharded_weights.items():
@@ -138,7 +146,7 @@ class ShardedModel(LanguageModel):
         return self._filled(tensors) if self._leads else self
 
     def restore(self, directory: Path) -> None:
-        self.module.reshard()
+        self._let_go()
         empty = {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in self.sharded_weights.items()}
         whole = self._filled(empty)
         whole.restore(directory)
@@ -202,6 +210,9 @@ def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collec
     for layer in decoder_layers(module) if layers else ():
         fully_shard(layer, **settings)
     fully_shard(module, **settings)
+    if mesh.shape[-1] == 1:  # a rank that has all rows keeps what it gathers, from the first pass to the last
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
     for part in fsdp_parts(module):
         part.set_gradient_divide_factor(1.0)  # weights are those of the whole batch: gradients add up
         part.set_force_sum_reduction_for_comms(True)

@@ -75,7 +75,7 @@ class PartedLora(PartedModel):
         self.lora = self._template.lora = attached.settings
 
     def weights(self, version: int) -> WeightsRef:
-        self.module.reshard()
+        self._let_go()
         return WeightsRef(version, MergedWeights(self.module, self._plain_names, merge=True))
 
     def base(self) -> LanguageModel:
@@ -83,7 +83,7 @@ class PartedLora(PartedModel):
         return self._copy(MergedWeights(self.module, self._plain_names, merge=False), None)
 
     def snapshot(self) -> LanguageModel:
-        self.module.reshard()
+        self._let_go()
         tensors = {}
         for name, weight in self.sharded_weights.items():
             found = whole_of(weight)
@@ -105,7 +105,7 @@ class PartedLora(PartedModel):
     @torch.no_grad()
     def restore(self, directory: Path) -> None:
         """Only adapters have changed."""
-        self.module.reshard()
+        self._let_go()
         file = directory / "adapter" / "adapter_model.safetensors"
         saved = load_file(file)
         for name, weight in self.trainable().items():

@@ -42,7 +42,7 @@ class PartedModel(ShardedModel):
         self._most, self._leads, self._last = most, leads, None
         self._place = (mesh.get_local_rank(SHARD), mesh[SHARD].size())
         module.inside(lambda: LanguageModel.__init__(self, module, tokenizer, name))
-        module.reshard()
+        self._let_go()
         switch_attention(plain, module.config._attn_implementation)
         self._template = LanguageModel.__new__(LanguageModel)
         vars(self._template).update(vars(self) | {"module": plain, "head": plain.get_output_embeddings()})
@@ -69,7 +69,7 @@ class PartedModel(ShardedModel):
         if not reads_by_parts(self._template.module, directory):
             super().restore(directory)
             return
-        self.module.reshard()
+        self._let_go()
         read_parts(self.module, self.name, directory, *self._place)
 
 

@@ -134,9 +134,11 @@ def memory(
         "sampler": _sampler(stage, student, own, longest, spread),
     }
     if spread.sharded:
-        # the root while it passes, one layer and the next; gradients before they are summed, or a layer that is merged
+        # the root while it passes, one layer and the next, or all where a group is one rank; gradients before they are summed,
+        # or a layer that is merged
+        passing = student.parameters if spread.group == 1 else student.outside + 2 * student.layer
         further = student.layer * each if lora else (student.outside + student.layer) * 4
-        found["gathered"] = (student.outside + 2 * student.layer) * each + further
+        found["gathered"] = passing * each + further
     return found
 
 
