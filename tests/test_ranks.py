@@ -11,6 +11,7 @@ import pytest
 import opd
 from opd.config import load_recipe
 from opd.errors import RecipeError
+from opd.models.settings import layers_of_unit
 from opd.runner.inputs import revision_read
 from opd.settings import by_hand
 from opd.teachers.kinds import AnyTeacher, Surroundings
@@ -143,6 +144,13 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path: Path) -> None:
     group = start(2, tmp_path / "log.txt", "run", "quickstart", "student=tiny/nobody", "--out", str(tmp_path / "run"))
     assert group.codes() == [2, 2]
     assert group.said().count("tiny/nobody") == 1, group.said()
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "several"), [(3, 1000, 1), (9, 1000, 2), (28, 15_728_640, 4), (64, 500_000_000, 1), (1, 0, 1)]
+)
+def test_small_layers_are_gathered_together(layers: int, weights: int, several: int) -> None:
+    assert layers_of_unit(layers, weights) == several
 
 
 def test_a_stage_that_was_passed_over_gives_on_a_revision() -> None:

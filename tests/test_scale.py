@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import opd
@@ -41,6 +42,7 @@ LITTLE = [  # two of the quickstart's four teachers
     *CUT, "teachers={arithmetic: tiny/arithmetic, spelling: tiny/spelling}",
     "prompts=[{source: 'task:addition', domain: arithmetic}, {source: 'task:reverse', domain: spelling}]",
 ]  # fmt: skip
+DEEP = 9  # layers
 HYBRID = ["cluster.shard=hybrid", "cluster.group=2"]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "direct": ("quickstart", [*CUT, "log.start_table=true"]),
@@ -102,13 +104,15 @@ FIRST = {"mixed precision": 1}  # bfloat16 gradients are rounded once per micro-
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny/generalist with a head of its own."""
+    """tiny/generalist with a head of its own, and with layers enough that two are gathered at once, behind its own as drawn."""
     path = tmp_path_factory.mktemp("models") / "untied"
     source = locate("tiny/generalist").path
     module = AutoModelForCausalLM.from_pretrained(source)
-    module.config.tie_word_embeddings = False
+    module.config.tie_word_embeddings, module.config.num_hidden_layers = False, DEEP
+    torch.manual_seed(0)
     head = AutoModelForCausalLM.from_config(module.config)
-    head.load_state_dict({**module.state_dict(), "lm_head.weight": module.get_input_embeddings().weight.detach() * 0.9})
+    known = {**module.state_dict(), "lm_head.weight": module.get_input_embeddings().weight.detach() * 0.9}
+    head.load_state_dict({**head.state_dict(), **known})
     head.generation_config = module.generation_config
     head.save_pretrained(path)
     AutoTokenizer.from_pretrained(source).save_pretrained(path)

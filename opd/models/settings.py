@@ -1,10 +1,18 @@
-"""Settings of models that a recipe can give. No torch here."""
+"""Settings of models that a recipe can give, and sizes that plans have to know. No torch here."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
 from opd.settings import SETTINGS, Positive, Word
+
+UNIT = 2**26  # weights that ranks gather at once, at most, if that is a layer or more
+UNITS = 8  # of a model, at least
+
+
+def layers_of_unit(layers: int, weights: int) -> int:
+    """How many layers of so many weights each are gathered together where a model is spread over ranks."""
+    return max(min(-(-layers // UNITS), UNIT // max(weights, 1)), 1)
 
 
 class Lora(BaseModel):

@@ -28,6 +28,7 @@ from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.packing import Row
 from opd.models.recompute import decoder_layers
+from opd.models.settings import layers_of_unit
 from opd.types import WeightsRef
 
 T = TypeVar("T")
@@ -207,8 +208,8 @@ def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collec
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         "ignored_params": set(ignored),
     }
-    for layer in decoder_layers(module) if layers else ():
-        fully_shard(layer, **settings)
+    for unit in _units(decoder_layers(module)) if layers else ():
+        fully_shard(unit, **settings)
     fully_shard(module, **settings)
     if mesh.shape[-1] == 1:  # a rank that has all rows keeps what it gathers, from the first pass to the last
         module.set_reshard_after_forward(False)
@@ -218,6 +219,13 @@ def shard_module(module: Any, mesh: DeviceMesh, *, layers: bool, ignored: Collec
         part.set_force_sum_reduction_for_comms(True)
     module.inside = _call
     register_fsdp_forward_method(module, "inside")
+
+
+def _units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Layers that are gathered together: every unit costs the host as much, however small it is."""
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    each = layers_of_unit(len(layers), max(sizes, default=1))
+    return [list(layers[first : first + each]) for first in range(0, len(layers), each)]
 
 
 def fsdp_parts(module: Any) -> list[FSDPModule]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from opd.config import Stage
 from opd.config.stage import WEIGHTS
+from opd.models.settings import layers_of_unit
 from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 
@@ -134,10 +135,11 @@ def memory(
         "sampler": _sampler(stage, student, own, longest, spread),
     }
     if spread.sharded:
-        # the root while it passes, one layer and the next, or all where a group is one rank; gradients before they are summed,
+        # the root while it passes, a few layers and the next, or all where a group is one rank; gradients before they are summed,
         # or a layer that is merged
-        passing = student.parameters if spread.group == 1 else student.outside + 2 * student.layer
-        further = student.layer * each if lora else (student.outside + student.layer) * 4
+        unit = student.layer * layers_of_unit(student.layers, student.layer)
+        passing = student.parameters if spread.group == 1 else student.outside + 2 * unit
+        further = student.layer * each if lora else (student.outside + unit) * 4
         found["gathered"] = passing * each + further
     return found
 
