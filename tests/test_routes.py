@@ -16,7 +16,7 @@ from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
-from opd.models.probe import NARROW, narrow_windows
+from opd.models.probe import NARROW, far, narrow_windows
 from opd.models.routes import StockRoute
 from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
@@ -68,6 +68,19 @@ def test_half_precision_hides_no_leak() -> None:
     """RWKV's config names no kinds of layers: in bf16 too the probe alone has to find its state."""
     assert LanguageModel(family_named("RWKV").build().bfloat16(), tiny_tokenizer(), "rwkv").route.name == "padded"
     assert LanguageModel(tiny_module("llama").bfloat16(), tiny_tokenizer(), "llama").route.name == "packed"
+
+
+def test_rounding_of_a_single_row_decides_nothing() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    stock, noise = torch.randn(9, 50, generator=drawn), torch.randn(9, 50, generator=drawn)
+
+    def differs(rows: int, by: float, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return far(stock + by * noise * (torch.arange(9) < rows)[:, None], stock, dtype)
+
+    assert not differs(9, 0.05)
+    assert not differs(4, 0.4)
+    assert differs(5, 0.4)
+    assert differs(1, 0.4, torch.float32)
 
 
 def test_rectangles_hold_sequences_of_similar_length() -> None:

@@ -141,14 +141,15 @@ def _compare(model: LanguageModel, route: Route, ids_T: Tensor, stock: Sequence[
 def far(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
     """Whether two sets of logits (N, V) differ by more than rounding.
 
-    In half precision single logits may differ by much, so their spread decides too: rounding gives 0.2 to 1 % of it, a
-    sequence that sees another one 30 % and more.
+    In half precision single logits may differ by much, so their spread decides too, and most rows do: rounding gives 0.2 to
+    15 % of it (once in SmolLM2 40 %, for a single row), a sequence that sees another one 30 % and more of all its rows.
     """
     gap, scale = (ours - stock).abs(), max(1.0, float(stock.abs().max()))
     if dtype == torch.float32:
         return not bool(gap.max() <= 1e-3 * scale)
     spread = (stock - stock.mean(-1, keepdim=True)).square().mean().sqrt()
-    return not bool((gap.max() <= 0.1 * scale) & (gap.square().mean().sqrt() <= 0.1 * spread))
+    close = (gap.amax(-1) <= 0.1 * scale) & (gap.square().mean(-1).sqrt() <= 0.15 * spread)
+    return bool(2 * close.sum() < close.numel())
 
 
 @contextmanager
