@@ -115,9 +115,10 @@ def tiny(directory: Path) -> Edition:
 def smol(directory: Path) -> Edition:
     return Edition(
         "smol", directory, base="smol", max_new_tokens=128, steps=100, rollouts=256,
-        rates={"distil": [5e-4, 2e-3], "rl": [1e-4, 4e-4]},
+        rates={"distil": [1e-3, 4e-3], "rl": [1e-4, 4e-4]},
         counts={"train": 4000, "screen": 200, "tune": 300, "report": 1000},
-        student={"lora": {"rank": 32, "alpha": 64}}, sampler={"slots": 256}, device="cuda", dtype="bfloat16",
+        student={"lora": {"rank": 32, "alpha": 64}, "gradient_checkpointing": True},  # a step in one pass beside other runs
+        settings={"monitors": "off"}, sampler={"slots": 256}, device="cuda", dtype="bfloat16",
         curve_prompts=40, draws_ahead=True,  # 40 of six domains: one batch of slots
     )  # fmt: skip
 
