@@ -1,7 +1,7 @@
 """The result file of an edition, and its figure. The file has every mark, so that all numbers can be computed again.
 
 Schema (`schema: 1`): `split` report, or tune where only the tuning runs are told; `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
-`pairs` {"P3: ONE - OTHER": the difference of two arms, as `score`}; `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
+`pairs` {"P3: ONE - OTHER": the difference of two arms: {value, low, high}}; `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
 tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
 prompt in the order of the report split. An entry, of this framework or another, is a file of DIRECTORY/entries: entry.schema.json.
 """
@@ -23,7 +23,13 @@ from runs import save_figure
 
 REFERENCES = ("start", "reference", "specialist", "joint")
 PAIRS = {  # differences that predictions are about
-    "P3": [("opd-exact-reward", "opd-exact"), ("opd-sampled-reward", "opd-sampled"), ("opd-exact", "mixed-rl")],
+    "P3": [
+        ("opd-exact-reward", "opd-exact"),
+        ("opd-sampled-reward", "opd-sampled"),
+        ("opd-sampled-reward", "opd-exact"),
+        ("opd-exact", "mixed-rl"),
+        ("opd-sampled-reward", "mixed-rl"),
+    ],
     "P4": [("opd-exact", "opd-topk"), ("opd-exact", "opd-sampled")],
     "P7": [("opd-exact", "sft-teacher")],
     "shares": [("opd-need", "opd-exact"), ("opd-need", "sft-teacher"), ("opd-need", "mixed-rl")],

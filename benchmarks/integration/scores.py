@@ -28,7 +28,7 @@ def pooled(student: Marks, start: Marks, specialists: Marks) -> float:
 def interval(
     runs: Sequence[Marks], start: Marks, specialists: Marks, *, against: Sequence[Marks] = (), seed: int = 0
 ) -> dict[str, Any]:
-    """Pooled score over seeds with its 95 % interval. `against`: the difference to another arm's, on the same draws."""
+    """Pooled score over seeds with its 95 % interval. `against`: only the difference to another arm's, on the same draws."""
     domains, draws = list(specialists), np.random.default_rng(seed)
     ours, theirs = _table(runs, domains), _table(against, domains) if against else None
     low, high = _table([start], domains), _table([specialists], domains)
@@ -48,12 +48,12 @@ def interval(
         if room > 0:  # always, but for a handful of prompts
             values.append((gained - lost) / room)
     scores = [pooled(run, start, specialists) for run in runs]
-    value = float(np.mean(scores))
+    bounds = {"low": float(np.quantile(values, 0.025)), "high": float(np.quantile(values, 0.975))}
     if against:
-        value -= float(np.mean([pooled(run, start, specialists) for run in against]))
+        other = float(np.mean([pooled(run, start, specialists) for run in against]))
+        return {"value": float(np.mean(scores)) - other, **bounds}
     return {
-        "value": value, "low": float(np.quantile(values, 0.025)), "high": float(np.quantile(values, 0.975)),
-        "by_seed": scores, "by_domain": {
+        "value": float(np.mean(scores)), **bounds, "by_seed": scores, "by_domain": {
             name: _normalised(table, low[number], high[number]) for number, (name, table) in enumerate(zip(domains, ours, strict=True))
         },
     }  # fmt: skip
