@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.models.attention import Packed, masked_attention, take
+from opd.models.attention import SLACK, Packed, masked_attention, take
 from opd.models.packing import Pack
 from tests.test_teachers import rollout
 
@@ -43,16 +46,18 @@ def test_a_pack_equals_each_sequence_alone(window: int | None, softcap: float | 
 
 def test_the_rectangle_equals_stock_indexing_bit_for_bit() -> None:
     """Padding that repeats token 0 gives the same numbers, and a gradient that adds up thousands of duplicates."""
-    inputs, layout, longest = tensors(), Packed.of(LENGTHS), max(LENGTHS)
-    gather = torch.zeros(len(LENGTHS) * longest, dtype=torch.int64)
+    inputs, layout = tensors(), Packed.of(LENGTHS)
+    sizes = [rows * longest for rows, longest in layout.rectangles]
+    gather = torch.zeros(sum(sizes), dtype=torch.int64)
     gather[layout.cells] = torch.arange(sum(LENGTHS))
-    query, key, value = (
-        tensor[0].transpose(0, 1)[gather].unflatten(0, (len(LENGTHS), longest)).transpose(1, 2) for tensor in inputs
-    )
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.4, enable_gqa=True
-    )
-    stock = out.transpose(1, 2).flatten(0, 1)[layout.cells][None]
+    outs = []
+    for cells, shape in zip(gather.split(sizes), layout.rectangles, strict=True):
+        query, key, value = (tensor[0].transpose(0, 1)[cells].unflatten(0, shape).transpose(1, 2) for tensor in inputs)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=0.4, enable_gqa=True
+        )
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    stock = torch.cat(outs)[layout.cells][None]
     ours = layout.attend(*inputs, 0.4, None, None)
     assert torch.equal(ours, stock)
     assert all(torch.equal(*pair) for pair in zip(gradients(ours, inputs), gradients(stock, inputs), strict=True))
@@ -69,9 +74,22 @@ def test_sequences_of_one_length_need_no_rectangle() -> None:
 def test_layout_of_a_pack() -> None:
     layout = Packed.of([3, 1, 2])
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert layout.cells.tolist() == [0, 1, 2, 3, 6, 7]
+    assert layout.rectangles == ((1, 3), (1, 2), (1, 1))
+    assert layout.cells.tolist() == [0, 1, 2, 5, 3, 4]
     assert layout.bounds.tolist() == [0, 3, 4, 6]
     assert layout.bounds.dtype == torch.int32
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_rectangles_hold_every_token_once_and_little_else(lengths: list[int]) -> None:
+    layout = Packed.of(lengths)
+    cells = sum(rows * longest for rows, longest in layout.rectangles)
+    assert len(set(layout.cells.tolist())) == sum(lengths)
+    assert max(layout.cells.tolist()) < cells
+    assert sum(rows for rows, _ in layout.rectangles) == len(lengths)
+    assert cells * SLACK <= sum(lengths)
+    for first, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):  # a sequence lies in one row
+        assert layout.cells[first : first + length].diff().eq(1).all()
 
 
 def test_no_row_of_a_pack_is_taken_twice() -> None:

@@ -92,26 +92,45 @@ def take(rows: Tensor, places: Tensor) -> Tensor:
     return TakeRows.apply(rows, places)
 
 
+SLACK = 0.75  # of the longest sequence beside it, that a shorter one must have
+
+
+def _rectangles(lengths: list[int]) -> tuple[tuple[tuple[int, int], ...], np.ndarray]:
+    """Sequences of about the same length together: rows and columns of each rectangle, and every sequence's first cell."""
+    shapes: list[list[int]] = []
+    first_cells, end = np.empty(len(lengths), dtype=np.int64), 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):  # equal ones stay in order
+        if not shapes or lengths[index] < SLACK * shapes[-1][1]:
+            shapes.append([0, lengths[index]])
+        first_cells[index] = end
+        shapes[-1][0] += 1
+        end += shapes[-1][1]
+    return tuple((rows, longest) for rows, longest in shapes), first_cells
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Several sequences back to back in one row, each seeing only itself.
 
     On CUDA in half precision attention reads them as they are. Elsewhere, and for what those kernels do not offer, they
-    are padded on the right to a rectangle, for attention alone: behind a causal mask no real token sees the padding.
+    are padded on the right to rectangles, sequences of about the same length in each, for attention alone: behind a
+    causal mask no real token sees the padding.
     """
 
     lengths: tuple[int, ...]
     positions: Tensor  # (T,) restart at 0 with each sequence
-    cells: Tensor  # (T,) where each token sits in the flattened (sequences, longest) rectangle
+    cells: Tensor  # (T,) where each token sits in the flattened rectangles
     bounds: Tensor  # (sequences + 1,) int32: where each sequence begins, and the end
+    rectangles: tuple[tuple[int, int], ...]  # sequences in each, and the longest of them
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> Packed:
         ends = np.cumsum(lengths)
         starts, rows = ends - lengths, np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(ends[-1]) - starts[rows]
-        arrays = positions, rows * max(lengths) + positions, np.append(0, ends).astype(np.int32)
-        return cls(tuple(lengths), *(upload(array, device) for array in arrays))
+        rectangles, first_cells = _rectangles(lengths)
+        arrays = positions, first_cells[rows] + positions, np.append(0, ends).astype(np.int32)
+        return cls(tuple(lengths), *(upload(array, device) for array in arrays), rectangles)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
@@ -131,23 +150,35 @@ class Packed:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        rows, longest = len(self.lengths), max(self.lengths)
-        full = rows * longest == sum(self.lengths)
+        sizes = [rows * longest for rows, longest in self.rectangles]
+        full = len(sizes) == 1 and sizes[0] == sum(self.lengths)
 
-        def rectangle(tensor: Tensor) -> Tensor:  # (1, H, T, D) -> (rows, H, longest, D)
+        def padded(tensor: Tensor) -> list[Tensor]:  # (1, H, T, D) -> (rows, H, longest, D) each
             tokens = tensor[0].transpose(0, 1)
-            cells = tokens if full else PlaceRows.apply(tokens, self.cells, rows * longest)
-            return cells.unflatten(0, (rows, longest)).transpose(1, 2)
+            cells = tokens if full else PlaceRows.apply(tokens, self.cells, sum(sizes))
+            parts = cells.split(sizes)
+            return [
+                part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.rectangles, strict=True)
+            ]
 
-        query, key, value = rectangle(query), rectangle(key), rectangle(value)
+        parts = zip(padded(query), padded(key), padded(value), strict=True)
+        outs = [self._attend_rectangle(*part, scale, window, softcap, sinks) for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return (out.contiguous() if full else take(out, self.cells))[None]  # some models view it
+
+    def _attend_rectangle(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """(rows, H, longest, D) -> (rows * longest, H, Dv)"""
+        longest = query.shape[2]
         if softcap is None and sinks is None and (window is None or window >= longest):
             out = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
             )
         else:
             out = masked_attention(query, key, value, self._mask(longest, window, query.device), scale, softcap, sinks)
-        out = out.transpose(1, 2).flatten(0, 1)
-        return (out.contiguous() if full else take(out, self.cells))[None]  # some models view it
+        return out.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _mask(longest: int, window: int | None, device: torch.device) -> Tensor:

@@ -91,7 +91,7 @@ class RecordedPass:
         self.embedded = torch.zeros(size.tokens, like.shape[1], dtype=like.dtype, device=device)
         self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)
         bounds = torch.zeros(size.sequences + 1, dtype=torch.int32, device=device)
-        self.layout = FixedLayout((size.longest,), self.positions, self.positions, bounds)
+        self.layout = FixedLayout((size.longest,), self.positions, self.positions, bounds, ())
         self.weights: dict[str, nn.Parameter] = {}
         self._leaves: list[Tensor] = []
         self.out = self.grad = self.embedded
