@@ -176,6 +176,10 @@ def test_segments_missing_swapped_foreign_and_empty(log: tuple[Path, Snapshot], 
     for path in segments(copy(source, tmp_path / "x")):
         path.unlink()
     refused("durable rollouts are lost", without_index=False)
+    (copy(source, tmp_path / "x") / "segment-999999.log").mkdir()
+    for reading in (RolloutStore, check_log):
+        with pytest.raises(StoreError, match=r"segment-999999\.log: a directory where a segment"):
+            reading(tmp_path / "x")
     directory = copy(source, tmp_path / "x")
     (directory / names[0]).rename(directory / "swap")
     (directory / names[1]).rename(directory / names[0])

@@ -46,8 +46,14 @@ def segment_name(number: int) -> str:
 
 def segment_numbers(directory: Path) -> list[int]:
     """Which segments there are, in order."""
-    stems = [path.stem.removeprefix("segment-") for path in directory.glob("segment-*.log")]
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    numbers = []
+    for path in directory.glob("segment-*.log"):
+        stem = path.stem.removeprefix("segment-")
+        if stem.isdigit():
+            if path.is_dir():
+                raise StoreError(f"{path}: a directory where a segment of the log should be. Move it elsewhere.")
+            numbers.append(int(stem))
+    return sorted(numbers)
 
 
 @dataclass(frozen=True)
