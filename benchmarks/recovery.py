@@ -2,9 +2,10 @@
 
     python benchmarks/recovery.py --directory DIR --workers 16
 
-`tiny/generalist` goes through its four domains one at a time, by RL or by SFT on gold answers. A last stage then learns from the models
-that earlier stages saved, each in its own domain (GLM-5's cross-stage distillation, one sample per prompt), or goes on with RL on
-all domains for the same number of rollouts. Writes benchmarks/results/recovery.json and docs/figures/recovery.svg.
+`tiny/generalist` goes through its four domains one at a time, by RL or by SFT on gold answers, at rates high enough to forget. A last
+stage then learns from the models that earlier stages saved, each in its own domain (GLM-5's cross-stage distillation, one sample per
+prompt), or goes on with RL on all domains for the same number of rollouts; its rate is the better of two tuning runs.
+Writes benchmarks/results/recovery.json and docs/figures/recovery.svg.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ from typing import Any
 
 from integration.arms import EXACT, GRPO
 from integration.editions import SFT, Edition
-from integration.jobs import run_all
-from integration.study import arguments, edition_of, spread
+from integration.study import Recipe, arguments, edition_of, spread, tuned
 from runs import save, save_figure, saved
 
 DOMAINS = ["arithmetic", "spelling", "sorting", "ciphers"]
 GROUP, PROMISE = 8, 0.97  # of its peak that every earlier domain is brought back to
+LEARNT = {"rl": 8e-4, "sft": 2e-3}  # and the rates of their stages
+RECOVERED = ("opd", "rl")
 
 
-def recipe(edition: Edition, learnt: str, recovered: str, seed: int, rates: list[float]) -> dict[str, Any]:
-    """Rates: of the stages that learn one domain, and of the last stage."""
-    found = edition.recipe(edition.start, DOMAINS, "report", seed)
+def recipe_of(edition: Edition, learnt: str, recovered: str) -> Recipe:
+    def make(rate: float, seed: int, split: Any) -> dict[str, Any]:
+        return recipe(edition, learnt, recovered, rate, seed, split)
+
+    return make
+
+
+def recipe(edition: Edition, learnt: str, recovered: str, rate: float, seed: int, split: Any) -> dict[str, Any]:
+    found = edition.recipe(edition.start, DOMAINS, split, seed)
     sources = {source["domain"]: source for source in found["prompts"]}
     grouped = {"prompts": max(edition.rollouts // GROUP, 1), "samples": GROUP}
     how = (
@@ -32,12 +40,12 @@ def recipe(edition: Edition, learnt: str, recovered: str, seed: int, rates: list
         if learnt == "rl"
         else {"objective": SFT, "rollout": {"data_share": 1.0}}
     )
-    last: dict[str, Any] = {"name": "recovery", "prompts": list(sources.values()), "train": {"lr": rates[1]}}
+    last: dict[str, Any] = {"name": "recovery", "prompts": list(sources.values()), "train": {"lr": rate}}
     if recovered == "opd":
         last |= {"objective": EXACT, "teachers": {domain: f"stage:{domain}" for domain in DOMAINS}}
     else:
         last |= {"objective": GRPO, "rollout": grouped}
-    found["train"] |= {"steps": edition.steps, "lr": rates[0]}
+    found["train"] |= {"steps": edition.steps, "lr": LEARNT[learnt]}
     found["eval"]["prompts"] = edition.prompts
     found["stages"] = [
         *({"name": domain, "prompts": [sources[domain]], **how} for domain in DOMAINS),
@@ -58,33 +66,31 @@ def read(entry: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.set_defaults(rates=[3e-4, 1.2e-3], tuning_only=False)
+    args = parser.parse_args()
     if args.draw:
         return draw(saved("recovery.json")["table"])
     edition = edition_of(args, DOMAINS)
-    jobs = {
-        (learnt, recovered, seed): edition.job(
-            f"{learnt}-then-{recovered}", seed, "report", scored=recovered == "opd",
-            recipe=recipe(edition, learnt, recovered, seed, args.rates),
-        )
-        for seed in range(args.seeds) for learnt in ("rl", "sft") for recovered in ("opd", "rl")
-    }  # fmt: skip
-    found = run_all(list(jobs.values()), edition.directory, args.workers)
+    arms = {(learnt, recovered): f"{learnt}-then-{recovered}" for learnt in LEARNT for recovered in RECOVERED}
+    found = tuned(edition, {name: recipe_of(edition, *arm) for arm, name in arms.items()}, args)
     table: dict[str, Any] = {}
-    for learnt in ("rl", "sft"):
-        for recovered in ("opd", "rl"):
-            runs = [read(found[jobs[learnt, recovered, seed]["name"]]) for seed in range(args.seeds)]
+    for learnt in LEARNT:
+        for recovered in RECOVERED:
+            entries = found[arms[learnt, recovered]]
+            runs = [read(entry) for entry in entries]
             lost = [mean(run[name]["left"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
             back = [mean(run[name]["after"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
             least = [min(run[name]["after"] / run[name]["peak"] for name in DOMAINS[:-1]) for run in runs]
             kept = [run[DOMAINS[-1]]["after"] / run[DOMAINS[-1]]["peak"] for run in runs]
             table[f"{learnt}, recovery by {recovered}"] = {
                 "left_of_peak": spread(lost), "after_of_peak": spread(back), "worst_domain": spread(least), "last_domain": spread(kept),
-                "kept_the_promise": sum(value >= PROMISE for value in least), "runs": runs,
+                "kept_the_promise": sum(value >= PROMISE for value in least), "rate": entries[0]["settings"]["lr"], "runs": runs,
             }  # fmt: skip
             print(f"{learnt}, recovery by {recovered}: {mean(lost):.2f} of the peak left, {mean(back):.2f} after, worst {mean(least):.2f}, last {mean(kept):.2f}")  # fmt: skip
     save("recovery.json", {
-        "domains": DOMAINS, "steps_per_stage": args.steps, "rollouts": args.rollouts, "seeds": args.seeds, "rates": args.rates,
+        "domains": DOMAINS, "steps_per_stage": args.steps, "rollouts": args.rollouts, "seeds": args.seeds,
+        "rates_learnt": LEARNT, "rates_tried": args.rates,
         "held_out": args.prompts, "promise": PROMISE, "table": table,
     })  # fmt: skip
     return draw(table)
