@@ -130,7 +130,8 @@ class Packed:
         positions = np.arange(ends[-1]) - starts[rows]
         rectangles, first_cells = _rectangles(lengths)
         arrays = positions, first_cells[rows] + positions, np.append(0, ends).astype(np.int32)
-        return cls(tuple(lengths), *(upload(array, device) for array in arrays), rectangles)
+        places, cells, bounds = (upload(array, device) for array in arrays)
+        return cls(tuple(lengths), places, cells, bounds, rectangles)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
