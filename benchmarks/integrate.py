@@ -47,8 +47,8 @@ def main() -> None:
     edition = make(args)
     if args.steps_to_do[0] == "enter":
         return print(*(enter(edition, Path(path)) for path in args.steps_to_do[1:]), sep="\n")
-    wanted = args.steps_to_do if args.steps_to_do != ["all"] else list(STEPS)
-    for step in (step for step in STEPS if step in wanted):
+    asked = args.steps_to_do if args.steps_to_do != ["all"] else list(STEPS)
+    for step in (step for step in STEPS if step in asked):
         {
             "data": lambda: data(edition),
             "start": lambda: start(edition, args),
@@ -70,6 +70,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4 (tiny), 0 to 2 (smol)")
     parser.add_argument("--origin", choices=["start", "foreign"], default="start", help="of the specialists")
     parser.add_argument("--steps", type=int, help="of an arm that samples, asks a teacher and trains")
+    parser.add_argument(
+        "--chosen",
+        nargs="+",
+        type=setting,
+        default=[],
+        metavar="ARM=VALUE",
+        help="what earlier tuning runs found best, or a recipe's: these arms are not tuned",
+    )
+    parser.add_argument("--name", help="of a further setting: results are integration-EDITION-NAME")
     parser.add_argument("--tuning-steps", type=int, help="of a tuning run, likewise; default: as many")
     parser.add_argument(
         "--tuning-only",
@@ -86,6 +95,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, help="seconds of a run; one that takes longer is ended and left out")
     parser.add_argument("--smallest", action="store_true", help="a tiny model in place of SmolLM2, for a test")
     return parser
+
+
+def setting(text: str) -> tuple[str, float]:
+    """`opd-exact=1e-3`"""
+    arm, _, value = text.partition("=")
+    if arm not in (*ARMS, *MERGES):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no arm {arm!r}")
+    return arm, float(value)
 
 
 def make(args: argparse.Namespace) -> Edition:
@@ -178,13 +195,12 @@ def references(edition: Edition, args: argparse.Namespace, split: Split) -> tupl
 
 def tune(edition: Edition, args: argparse.Namespace) -> None:
     references(edition, args, "tune")
-    jobs = [
-        tuning_job(edition, name, setting, args) for name in chosen(edition, args) for setting in tried(edition, name)
-    ]
+    names = [name for name in wanted(edition, args) if name not in dict(args.chosen)]
+    jobs = [tuning_job(edition, name, setting, args) for name in names for setting in tried(edition, name)]
     run_all(jobs, edition.directory, args.workers, whole=False)
 
 
-def chosen(edition: Edition, args: argparse.Namespace) -> list[str]:
+def wanted(edition: Edition, args: argparse.Namespace) -> list[str]:
     """All arms, or those asked for; whole models cannot be stacked as adapters."""
     return [name for name in args.arms or [*ARMS, *MERGES] if edition.name != "tiny" or name != "merge-stack"]
 
@@ -227,7 +243,8 @@ def best(edition: Edition, args: argparse.Namespace, name: str) -> float | None:
 def arms(edition: Edition, args: argparse.Namespace) -> None:
     """Arms whose tuning is complete, seed by seed, so that an interrupted study has whole rounds."""
     references(edition, args, "report")
-    settings = {name: best(edition, args, name) for name in chosen(edition, args)}
+    given = dict(args.chosen)
+    settings = {name: given.get(name) or best(edition, args, name) for name in wanted(edition, args)}
     jobs = [
         arm_job(edition, name, setting, seed, "report", args.origin)
         for number, seed in enumerate(args.seeds)
@@ -238,7 +255,7 @@ def arms(edition: Edition, args: argparse.Namespace) -> None:
 
 
 def result_of(args: argparse.Namespace) -> str:
-    return f"integration-{args.edition}{'-tuning' if args.tuning_only else ''}"
+    return "-".join(["integration", args.edition, *filter(None, [args.name, "tuning" if args.tuning_only else ""])])
 
 
 def report(edition: Edition, args: argparse.Namespace) -> None:

@@ -122,6 +122,25 @@ def _teacher_samples(edition: Edition, recipe: dict[str, Any], steps: int) -> No
         source["source"] = edition.answers(specialists[source["domain"]]["model"])
 
 
+def _teacher_samples_then_opd(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
+    """Half of the budget each: the specialists' own answers, then the student's, with the exact divergence."""
+    whole, specialists = edition.steps / 2, recipe["teachers"]
+    answered = [
+        source | ({"source": edition.answers(specialists[source["domain"]]["model"])} if edition.draws_ahead else {})
+        for source in recipe["prompts"]
+    ]
+    recipe["stages"] = [
+        {
+            "name": "off-policy",
+            "prompts": answered,
+            "objective": SFT,
+            "rollout": {"data_share": 1.0} if edition.draws_ahead else {"teacher_share": 1.0},
+            "train": {"steps": max(round(whole * WHOLE / 4), 1)},
+        },
+        {"name": "on-policy", "objective": EXACT, "train": {"steps": max(round(whole), 1)}},
+    ]
+
+
 def _by_need(edition: Edition, recipe: dict[str, Any], steps: int) -> None:
     """The exact divergence, with shares of prompts that follow each domain's distance to its teacher."""
     recipe["objective"] = EXACT
@@ -145,6 +164,7 @@ ARMS: dict[str, Arm] = {
     "cascaded-rl": Arm(_cascaded_rl, "rl", per_token=4),
     "sft-gold": Arm(_gold, per_token=3),
     "sft-gold-rl": Arm(_gold_then_rl, "rl", per_token=4),
+    "sft-teacher-opd": Arm(_teacher_samples_then_opd, specialists=True, scored=True, per_token=4.5, imitates=True),
     "sft-teacher": Arm(_teacher_samples, specialists=True, per_token=4, imitates=True),
 }
 

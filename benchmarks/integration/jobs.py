@@ -83,16 +83,16 @@ def _write(job: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def cost(run: Any, *, scored: bool, drawn_ahead: bool = False) -> dict[str, int]:
-    """Tokens that a run read, drew, had scored and trained on. `scored`: teachers read all of them; `drawn_ahead`: the answers
-    of its dataset are samples, and cost what samples do.
+    """Tokens that a run read, drew, had scored and trained on. `scored`: teachers read what the student drew; `drawn_ahead`: the
+    answers of its dataset are samples, and cost what samples do.
     """
     everything = run.rollouts.where()
     prompt, response = everything.column("prompt_length").astype(int), everything.column("length").astype(int)
-    drawn = (everything.column("source") != "data") | drawn_ahead
-    whole = int((prompt + response).sum())
+    source = everything.column("source")
+    drawn, whole = (source != "data") | drawn_ahead, prompt + response
     return {
         "prefill": int(prompt[drawn].sum()), "sampled": int(response[drawn].sum()),
-        "scored": whole if scored else 0, "trained": whole, "rollouts": len(everything),
+        "scored": int(whole[source == "student"].sum()) if scored else 0, "trained": int(whole.sum()), "rollouts": len(everything),
     }  # fmt: skip
 
 
