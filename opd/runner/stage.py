@@ -149,6 +149,8 @@ class StageRun:
         (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
         reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
         fits = not isinstance(ids, DataError) and ids.size <= self.room
+        if not isinstance(ids, DataError) and fits:
+            self.trajectories.looked_at[visit.prompt.id] = ids
         if not fits and not self._warned:
             self._warned = True
             self.say(

@@ -22,6 +22,7 @@ from torch import Tensor
 from opd.models.fused import stock_layers
 from opd.models.language_model import LanguageModel
 from opd.sampling.decode_layers import PROBED, DecodeLayers, agree, probe
+from opd.sampling.lean_layers import LeanLayers
 from opd.sampling.packed import PackedProducts
 from opd.sampling.recorded import RecordedCalls, Results
 from opd.sampling.sampling import Drawn, RowSettings, draw, filters, kept
@@ -31,6 +32,7 @@ from opd.types import Sampling
 log = logging.getLogger(__name__)
 
 CPU_SPAN = 64  # decode reads a multiple of this many columns
+LANES = 16  # columns of slots that are shorter than that: all are read every time
 CUDA_SPAN = 256  # and on CUDA this many, doubled as often as needed: one graph each
 COMPILED_SPAN = 1024  # each span is compiled anew
 FIELDS = ("first", "count", "slot", "target", "key", "position", "top_k")  # integers of a prefill row, behind its ids
@@ -71,17 +73,13 @@ class Steps:
     """Cache, slot state and the two calls. Slot number `slots` is scratch: dummy rows write there and nobody reads."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        settings: Settings,
-        max_length: int,
-        stop: tuple[int, ...],
-        compiled: bool,
+        self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
         partner: Partner | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.settings, self.max_length, self.partner = model, settings, max_length, partner
         self.device = model.device
-        self.width = -(-max_length // CPU_SPAN) * CPU_SPAN
+        step = CPU_SPAN if self.device.type == "cuda" or max_length > CPU_SPAN else LANES
+        self.width = -(-max_length // step) * step
         self.cache = SlotCache(model.module.config.num_hidden_layers, settings.slots + 1, self.width)
         self.partner_cache: SlotCache | None = None
         if partner is not None:
@@ -118,7 +116,9 @@ class Steps:
         self._decode_draw: Callable[..., Drawn] = draw
         self._draw_rows = fused_drawing(self.device)
         self._span_step, self._span_doubles = (CUDA_SPAN, True) if on_gpu else (CPU_SPAN, False)
+        self._lean: LeanLayers | None = None
         self.prefill([])  # allocates the cache; rows are dummies
+        self._lean = LeanLayers.proven(model, self._hidden, self.cache)
         self.writes_out = False  # whether decode steps go through layers written out
         self._layers = DecodeLayers.of(model, self._decoding["room"]) if self._decoding and not compiled else None
         if self._layers is not None:
@@ -309,6 +309,8 @@ class Steps:
 
     def _hidden(self, ids: Tensor, layout: SlotLayout) -> Tensor:
         """(B, Q) -> (B, Q, D)"""
+        if self._lean is not None:
+            return self._lean(ids, layout, self.cache)
         self.cache.layout = layout
         out = self.model.backbone(
             input_ids=ids, position_ids=layout.columns, past_key_values=self.cache, use_cache=True, layout=layout
@@ -336,12 +338,9 @@ class Steps:
         if self.partner is None or self.partner_cache is None:
             return None
         self.partner_cache.layout = layout
+        cache = self.partner_cache
         out = self.partner.model.backbone(
-            input_ids=ids,
-            position_ids=layout.columns,
-            past_key_values=self.partner_cache,
-            use_cache=True,
-            layout=layout,
+            input_ids=ids, position_ids=layout.columns, past_key_values=cache, use_cache=True, layout=layout
         )
         rows = torch.arange(ids.shape[0], device=self.device)
         return self.partner.model.project(out.last_hidden_state[rows, last]).logits(self.model.size)

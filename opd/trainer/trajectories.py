@@ -76,15 +76,12 @@ class Trajectories:
     check_stop: Callable[[], None] = lambda: None
     on_token: Callable[[], None] = lambda: None
     world: World = field(default_factory=World)
-    consumed: int | None = (
-        0  # rollouts in the store that belong to earlier steps and stages; None: unknown, it was repaired
-    )
+    consumed: int | None = 0  # rollouts in the store of earlier steps and stages; None: unknown, it was repaired
+    looked_at: dict[str, np.ndarray] = field(default_factory=dict)  # ids of prompts that somebody has rendered for us
     newest: list[str] = field(default_factory=list)  # ids of the latest batch
     used: int = 0  # rollouts of the latest batch that an earlier process had finished
     continued: int = 0  # and those it had begun
-    unshown: int = (
-        0  # prompts of the latest batch that a view had nothing to show for, so that they were answered plainly
-    )
+    unshown: int = 0  # prompts of the latest batch that a view had nothing to show for: they were answered plainly
     _replay: dict[str, DurableTokens] = field(default_factory=dict)
 
     def collect(
@@ -113,7 +110,9 @@ class Trajectories:
 
     def rendered(self, visits: Sequence[Visit]) -> dict[str, np.ndarray]:
         """Ids of their prompts, by prompt."""
-        return {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
+        found = {visit.prompt.id: self.prompt_ids(visit.prompt, self.sources[visit.source]) for visit in visits}
+        self.looked_at.clear()  # those of visits that nobody followed, too
+        return found
 
     def carry_out(
         self,
@@ -233,7 +232,8 @@ class Trajectories:
         return replace(request, prefix_ids=durable.response_ids)
 
     def prompt_ids(self, prompt: Prompt, source: PromptSource) -> np.ndarray:
-        ids = render_prompt(prompt, self.tokenizer, source.chat_template_kwargs)
+        known = self.looked_at.get(prompt.id)
+        ids = render_prompt(prompt, self.tokenizer, source.chat_template_kwargs) if known is None else known
         if ids.size > self.max_prompt_tokens:
             raise DataError(
                 f"prompt {prompt.id!r} has {ids.size} tokens, and at most {self.max_prompt_tokens} fit beside rollout.max_new_tokens "
