@@ -28,6 +28,7 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from opd.models.fused import fuse_layers, kernels_on
 from opd.models.language_model import LanguageModel
 from opd.sampling.draws import request_key
 from opd.sampling.engine import Engine
@@ -51,6 +52,8 @@ def build(device: str, dtype: torch.dtype, layers: int) -> tuple[LanguageModel, 
     module = LlamaForCausalLM(copy.deepcopy(config)).to(device, dtype)  # our attention is switched on in the config
     module.load_state_dict(stock.state_dict())
     module.set_attn_implementation("sdpa")
+    if kernels_on(device):
+        fuse_layers(module)  # as a model that is loaded
     names = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t0"))
     return LanguageModel(module, PreTrainedTokenizerFast(tokenizer_object=names), "smol-shape"), stock
 

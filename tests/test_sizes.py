@@ -12,15 +12,17 @@ import torch
 
 import opd
 from opd.config import Stage, Train, load_recipe
+from opd.models import load_config
 from opd.objective.batch import TrainingBatch
 from opd.objective.objective import Objective
 from opd.runner.plan import make_plan
 from opd.runner.sizes import COMPILED_STEPS, FULL, decode_steps, fit_sizes, with_sizes
+from opd.sampling.decode_layers import writes_out
 from opd.sampling.samplers import BuiltInSampler
 from opd.teachers.local import LocalTeacher
 from opd.trainer.trainer import Trainer
 from opd.types import SignalNeed
-from tests.helpers import save_tiny, term, tiny_model
+from tests.helpers import save_tiny, term, tiny_model, tiny_module
 from tests.test_semantics import sampled_by, some_rollouts
 
 
@@ -166,6 +168,15 @@ def test_long_runs_compile() -> None:
     sizes = [fit_sizes(stage, lambda _: 0, 10**9, 64) for stage in (short, long)]
     assert [found["compile"] for found in sizes] == [False, True]
     assert decode_steps(with_sizes(long, sizes[1])) >= COMPILED_STEPS
+    assert not fit_sizes(long, lambda _: 0, 10**9, 64, written=True)["compile"]  # which is faster
+
+
+def test_which_families_have_layers_written_out() -> None:
+    named = {
+        kind: writes_out(tiny_module(kind).config) for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2")
+    }
+    assert named == {"llama": True, "qwen2": True, "qwen3": True, "mistral": True, "gemma2": False, "gpt2": False}
+    assert writes_out(load_config("tiny/generalist"))
 
 
 def test_a_plan_says_which_sizes_were_chosen() -> None:

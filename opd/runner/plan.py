@@ -21,6 +21,7 @@ from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
 from opd.runner.sizes import Sizes, choose_sizes, kept_sizes, sizes_in_words, with_sizes
+from opd.sampling.decode_layers import writes_out
 from opd.settings import Dtype
 from opd.teachers.kinds import ModelRef
 from opd.teachers.pool import settled
@@ -181,7 +182,9 @@ def sizes_for(stage: Stage, checked: Checked, resolve: Callable[[str], str]) -> 
     def estimate(settled: Stage) -> int:
         return sum(memory(settled, precision, *counted(), longest).values())
 
-    return choose_sizes(stage, estimate, device, lambda: 2 * counted()[0].width)
+    half = (stage.sampler.dtype or WEIGHTS[precision]) == "bfloat16"
+    written = half and kernels_on(device) and writes_out(config)
+    return choose_sizes(stage, estimate, device, lambda: 2 * counted()[0].width, written)
 
 
 def _trained(stage: Stage, resolve: Callable[[str], str], student: int) -> int:

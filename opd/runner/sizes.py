@@ -41,16 +41,19 @@ class Sizes(TypedDict):
 
 
 def choose_sizes(
-    stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: Callable[[], int]
+    stage: Stage, estimate: Callable[[Stage], int], device: torch.device, width: Callable[[], int], written: bool
 ) -> Sizes:
-    """`estimate`: bytes that a stage with these sizes takes. `width`: of the teachers' hidden states, about."""
+    """`estimate`: bytes that a stage with these sizes takes. `width`: of the teachers' hidden states, about. `written`: whether
+    decode steps go through layers written out, which are faster than what torch compiles.
+    """
     if device.type != "cuda":
         return Sizes(micro_tokens=MICRO_TOKENS, batch_tokens=BATCH_TOKENS, slots=None, compile=False)
     share = torch.cuda.get_per_process_memory_fraction(device.index)  # 1, unless this process was told to take less
-    return fit_sizes(stage, estimate, int(share * torch.cuda.get_device_properties(device).total_memory), width())
+    total = int(share * torch.cuda.get_device_properties(device).total_memory)
+    return fit_sizes(stage, estimate, total, width(), written)
 
 
-def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int) -> Sizes:
+def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width: int, written: bool = False) -> Sizes:
     """Of the slots and micro-batches that fit, those with the fewest rounds of sampling and passes, weighed by what each takes."""
     rollouts, longest = stage.rollout.prompts * stage.rollout.samples, stage.rollout.max_new_tokens
     found = Sizes(micro_tokens=LEAST_TOKENS, batch_tokens=MOST_SCORED, slots=LEAST_SLOTS, compile=False)
@@ -69,7 +72,7 @@ def fit_sizes(stage: Stage, estimate: Callable[[Stage], int], total: int, width:
             break
     while found["batch_tokens"] > LEAST_TOKENS and found["batch_tokens"] * width * SCORED_WIDTHS > total / 20:
         found["batch_tokens"] //= 2
-    found["compile"] = decode_steps(with_sizes(stage, found)) >= COMPILED_STEPS
+    found["compile"] = not written and decode_steps(with_sizes(stage, found)) >= COMPILED_STEPS
     return found
 
 

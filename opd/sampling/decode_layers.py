@@ -32,6 +32,11 @@ PROBED = 4  # tokens of a slot from which layers written out are compared with t
 MOST_SHARED = 48 * 1024  # bytes that a tile of the deepest product needs at least
 
 
+def writes_out(config: Any) -> bool:
+    """Whether a model is of a family whose layers are, by its name; what counts in the end is a try."""
+    return f"{config.model_type}attention" in [name.lower() for name in KNOWN]
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """Parts of a layer, and what they are called with."""
