@@ -244,7 +244,7 @@ def arms(edition: Edition, args: argparse.Namespace) -> None:
     """Arms whose tuning is complete, seed by seed, so that an interrupted study has whole rounds."""
     references(edition, args, "report")
     given = dict(args.chosen)
-    settings = {name: given.get(name) or best(edition, args, name) for name in wanted(edition, args)}
+    settings = {name: given[name] if name in given else best(edition, args, name) for name in wanted(edition, args)}
     jobs = [
         arm_job(edition, name, setting, seed, "report", args.origin)
         for number, seed in enumerate(args.seeds)

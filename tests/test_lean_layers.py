@@ -77,7 +77,11 @@ def not_finite(model: LanguageModel) -> None:
         next(iter(model.module.parameters())).fill_(float("nan"))
 
 
-@pytest.mark.parametrize("change", [other_gate, half, watched, not_finite])
+def cut_short(model: LanguageModel) -> None:
+    model.module.config.num_hidden_layers -= 1
+
+
+@pytest.mark.parametrize("change", [other_gate, half, watched, not_finite, cut_short])
 def test_others_go_through_their_classes(change: Any) -> None:
     model = tiny_model().inference_copy(own=True)
     change(model)

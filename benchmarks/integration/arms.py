@@ -39,7 +39,7 @@ class Arm:
 
     change: Callable[[Edition, dict[str, Any], int], None]  # the recipe, and the steps that a whole arm would take
     rate: str = "distil"
-    scored: bool = False
+    scored: bool | str = False  # whether teachers read what is trained on: all of it, or that of one source
     specialists: bool = False  # whether it needs them: their cost belongs to its total
     per_token: float = WHOLE
     imitates: bool = False  # what it learns from are samples of the specialists
@@ -164,7 +164,7 @@ ARMS: dict[str, Arm] = {
     "cascaded-rl": Arm(_cascaded_rl, "rl", per_token=4),
     "sft-gold": Arm(_gold, per_token=3),
     "sft-gold-rl": Arm(_gold_then_rl, "rl", per_token=4),
-    "sft-teacher-opd": Arm(_teacher_samples_then_opd, specialists=True, scored=True, per_token=4.5, imitates=True),
+    "sft-teacher-opd": Arm(_teacher_samples_then_opd, specialists=True, scored="student", per_token=4.5, imitates=True),
     "sft-teacher": Arm(_teacher_samples, specialists=True, per_token=4, imitates=True),
 }
 

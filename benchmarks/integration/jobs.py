@@ -82,9 +82,9 @@ def _write(job: dict[str, Any], found: dict[str, Any]) -> None:
     partial.replace(entry)
 
 
-def cost(run: Any, *, scored: bool, drawn_ahead: bool = False) -> dict[str, int]:
-    """Tokens that a run read, drew, had scored and trained on. `scored`: teachers read what the student drew; `drawn_ahead`: the
-    answers of its dataset are samples, and cost what samples do.
+def cost(run: Any, *, scored: bool | str, drawn_ahead: bool = False) -> dict[str, int]:
+    """Tokens that a run read, drew, had scored and trained on. `scored`: teachers read all of them, or those of one source;
+    `drawn_ahead`: the answers of its dataset are samples, and cost what samples do.
     """
     everything = run.rollouts.where()
     prompt, response = everything.column("prompt_length").astype(int), everything.column("length").astype(int)
@@ -92,7 +92,7 @@ def cost(run: Any, *, scored: bool, drawn_ahead: bool = False) -> dict[str, int]
     drawn, whole = (source != "data") | drawn_ahead, prompt + response
     return {
         "prefill": int(prompt[drawn].sum()), "sampled": int(response[drawn].sum()),
-        "scored": int(whole[source == "student"].sum()) if scored else 0, "trained": int(whole.sum()), "rollouts": len(everything),
+        "scored": int(whole[source == scored if isinstance(scored, str) else scored].sum()), "trained": int(whole.sum()), "rollouts": len(everything),
     }  # fmt: skip
 
 

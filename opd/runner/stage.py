@@ -149,7 +149,7 @@ class StageRun:
         (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
         reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
         fits = not isinstance(ids, DataError) and ids.size <= self.room
-        if not isinstance(ids, DataError) and fits:
+        if not isinstance(ids, DataError) and fits and self.ahead is None:  # which has a tokenizer of its own
             self.trajectories.looked_at[visit.prompt.id] = ids
         if not fits and not self._warned:
             self._warned = True

@@ -4,7 +4,7 @@
     layers(ids, layout, cache)                        # (B, Q, D) final hidden states
 
 A decode step of a few rows spends a good part of its time between operations. Models are recognised by the names of their classes and
-parts, and then by their results: a few tokens have to give, to the bit, what the classes give.
+parts, and then by their results: a few tokens have to give, to the bit, what the classes give. Hooks that come later are not called.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LeanLayers:
     ) -> LeanLayers | None:
         """`usual`: through the model's own classes. The cache is empty when this is asked, and behind it."""
         lean = cls.of(model)
-        if lean is None:
+        if lean is None or len(lean._windows) != len(cache.layers):  # some layers are not gone through
             return None
         ids = torch.arange(2 * TRIED).view(2, TRIED) * 7919 % model.size
         slots, columns = torch.arange(2), torch.arange(TRIED).expand(2, -1)
