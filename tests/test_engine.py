@@ -323,7 +323,6 @@ def test_steps_are_made_for_all_slots_where_that_changes_bits() -> None:
     engines = [make_engine(tiny_model("llama"), TAIL) for _ in range(2)]
     for engine in engines:
         engine.model.backbone.layers[0].mlp.register_forward_hook(by_rows)
-        engine.steps._lean = None  # which was chosen before there was a hook
     engines[0].steps._fewer = []
     expected, found = (collect(engine, LONG_TAILED) for engine in engines)
     assert {name: response.numbers for name, response in found.items()} == {

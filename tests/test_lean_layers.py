@@ -60,6 +60,14 @@ def test_new_weights_are_followed() -> None:
     assert answers(sampler) == answers(engine(other)) != before
 
 
+def test_hooks_that_come_later_are_called() -> None:
+    sampler, calls = engine(tiny_model()), []
+    expected = answers(sampler)
+    sampler.model.backbone.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[index, union-attr]
+    assert answers(sampler) == expected
+    assert calls
+
+
 def other_gate(model: LanguageModel) -> None:
     model.backbone.layers[1].mlp.act_fn = torch.nn.GELU()  # type: ignore[index, union-attr]
 

@@ -309,7 +309,7 @@ class Steps:
 
     def _hidden(self, ids: Tensor, layout: SlotLayout) -> Tensor:
         """(B, Q) -> (B, Q, D)"""
-        if self._lean is not None:
+        if self._lean is not None and not self._lean.hooked:
             return self._lean(ids, layout, self.cache)
         self.cache.layout = layout
         out = self.model.backbone(

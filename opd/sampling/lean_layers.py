@@ -4,7 +4,7 @@
     layers(ids, layout, cache)                        # (B, Q, D) final hidden states
 
 A decode step of a few rows spends a good part of its time between operations. Models are recognised by the names of their classes and
-parts, and then by their results: a few tokens have to give, to the bit, what the classes give. Hooks that come later are not called.
+parts, and then by their results: a few tokens have to give, to the bit, what the classes give.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ SPAN = 16  # columns, which the shortest slot has
 class LeanLayers:
     def __init__(self, backbone: Any, windows: list[int | None]) -> None:
         self._backbone, self._windows = backbone, windows
+        self._hooks = _hooks(backbone)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody listens to the classes now."""
+        return any(self._hooks)
 
     @classmethod
     def of(cls, model: LanguageModel) -> LeanLayers | None:
@@ -36,7 +42,7 @@ class LeanLayers:
         backbone: Any = model.backbone
         family = type(backbone).__name__.removesuffix("Model")
         plain = model.device.type == "cpu" and model.stays and not model.spread and family in FAMILIES
-        if not plain or {name for name, _ in backbone.named_children()} != PARTS or _hooked(backbone):
+        if not plain or {name for name, _ in backbone.named_children()} != PARTS or any(_hooks(backbone)):
             return None
         if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in backbone.parameters()):
             return None
@@ -128,5 +134,5 @@ def _known(layer: Any, family: str) -> bool:
     )
 
 
-def _hooked(module: nn.Module) -> bool:
-    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [hooks for part in module.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
