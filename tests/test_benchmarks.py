@@ -112,11 +112,14 @@ def test_the_edition_for_a_gpu_goes_through(copy: Path) -> None:
     where = copy / "run"
     size = "--steps 1 --start-steps 1 --specialist-steps 1 --rollouts 8 --prompts 4 --seeds 0 --workers 0 --smallest"
     shared = f"--edition smol --directory {where} --domains words {size}"
-    run(copy, "integrate", f"{shared} --arms opd-exact sft-teacher merge-stack")
+    arms = "--arms opd-exact sft-teacher sft-teacher-opd merge-stack --chosen sft-teacher-opd=1e-3"
+    run(copy, "integrate", f"{shared} {arms}")
     run(copy, "integrate", f"specialists tune arms {shared} --origin foreign --arms opd-exact")
     made = [path.name for path in (where / "entries").iterdir()]
     for arm in ("opd-exact", "sft-teacher", "opd-exact-foreign"):  # tuned at one rate, then carried out with it
         assert sum(re.fullmatch(rf"{arm}-[\d.e-]+-1-seed\d+\.json", name) is not None for name in made) == 2
+    untuned = [name for name in made if name.startswith("sft-teacher-opd")]
+    assert untuned == ["sft-teacher-opd-0.001-1-seed0.json"]
     assert "nothing to integrate" in run_text(copy, "integrate", f"report {shared}")
 
 
