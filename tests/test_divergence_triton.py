@@ -58,12 +58,12 @@ def run(
     }  # fmt: skip
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+def compare(found: dict[str, Any], expected: dict[str, Any], tolerance: float, values: float = 1e-4) -> None:
     assert found.keys() == expected.keys()
     for name, value in found.items():
         target = expected[name].double()
         error = (value.double() - target).norm() / (target.norm() + 1e-3)
-        assert error <= (tolerance if "gradient" in name else 1e-4), f"{name}: {float(error)}"
+        assert error <= (tolerance if "gradient" in name else values), f"{name}: {float(error)}"
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_logits_that_rise_steeply_do_not_overflow(mode: str) -> None:
             assert side.bias is not None
             side.bias.data[100:300] += torch.linspace(0, 400, 200, dtype=dtype, device=DEVICE)
         results.append(run(sides, "jsd", {}, "", backend, mode, memory=budget(mode)))
-    compare(*results, 1e-3)
+    compare(*results, 1e-3, values=2e-4)  # fp32 has six digits, and entropies are what is left of 400 nats
 
 
 @pytest.mark.usefixtures("tiles")

@@ -1,4 +1,4 @@
-"""Kernels of the sampler and of truncated divergences, compiled for GPUs that are not here. `make test-kernels` runs these."""
+"""Kernels of the sampler and of divergences, compiled for GPUs that are not here. `make test-kernels` runs these."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ PLACED = CACHE | {
 }
 HEADS = {"HEADS": 16, "GROUPS": 8, "HALF": 64, "LANES": 64, "OFFSET": 0.0, "EARLY": True}
 NORM = {"stream": HALF, "change": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
+STATE = {"state_ptr": WIDE, "state_stride": "i32"}
+SIDES = {"s_ptr": WIDE, "t_ptr": WIDE, "s_stride": "i32", "t_stride": "i32"}
+READ = {name: "fp32" for name in ("s_scale", "s_cap", "t_scale", "t_cap")}
+EVENTS = {"s_event_ptr": WIDE, "t_event_ptr": WIDE, "events": "i32"}
+SUMS = {"phi_ptr": WIDE, "slope_ptr": WIDE, "factor_ptr": WIDE, "a": "fp32"}
+OVER = {"grad_ptr": HALF, "grad_stride": "i32"}
 SCANNED = {"values": WIDE, "stride": "i32", "columns": "i32"}
 
 # module, kernel, types of its arguments, its constants, warps, stages
@@ -110,6 +116,84 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
         16,
         1,
     ),
+    *(
+        (
+            "divergences.triton_kernels",
+            "gradient_kernel",
+            SIDES | STATE | SUMS | OVER | READ | {"s_bias": WIDE, "t_bias": WIDE, "columns_total": "i32"},
+            {"S_BIAS": False, "T_BIAS": False, "S_SOFTCAP": False, "T_SOFTCAP": False, "KIND": kind, "BLOCK": 2048},
+            16,
+            1,
+        )
+        for kind in range(9)
+    ),
+    *(
+        (
+            "divergences.triton_few",
+            "event_gradient_kernel",
+            EVENTS | STATE | SUMS | {"event_grad_ptr": WIDE},
+            {"KIND": kind, "LANES": 2},
+            1,
+            1,
+        )
+        for kind in range(9)
+    ),
+    *(
+        (
+            "divergences.triton_few",
+            "close_kernel",
+            STATE | {"out_ptr": WIDE, "count": "i32"},
+            {"BOTH": both, "BLOCK": 256},
+            4,
+            1,
+        )
+        for both in (False, True)
+    ),
+    *(
+        (
+            "divergences.triton_few",
+            "chosen_kernel",
+            SIDES
+            | STATE
+            | EVENTS
+            | READ
+            | {"ids_ptr": LONG, "first_ptr": LONG, "s_out_ptr": WIDE, "t_out_ptr": WIDE, "k": "i32"},
+            {"S_SOFTCAP": capped, "T_SOFTCAP": capped, "LANES": 128},
+            2,
+            1,
+        )
+        for capped in (False, True)
+    ),
+    *(
+        (
+            "divergences.triton_few",
+            "chosen_gradient_kernel",
+            STATE
+            | OVER
+            | {name: LONG for name in ("ids_ptr", "first_ptr")}
+            | {name: WIDE for name in ("slope_ptr", "total_ptr", "logprob_ptr", "event_ptr", "event_grad_ptr")}
+            | {"k": "i32", "events": "i32", "factor": "fp32", "cap": "fp32"},
+            {"SOFTCAP": capped, "LANES": 128},
+            2,
+            1,
+        )
+        for capped in (False, True)
+    ),
+    *(
+        (
+            "divergences.triton_few",
+            "members_kernel",
+            OVER
+            | {name: LONG for name in ("of_event_ptr", "place_ptr", "ids_ptr")}
+            | {name: WIDE for name in ("event_grad_ptr", "share_ptr", "logit_ptr")}
+            | {name: "i32" for name in ("start", "count", "events", "members")}
+            | {"factor": "fp32", "cap": "fp32"},
+            {"SOFTCAP": capped, "LANES": 2},
+            1,
+            1,
+        )
+        for capped in (False, True)
+    ),
 ]
 
 
@@ -138,3 +222,13 @@ def test_kernels_compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
     )
     assert found.metadata.shared <= 99 * 1024  # what the smallest card of these has for one block
+
+
+@pytest.mark.parametrize("name", ["event_gradient_kernel", "chosen_kernel", "chosen_gradient_kernel", "members_kernel"])
+def test_kernels_compile_for_one_event(name: str) -> None:
+    """The usual number: a kernel has it as a constant then, like every 1."""
+    module, _, types, constants, warps, stages = next(row for row in KERNELS if row[1] == name)
+    single = {one: 1 for one in ("events", "count") if one in types}
+    left = {argument: kind for argument, kind in types.items() if argument not in single}
+    lanes = {"LANES": 1} if name in ("event_gradient_kernel", "members_kernel") else {}
+    test_kernels_compile(module, name, left, constants | single | lanes, warps, stages, 90)

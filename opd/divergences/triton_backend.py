@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.divergences import triton_few as few
 from opd.divergences import triton_kernels as kernels
 from opd.divergences.chunked import slices
 from opd.divergences.formulas import KINDS, Formula
 from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import KernelPlan, aligned
 from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
-from opd.divergences.rows import Events, Job, RowStatistics, transform_, untransform_
+from opd.divergences.rows import Events, Job, RowStatistics, transform_
 from opd.divergences.triton_tiles import LOG2_E, LogitReading, Tile, initial_state, project
 from opd.divergences.upload import upload
 
@@ -166,7 +167,8 @@ class TileEngine:
         else:
             teacher = self._event_logits(self.teacher, member)[0]
         first = self._on_device([group[0] for group in self.groups])
-        return Merged(member, event, first, student, teacher, events.share, events.logit)
+        arrays = (part.contiguous() for part in (student, teacher, events.share, events.logit))  # as kernels read them
+        return Merged(member, event, first, *arrays)
 
     def _event_logits(self, source: Projection, member: Tensor) -> tuple[Tensor, Events]:
         """(N, E) merged logits of one head, on a copy of its few rows."""
@@ -254,20 +256,20 @@ class TileEngine:
 
     def add_event_sums(self, rows: slice) -> None:
         if self.merged is not None:
-            phi, slope, _ = self._event_terms(rows)
+            phi, slope = self._event_terms(rows)
             self.phi[rows] += phi.sum(-1)
             self.slope[rows] += slope.sum(-1)
 
-    def _event_terms(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _event_terms(self, rows: slice) -> tuple[Tensor, Tensor]:
         assert self.merged is not None
-        s_lse, t_lse = self.normalisers()
-        log_s = self.merged.student[rows] - s_lse[rows, None]
-        log_t = self.merged.teacher[rows] - t_lse[rows, None]
-        s = log_s.exp()
-        return *self.formula.terms(log_s, log_t, s, log_t.exp()), s
+        s_lse, t_lse = self.close(rows)[:2]
+        log_s = self.merged.student[rows] - s_lse[:, None]
+        log_t = self.merged.teacher[rows] - t_lse[:, None]
+        return self.formula.terms(log_s, log_t, log_s.exp(), log_t.exp())
 
-    def normalisers(self) -> tuple[Tensor, Tensor]:
-        return (self.state[0] + self.state[1].log2()) / LOG2_E, (self.state[4] + self.state[5].log2()) / LOG2_E
+    def close(self, rows: slice) -> tuple[Tensor, ...]:
+        """(n,) each, of finished rows: normalisers of both sides, entropies of both sides, reverse and forward KL."""
+        return few.close(self.state[:, rows], both=self.teacher is not None)
 
     @property
     def needs_sums(self) -> bool:
@@ -276,29 +278,19 @@ class TileEngine:
 
     def observe_one(self, rows: slice) -> RowStatistics:
         """Statistics of finished rows without a teacher."""
-        s_lse, t_lse = (lse[rows] for lse in self.normalisers())
+        s_lse, t_lse, entropy, *_ = self.close(rows)
         index = torch.arange(rows.start, rows.stop, device=self.device)
-        logit = self.state[2, rows] / LOG2_E / self.state[1, rows]
-        statistics = self._add_extras(RowStatistics(index, s_lse - logit), rows, s_lse, t_lse)
+        statistics = self._add_extras(RowStatistics(index, entropy), rows, s_lse, t_lse)
         return replace(statistics, teacher_logprob=None, teacher_stop=None)
 
-    def observe(self, rows: slice) -> tuple[RowStatistics, Tensor, Tensor]:
-        """Statistics of finished rows, the mean slope G, and the outer derivative."""
-        s_lse, t_lse = (lse[rows] for lse in self.normalisers())
-        _, s_sum, s_logit, s_gap, _, t_sum, t_logit, t_gap = self.state[:, rows]
-        s_logit, s_gap, t_logit, t_gap = (part / LOG2_E for part in (s_logit, s_gap, t_logit, t_gap))
-        reverse = s_gap / s_sum - s_lse + t_lse
-        outer = torch.ones_like(reverse)
-        if self.formula.kind == "reverse_kl":
-            value, mean = reverse, reverse
-        elif self.formula.kind == "forward_kl":
-            value, mean = t_gap / t_sum - t_lse + s_lse, torch.zeros_like(reverse)
-        else:
-            value, outer = self.formula.outer(self.phi[rows])
-            mean = self.slope[rows].clone()
+    def observe(self, rows: slice) -> RowStatistics:
+        """Statistics of finished rows."""
+        s_lse, t_lse, entropy, teacher_entropy, reverse, forward = self.close(rows)
+        values = {"reverse_kl": reverse, "forward_kl": forward}
+        kind = self.formula.kind
+        value = values[kind] if kind in values else self.formula.outer(self.phi[rows])[0]
         index = torch.arange(rows.start, rows.stop, device=self.device)
-        statistics = RowStatistics(index, s_lse - s_logit / s_sum, value, t_lse - t_logit / t_sum, reverse)
-        return self._add_extras(statistics, rows, s_lse, t_lse), mean, outer
+        return self._add_extras(RowStatistics(index, entropy, value, teacher_entropy, reverse), rows, s_lse, t_lse)
 
     def _add_extras(self, statistics: RowStatistics, rows: slice, s_lse: Tensor, t_lse: Tensor) -> RowStatistics:
         merged = self.merged
@@ -336,9 +328,12 @@ class TileEngine:
             KIND=self.kind,
         )
         if self.merged is not None:
-            _, mean, outer = self.observe(tile.rows)
-            _, slope, s = self._event_terms(tile.rows)
-            self.event_gradient_(grad, tile, (slope - s * mean[:, None]) * (outer * weight)[:, None])
+            sides = self.merged.student[tile.rows], self.merged.teacher[tile.rows]
+            sums = self.phi[tile.rows], self.slope[tile.rows]
+            events = few.event_gradient(
+                *sides, self.state[:, tile.rows], *sums, weight, self.formula.parameter, self.kind
+            )
+            self.spread_over_members_(grad, tile, events)
         return grad
 
     def spread_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
@@ -359,19 +354,20 @@ class TileEngine:
         """(n, C) gradient of log-probs (n,) of `target`, canonical ids, likewise."""
         grad = self.spread_gradient_(tile, target - tile.columns.start, upstream)
         if self.merged is not None:
-            s = (self.merged.student[tile.rows] - self.normalisers()[0][tile.rows, None]).exp()
+            s = (self.merged.student[tile.rows] - self.close(tile.rows)[0][:, None]).exp()
             hit = (target[:, None] == self.merged.first).to(s.dtype)
-            self.event_gradient_(grad, tile, (hit - s) * upstream[:, None])
+            self.spread_over_members_(grad, tile, (hit - s) * upstream[:, None])
         return grad
 
     def _over(self, tile: Tile) -> Tensor:
         self._held = None
         return tile.student.view(self.student.weight.dtype)[:, : tile.student.shape[1]]
 
-    def event_gradient_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
+    def spread_over_members_(self, grad: Tensor, tile: Tile, events: Tensor) -> None:
         """From the gradient in the events' logits (n, E) to that of their members among these columns."""
         assert self.merged is not None
-        where, ids = self._members_in(tile.columns)
-        members = events[:, self.merged.of_event[where]] * self.merged.share[tile.rows][:, where]
-        members = untransform_(members, self.merged.logit[tile.rows][:, where], self.student, self.job.temperature)
-        grad[:, ids - tile.columns.start] = members.to(grad.dtype)
+        merged, rows, factor = self.merged, tile.rows, self.student.scale / self.job.temperature
+        here = *self._members_in(tile.columns), tile.columns.start
+        few.members_gradient_(
+            grad, events, merged.share[rows], merged.logit[rows], merged.of_event, here, factor, tile.s
+        )

@@ -200,6 +200,21 @@ def sums_kernel(
     tl.store(slope_ptr + row, tl.load(slope_ptr + row) + tl.sum(slopes, axis=0))
 
 
+@triton.jit
+def _mean_slope(s_state, state_stride, s_lse, t_lse, phi_ptr, slope_ptr, factor, KIND: tl.constexpr):
+    """A row's G, and its factor times outer'(P)."""
+    if KIND == 0:  # reverse_kl: G is its value
+        gap = tl.load(s_state + 3 * state_stride) / tl.load(s_state + state_stride)
+        mean = gap * LN_2 - s_lse + t_lse
+    elif KIND == 1:  # forward_kl
+        mean = 0.0
+    else:
+        mean = tl.load(slope_ptr)
+    if KIND == 8:  # acceptance
+        factor = factor / tl.load(phi_ptr)
+    return mean, factor
+
+
 @triton.jit(do_not_specialize=["state_stride"])  # the number of tokens, another one each time
 def gradient_kernel(
     s_ptr, t_ptr, s_stride, t_stride, s_bias, t_bias, state_ptr, state_stride, phi_ptr, slope_ptr, factor_ptr,
@@ -217,15 +232,7 @@ def gradient_kernel(
     s_state, t_state = state_ptr + row, state_ptr + 4 * state_stride + row
     s_lse, t_lse = _normaliser(s_state, state_stride), _normaliser(t_state, state_stride)
     factor = tl.load(factor_ptr + row)
-    if KIND == 0:  # reverse_kl: G is its value
-        gap = tl.load(s_state + 3 * state_stride) / tl.load(s_state + state_stride)
-        mean = gap * LN_2 - s_lse + t_lse
-    elif KIND == 1:  # forward_kl
-        mean = 0.0
-    else:
-        mean = tl.load(slope_ptr + row)
-    if KIND == 8:  # acceptance
-        factor = factor / tl.load(phi_ptr + row)
+    mean, factor = _mean_slope(s_state, state_stride, s_lse, t_lse, phi_ptr + row, slope_ptr + row, factor, KIND)
     for start in range(0, columns_total, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < columns_total

@@ -28,7 +28,7 @@ def triton_divergence(
 
 def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
     """Close the statistics of these rows: their loss and their weights."""
-    observed = engine.observe(rows)[0]
+    observed = engine.observe(rows)
     weight = engine.job.rows(rows).row_weight(observed)
     sink.append(observed)
     assert observed.value is not None

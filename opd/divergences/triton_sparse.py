@@ -9,15 +9,17 @@ Axis legend: n = rows of a tile, K = chosen columns, E = merged events.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from opd.divergences import triton_few as few
 from opd.divergences.formulas import Formula
 from opd.divergences.mixture import Source
 from opd.divergences.plan import KernelPlan
 from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids
-from opd.divergences.rows import Job, RowStatistics, untransform_
+from opd.divergences.rows import Job, RowStatistics
 from opd.divergences.supports import closed, largest, unique_ids
 from opd.divergences.triton_backend import TileEngine
 from opd.divergences.triton_modes import Gradients, HeadTotals
@@ -33,15 +35,23 @@ def sparse_divergence(
     """The loss and the gradients, as `triton_divergence` gives them."""
     engine = TileEngine(replace(job, formula=Formula("reverse_kl")), student, teacher, plan)
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
-    totals = HeadTotals(student, needs, job.size)
+    totals, values = HeadTotals(student, needs, job.size), []
     for rows in engine.row_slices():
         tile = engine.tile(rows, slice(0, job.size))
         engine.fold(tile)
-        part, grad = _Chosen(engine, job.rows(rows), tile).loss(sink, any(needs))
-        loss += part
-        if grad is not None:
-            totals.add(rows, grad)
-    del tile, grad  # views of the tiles, which have to go before the gradients are cast
+        chosen = _Chosen(engine, job.rows(rows), tile)
+        values.append(chosen.value.detach())
+        if callable(job.weight):  # of this chunk's statistics; otherwise those can wait for the end
+            sink.append(replace(engine.observe(rows), value=values[-1]))
+            part = chosen.loss(chosen.job.row_weight(sink[-1]))
+        else:
+            part = chosen.loss(cast(Tensor | None, chosen.job.weight))
+        loss += part.detach()
+        if any(needs):
+            totals.add(rows, chosen.gradient(part))
+    if not callable(job.weight):
+        sink.append(replace(engine.observe(slice(0, engine.count)), value=torch.cat(values)))
+    del tile, chosen  # views of the tiles, which have to go before the gradients are cast
     engine.release()
     return loss, totals.finish()
 
@@ -53,9 +63,14 @@ class _Chosen:
         self.engine, self.job, self.tile = engine, job, tile
         merged, rows = engine.merged, tile.rows
         self.events = (None, None) if merged is None else (merged.student[rows], merged.teacher[rows])  # (n, E)
-        self.normalisers = [lse[rows, None] for lse in engine.normalisers()]
-        self.ids = self._ids()
-        self.student, self.teacher = (self._logits(side) for side in (0, 1))
+        self.first = None if merged is None else merged.first
+        self.state = engine.state[:, rows]
+        self.ids = self._ids().contiguous()
+        student, teacher = few.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
+        self.student = student.requires_grad_()  # (n, K) log-probs
+        assert job.formula is not None
+        with torch.enable_grad():
+            self.value = closed(job.formula, job.truncation.closure, self.student, teacher)
 
     def _ids(self) -> Tensor:
         """(n, K), -1 where a row has fewer, like `Truncation.choose`."""
@@ -76,51 +91,30 @@ class _Chosen:
         if events is None or merged is None:
             return ids
         every = torch.cat([_finished(values, self._reading(side)), events], -1)
-        return torch.cat([ids, merged.first.expand(len(ids), -1)], -1).gather(-1, every.topk(k, dim=-1).indices)
+        return torch.cat([ids, merged.first.expand(len(ids), -1)], -1).gather(
+            -1, every.topk(k, dim=-1, sorted=False).indices
+        )
 
     def _reading(self, side: int) -> LogitReading:
         return (self.tile.s, self.tile.t)[side]
 
-    def _logits(self, side: int) -> Tensor:
-        """(n, K) logits at the ids."""
-        raw = (self.tile.student, self.tile.teacher)[side].gather(-1, self.ids.clamp(min=0))
-        found = _finished(raw, self._reading(side))
-        events, merged = self.events[side], self.engine.merged
-        if events is not None and merged is not None:
-            for number, first in enumerate(merged.first):
-                found = torch.where(self.ids == first, events[:, number, None], found)
-        return found.masked_fill(self.ids < 0, LOG_ZERO)
-
-    def loss(self, sink: list[RowStatistics], grads: bool) -> tuple[Tensor, Tensor | None]:
-        """Of these rows, and its gradient in the student's raw values, over their memory."""
-        job, tile = self.job, self.tile
-        assert job.formula is not None
-        s_lse, t_lse = self.normalisers
-        chosen = (self.student - s_lse).requires_grad_()
+    def loss(self, weight: Tensor | None) -> Tensor:
         with torch.enable_grad():
-            value = closed(job.formula, job.truncation.closure, chosen, self.teacher - t_lse)
-        observed = replace(self.engine.observe(tile.rows)[0], value=value.detach())
-        sink.append(observed)
-        with torch.enable_grad():
-            loss = (value * job.row_weight(observed)).sum()
-        if not grads:
-            return loss.detach(), None
-        (slope,) = torch.autograd.grad(loss, chosen)
-        slope = slope.masked_fill(self.ids < 0, 0)
-        return loss.detach(), self._gradient(slope, slope.sum(-1), chosen.detach().exp())
+            return self.value.sum() if weight is None else (self.value * weight.detach().to(self.value)).sum()
 
-    def _gradient(self, slope: Tensor, total: Tensor, s: Tensor) -> Tensor:
-        engine, tile = self.engine, self.tile
-        nowhere = torch.full_like(total, -1, dtype=torch.int64)
-        grad = engine.spread_gradient_(tile, nowhere, total)
-        here = slope - s * total[:, None]
-        at = untransform_(here.clone(), self.student, engine.student, self.job.temperature)
-        ids, at = _whole(self.ids, at)
-        grad.scatter_(-1, ids, at.to(grad.dtype))
-        if engine.merged is not None and self.events[0] is not None:
-            share = (self.events[0] - self.normalisers[0]).exp()
-            hits = [(slope * (self.ids == first)).sum(-1) for first in engine.merged.first]
-            engine.event_gradient_(grad, tile, torch.stack(hits, -1) - share * total[:, None])
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Of the loss, in the student's raw values, over their memory."""
+        engine, tile, ids = self.engine, self.tile, self.ids
+        (slope,) = torch.autograd.grad(loss, self.student)
+        slope = slope.masked_fill(ids < 0, 0).contiguous()
+        total = slope.sum(-1)
+        grad = engine.spread_gradient_(tile, torch.full_like(total, -1, dtype=torch.int64), total)
+        factor = engine.student.scale / self.job.temperature
+        events = few.chosen_gradient_(
+            grad, ids, slope, total, self.student.detach(), self.state, self.first, self.events[0], factor, tile.s
+        )
+        if engine.merged is not None:
+            engine.spread_over_members_(grad, tile, events)
         return grad
 
 
@@ -130,14 +124,3 @@ def _finished(raw: Tensor, reading: LogitReading) -> Tensor:
     if reading.softcap:
         logits = torch.tanh(logits) * reading.cap
     return logits.masked_fill(raw <= GONE, LOG_ZERO)
-
-
-def _whole(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Without -1: in their place, once more, an id that the row has, and its value. A row that has none is 0 everywhere."""
-    there = ids >= 0
-    one = there.int().argmax(-1, keepdim=True)
-    values = values.masked_fill(~there, 0)
-    return (
-        torch.where(there, ids, ids.gather(-1, one)).clamp(min=0),
-        torch.where(there, values, values.gather(-1, one)),
-    )
