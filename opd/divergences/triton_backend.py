@@ -269,7 +269,7 @@ class TileEngine:
 
     def close(self, rows: slice) -> tuple[Tensor, ...]:
         """(n,) each, of finished rows: normalisers of both sides, entropies of both sides, reverse and forward KL."""
-        return few.close(self.state[:, rows], both=self.teacher is not None)
+        return few.closing_values(self.state[:, rows], both=self.teacher is not None)
 
     @property
     def needs_sums(self) -> bool:

@@ -136,7 +136,7 @@ def members_kernel(
     tl.store(grad_ptr + row * grad_stride + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-def close(state, both):
+def closing_values(state, both):
     """(n,) each, from running values (8, n): normalisers of both sides, entropies of both sides, reverse and forward KL.
 
     Without `both` the first and the third alone say something.
