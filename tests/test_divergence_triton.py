@@ -151,6 +151,25 @@ def test_part_of_the_vocabulary_matches_the_reference(
 
 
 @pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"support": "ids", "merge": ((V + 70, 3, 7), (V + 1, V + 2), (V + 9, 250, 1))},
+        {"support": "topk", "k": 9, "merge": ((V + 70, 3, 7),)},
+        {"support": "topk", "k": 1, "merge": ((3, 7),)},
+        {"support": "topk", "k": 4, "merge": (range(V - 1),)},  # fewer ids than k are left beside the event
+    ],
+)
+def test_a_support_beside_groups_of_every_kind(options: dict[str, Any]) -> None:
+    """Ids at or beyond the vocabulary do not exist: a group goes by the first that does."""
+    if options["support"] == "ids":
+        options = options | {"ids": given_ids()}
+    single, exact = (heads(4, dtype, bias=False, softcap=None) for dtype in (torch.float32, torch.float64))
+    found = run(single, "reverse_kl", {}, "", "triton", "fast", **options)
+    compare(found, run(exact, "reverse_kl", {}, "", "reference", "fast", **options), 2e-4)
+
+
+@pytest.mark.usefixtures("tiles")
 def test_a_support_in_half_precision() -> None:
     """At the chosen ids the gradient is rounded once: it may be a small difference of two large parts."""
     options: dict[str, Any] = {"support": "topk", "k": 20, "merge": ((3, 300),)}

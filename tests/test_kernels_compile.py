@@ -157,7 +157,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
             | STATE
             | EVENTS
             | READ
-            | {"ids_ptr": LONG, "first_ptr": LONG, "s_out_ptr": WIDE, "t_out_ptr": WIDE, "k": "i32"},
+            | {"ids_ptr": LONG, "first_ptr": LONG, "s_out_ptr": WIDE, "t_out_ptr": WIDE, "k": "i32", "columns": "i32"},
             {"S_SOFTCAP": capped, "T_SOFTCAP": capped, "LANES": 128},
             2,
             1,
@@ -172,7 +172,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any], int, int]] = [
             | OVER
             | {name: LONG for name in ("ids_ptr", "first_ptr")}
             | {name: WIDE for name in ("slope_ptr", "total_ptr", "logprob_ptr", "event_ptr", "event_grad_ptr")}
-            | {"k": "i32", "events": "i32", "factor": "fp32", "cap": "fp32"},
+            | {"k": "i32", "columns": "i32", "events": "i32", "factor": "fp32", "cap": "fp32"},
             {"SOFTCAP": capped, "LANES": 128},
             2,
             1,

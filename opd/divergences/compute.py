@@ -81,6 +81,7 @@ def divergence(
     formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
     truncation = Truncation(support, k, side, closure)
     size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
+    merge = _within(merge, size)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size, trusted)
     if isinstance(rows, Mixture):
@@ -106,6 +107,12 @@ def divergence(
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
+
+
+def _within(merge: MergeGroups, size: int) -> MergeGroups:
+    """Groups without ids that do not exist."""
+    groups = [[index for index in group if index < size] for group in merge]
+    return [group for group in groups if group]
 
 
 def _require_fit(mixture: Mixture, formula: Formula, truncation: Truncation) -> None:
@@ -216,6 +223,7 @@ def token_logprobs(
     """
     size = projection.vocabulary
     _require_known(ids, size, trusted)
+    merge = _within(merge, size)
     job = Job(None, size, merge, temperature, tokens=ids)
     plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
@@ -245,7 +253,7 @@ def statistics(
     """
     sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
     formula = None if teacher is None else Formula.of(kind, params)
-    job = Job(formula, min(sizes), merge, temperature, tokens=tokens, overlap=overlap)
+    job = Job(formula, min(sizes), _within(merge, min(sizes)), temperature, tokens=tokens, overlap=overlap)
     count = student.count if teacher is None else teacher.count
     _check(student, count, job.truncation, None, None, tokens, job.size, trusted)
     plan = values_plan(job, student, teacher, CHUNK_BYTES)

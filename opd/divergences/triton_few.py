@@ -46,9 +46,9 @@ def _side(state, stride, inside):
 
 
 @triton.jit
-def _chosen_logits(row_ptr, ids, scale, cap, first_ptr, event_ptr, events, SOFTCAP: tl.constexpr):
+def _chosen_logits(row_ptr, ids, columns, scale, cap, first_ptr, event_ptr, events, SOFTCAP: tl.constexpr):
     """Logits at the ids; LOG_ZERO where an id is -1 or its column is not one. Merged ids have their event's."""
-    raw = tl.load(row_ptr + ids, mask=ids >= 0, other=LOG_ZERO)
+    raw = tl.load(row_ptr + ids, mask=(ids >= 0) & (ids < columns), other=LOG_ZERO)
     z = raw * scale
     if SOFTCAP:
         z = (2 * tl.sigmoid(2 * z) - 1) * cap
@@ -61,15 +61,15 @@ def _chosen_logits(row_ptr, ids, scale, cap, first_ptr, event_ptr, events, SOFTC
 @triton.jit(do_not_specialize=["state_stride"])
 def chosen_kernel(
     s_ptr, t_ptr, s_stride, t_stride, ids_ptr, state_ptr, state_stride, first_ptr, s_event_ptr, t_event_ptr,
-    s_out_ptr, t_out_ptr, k, events, s_scale, s_cap, t_scale, t_cap,
+    s_out_ptr, t_out_ptr, k, columns, events, s_scale, s_cap, t_scale, t_cap,
     S_SOFTCAP: tl.constexpr, T_SOFTCAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """(n, K) log-probs of both sides."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     ids = tl.load(ids_ptr + row * k + lanes, mask=lanes < k, other=-1)
     s_event, t_event = s_event_ptr + row * events, t_event_ptr + row * events
-    s = _chosen_logits(s_ptr + row * s_stride, ids, s_scale, s_cap, first_ptr, s_event, events, S_SOFTCAP)
-    t = _chosen_logits(t_ptr + row * t_stride, ids, t_scale, t_cap, first_ptr, t_event, events, T_SOFTCAP)
+    s = _chosen_logits(s_ptr + row * s_stride, ids, columns, s_scale, s_cap, first_ptr, s_event, events, S_SOFTCAP)
+    t = _chosen_logits(t_ptr + row * t_stride, ids, columns, t_scale, t_cap, first_ptr, t_event, events, T_SOFTCAP)
     tl.store(s_out_ptr + row * k + lanes, s - _normaliser(state_ptr + row, state_stride), mask=lanes < k)
     t_lse = _normaliser(state_ptr + 4 * state_stride + row, state_stride)
     tl.store(t_out_ptr + row * k + lanes, t - t_lse, mask=lanes < k)
@@ -78,7 +78,7 @@ def chosen_kernel(
 @triton.jit(do_not_specialize=["state_stride"])
 def chosen_gradient_kernel(
     grad_ptr, grad_stride, ids_ptr, slope_ptr, total_ptr, logprob_ptr, state_ptr, state_stride, first_ptr, event_ptr,
-    event_grad_ptr, k, events, factor, cap, SOFTCAP: tl.constexpr, LANES: tl.constexpr,
+    event_grad_ptr, k, columns, events, factor, cap, SOFTCAP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """slope - S total, in raw values over the tile at the ids; and the same in the events' logits (n, E)."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
@@ -91,7 +91,8 @@ def chosen_gradient_kernel(
         tanh = (logprob + lse) / cap
         grad = tl.where(logprob <= GONE, 0.0, grad * (1 - tanh * tanh))
     grad *= factor
-    tl.store(grad_ptr + row * grad_stride + ids, grad.to(grad_ptr.dtype.element_ty), mask=ids >= 0)
+    inside = (ids >= 0) & (ids < columns)
+    tl.store(grad_ptr + row * grad_stride + ids, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     for event in range(events):
         hit = tl.sum(tl.where(ids == tl.load(first_ptr + event), slope, 0.0), 0)
         share = tl.exp(tl.load(event_ptr + row * events + event) - lse)
@@ -152,7 +153,7 @@ def event_gradient(student, teacher, state, phi, slope, weight, parameter, kind)
     found, events = torch.empty_like(student), student.shape[1]
     event_gradient_kernel[(len(student),)](
         student, teacher, state, state.stride(0), phi, slope, weight, found, events, parameter,
-        KIND=kind, LANES=triton.next_power_of_2(events), num_warps=1,
+        KIND=kind, LANES=triton.next_power_of_2(events), num_warps=_warps(events),
     )  # fmt: skip
     return found
 
@@ -163,7 +164,7 @@ def members_gradient_(grad, events, share, logit, of_event, here, factor, readin
     if len(ids):
         members_kernel[(len(grad),)](
             grad, grad.stride(0), events, share, logit, of_event, place, ids, start, len(ids), events.shape[1],
-            share.shape[1], factor, reading.cap, SOFTCAP=reading.softcap, LANES=triton.next_power_of_2(len(ids)), num_warps=1,
+            share.shape[1], factor, reading.cap, SOFTCAP=reading.softcap, LANES=triton.next_power_of_2(len(ids)), num_warps=_warps(len(ids)),
         )  # fmt: skip
 
 
@@ -175,9 +176,9 @@ def chosen_logprobs(tile, ids, state, first, student, teacher):
     none = events == 0
     chosen_kernel[(n,)](
         tile.student, tile.teacher, tile.student.stride(0), tile.teacher.stride(0), ids, state, state.stride(0),
-        ids if none else first, s if none else student, t if none else teacher, s, t, k, events,
+        ids if none else first, s if none else student, t if none else teacher, s, t, k, tile.student.shape[1], events,
         tile.s.scale, tile.s.cap, tile.t.scale, tile.t.cap, S_SOFTCAP=tile.s.softcap, T_SOFTCAP=tile.t.softcap,
-        LANES=triton.next_power_of_2(k), num_warps=_warps(k),
+        LANES=triton.next_power_of_2(max(k, 1)), num_warps=_warps(k),
     )  # fmt: skip
     return s, t
 
@@ -189,11 +190,11 @@ def chosen_gradient_(grad, ids, slope, total, logprob, state, first, student, fa
     found = torch.empty((n, events), dtype=torch.float32, device=ids.device)
     chosen_gradient_kernel[(n,)](
         grad, grad.stride(0), ids, slope, total, logprob, state, state.stride(0), ids if events == 0 else first,
-        slope if events == 0 else student, slope if events == 0 else found, k, events, factor, reading.cap,
-        SOFTCAP=reading.softcap, LANES=triton.next_power_of_2(k), num_warps=_warps(k),
+        slope if events == 0 else student, slope if events == 0 else found, k, grad.shape[1], events, factor, reading.cap,
+        SOFTCAP=reading.softcap, LANES=triton.next_power_of_2(max(k, 1)), num_warps=_warps(k),
     )  # fmt: skip
     return found
 
 
-def _warps(k):
-    return min(max(triton.next_power_of_2(k) // 64, 1), 16)
+def _warps(count):
+    return min(max(triton.next_power_of_2(max(count, 1)) // 64, 1), 16)

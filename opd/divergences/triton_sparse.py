@@ -77,7 +77,7 @@ class _Chosen:
         job, truncation = self.job, self.job.truncation
         if truncation.support == "ids":
             assert job.ids is not None
-            return unique_ids(canonical_ids(job.ids, job.merge))
+            return unique_ids(canonical_ids(job.ids, self.engine.groups))
         sides = {"teacher": (1,), "student": (0,), "union": (1, 0)}[truncation.side]
         chosen = torch.cat([self._top(side) for side in sides], -1)
         return unique_ids(chosen) if truncation.side == "union" else chosen
@@ -91,6 +91,7 @@ class _Chosen:
         if events is None or merged is None:
             return ids
         every = torch.cat([_finished(values, self._reading(side)), events], -1)
+        ids = ids.masked_fill(values <= GONE, -1)  # too few are left beside merged ones
         return torch.cat([ids, merged.first.expand(len(ids), -1)], -1).gather(
             -1, every.topk(k, dim=-1, sorted=False).indices
         )
