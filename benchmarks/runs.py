@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def save_figure(figure: Any, axis: Any, name: str) -> None:
 def circumstances() -> dict[str, Any]:
     """What every result begins with: how it was made, where, and by which versions."""
     return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_plain, sys.argv[1:])]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_plain, sys.argv[1:])]),
         "machine": {"processor": _processor(), "architecture": platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in ("torch", "transformers", "numpy")},
