@@ -58,7 +58,7 @@ class Job:
 
     formula: Formula | None  # None: statistics only
     size: int
-    merge: MergeGroups = ()
+    merge: MergeGroups = ()  # of ids that exist; no group is empty
     temperature: float = 1.0
     truncation: Truncation = FULL
     weight: Weight = None  # (N,), or a function of the rows' statistics
@@ -85,7 +85,7 @@ class Job:
         self, index: Tensor, log_s: Tensor, log_t: Tensor | None, value: Tensor | None, s: Tensor, t: Tensor | None
     ) -> RowStatistics:
         """Statistics of whole rows of log-probs; `s` and `t` are the probabilities, computed once by the caller."""
-        first = next((group[0] for group in self.merge if len(group) and group[0] < self.size), None)
+        first = self.merge[0][0] if self.merge else None
 
         def at_tokens(logprobs: Tensor | None) -> Tensor | None:
             if self.tokens is None or logprobs is None:

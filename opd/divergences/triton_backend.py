@@ -59,7 +59,7 @@ class TileEngine:
         sides = 1 if teacher is None else 2
         self._buffers = self.empty(sides, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
         self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
-        self.groups = [list(dict.fromkeys(index for index in group if index < job.size)) for group in job.merge]
+        self.groups = [list(dict.fromkeys(group)) for group in job.merge]
         self.groups = [group for group in self.groups if len(group) > 1]
         self._members: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.part_lse = self._part_normalisers()

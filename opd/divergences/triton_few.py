@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from opd.divergences.triton_kernels import GONE, LN_2, LOG_ZERO, _mean_slope, _normaliser, _terms
+from opd.divergences.triton_kernels import GONE, LOG_ZERO, _mean_slope, _normaliser, _terms
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["state_stride", "count"])  # the number of tokens, another one each time
@@ -25,16 +27,22 @@ def close_kernel(state_ptr, state_stride, out_ptr, count, BOTH: tl.constexpr, BL
     inside = row < count
     state, out = state_ptr + row, out_ptr + row
     s_top, s_sum, s_logit, s_gap = _side(state, state_stride, inside)
-    s_lse = s_top + tl.log2(s_sum)  # in base 2 until large numbers have cancelled
-    tl.store(out, s_lse * LN_2, mask=inside)
-    tl.store(out + 2 * count, (s_lse - s_logit / s_sum) * LN_2, mask=inside)
+    s_lse = tl.div_rn(s_top + tl.log2(s_sum), LOG2_E)
+    tl.store(out, s_lse, mask=inside)
+    tl.store(out + 2 * count, s_lse - _mean(s_logit, s_sum), mask=inside)
     if BOTH:
         t_top, t_sum, t_logit, t_gap = _side(state + 4 * state_stride, state_stride, inside)
-        t_lse = t_top + tl.log2(t_sum)
-        tl.store(out + count, t_lse * LN_2, mask=inside)
-        tl.store(out + 3 * count, (t_lse - t_logit / t_sum) * LN_2, mask=inside)
-        tl.store(out + 4 * count, (s_gap / s_sum - s_lse + t_lse) * LN_2, mask=inside)
-        tl.store(out + 5 * count, (t_gap / t_sum - t_lse + s_lse) * LN_2, mask=inside)
+        t_lse = tl.div_rn(t_top + tl.log2(t_sum), LOG2_E)
+        tl.store(out + count, t_lse, mask=inside)
+        tl.store(out + 3 * count, t_lse - _mean(t_logit, t_sum), mask=inside)
+        tl.store(out + 4 * count, _mean(s_gap, s_sum) - s_lse + t_lse, mask=inside)
+        tl.store(out + 5 * count, _mean(t_gap, t_sum) - t_lse + s_lse, mask=inside)
+
+
+@triton.jit
+def _mean(weighted, total):
+    """Of a sum in base 2; rounded to the nearest, since large numbers cancel in what it is taken from."""
+    return tl.div_rn(tl.div_rn(weighted, LOG2_E), total)
 
 
 @triton.jit

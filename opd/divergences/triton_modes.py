@@ -12,7 +12,7 @@ from opd.divergences import triton_kernels
 from opd.divergences.mixture import Source
 from opd.divergences.plan import KernelPlan
 from opd.divergences.projection import Projection, canonical_ids, matmul
-from opd.divergences.rows import Job, RowStatistics
+from opd.divergences.rows import Job, RowStatistics, Weight
 from opd.divergences.triton_backend import TileEngine
 
 Gradients = list[Tensor | None]
@@ -35,13 +35,17 @@ def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[
     return (weight * observed.value).sum(), weight
 
 
+def given_weights(engine: TileEngine, given: Weight) -> Tensor:
+    """(N,) weights of rows in fp32; a function's are filled in chunk by chunk."""
+    weight = engine.empty(engine.count).fill_(1)
+    return weight.copy_(given) if isinstance(given, Tensor) else weight
+
+
 def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
     student, size, given = engine.student, engine.job.size, engine.job.weight
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     totals = HeadTotals(student, needs, size)
-    weight = engine.empty(engine.count).fill_(1)
-    if isinstance(given, Tensor):
-        weight.copy_(given)
+    weight = given_weights(engine, given)
     for rows in engine.row_slices():
         tile = engine.tile(rows, slice(0, size))
         engine.fold(tile)

@@ -9,7 +9,6 @@ Axis legend: n = rows of a tile, K = chosen columns, E = merged events.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids
 from opd.divergences.rows import Job, RowStatistics
 from opd.divergences.supports import closed, largest, unique_ids
 from opd.divergences.triton_backend import TileEngine
-from opd.divergences.triton_modes import Gradients, HeadTotals
+from opd.divergences.triton_modes import Gradients, HeadTotals, given_weights
 from opd.divergences.triton_select import largest_columns, takes
 from opd.divergences.triton_tiles import LogitReading, Tile
 
@@ -36,6 +35,7 @@ def sparse_divergence(
     engine = TileEngine(replace(job, formula=Formula("reverse_kl")), student, teacher, plan)
     loss = torch.zeros((), dtype=torch.float32, device=engine.device)
     totals, values = HeadTotals(student, needs, job.size), []
+    weight = given_weights(engine, job.weight)
     for rows in engine.row_slices():
         tile = engine.tile(rows, slice(0, job.size))
         engine.fold(tile)
@@ -43,9 +43,8 @@ def sparse_divergence(
         values.append(chosen.value.detach())
         if callable(job.weight):  # of this chunk's statistics; otherwise those can wait for the end
             sink.append(replace(engine.observe(rows), value=values[-1]))
-            part = chosen.loss(chosen.job.row_weight(sink[-1]))
-        else:
-            part = chosen.loss(cast(Tensor | None, chosen.job.weight))
+            weight[rows] = job.row_weight(sink[-1])
+        part = chosen.loss(weight[rows])
         loss += part.detach()
         if any(needs):
             totals.add(rows, chosen.gradient(part))
@@ -99,9 +98,9 @@ class _Chosen:
     def _reading(self, side: int) -> LogitReading:
         return (self.tile.s, self.tile.t)[side]
 
-    def loss(self, weight: Tensor | None) -> Tensor:
+    def loss(self, weight: Tensor) -> Tensor:
         with torch.enable_grad():
-            return self.value.sum() if weight is None else (self.value * weight.detach().to(self.value)).sum()
+            return (self.value * weight).sum()
 
     def gradient(self, loss: Tensor) -> Tensor:
         """Of the loss, in the student's raw values, over their memory."""
