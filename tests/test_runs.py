@@ -20,6 +20,7 @@ from opd.config import Stage
 from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError
 from opd.files import json_text, line_of, read_lines
 from opd.runner import inputs
+from opd.runner.beginning import withdraw
 from opd.runner.lock import RunLock, claim
 from tests.crash import FORKS, ended, same_run
 from tests.helpers import save_tiny
@@ -41,22 +42,28 @@ def finished(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _claim(wanted: str, ready: multiprocessing.synchronize.Barrier, give_up: bool) -> None:
-    for _ in range(20):
-        ready.wait()
-        lock, made = claim(Path(wanted))
-        (lock.directory / "owner").open("x").close()  # an error, had another one been here
-        if give_up:
-            (lock.directory / "owner").unlink()
-            lock.path.unlink()
-            if made:
-                lock.directory.rmdir()
-            lock.release()
-        ready.wait()
+    try:
+        for _ in range(20):
+            _claim_once(Path(wanted), ready, give_up)
+    except BaseException:
+        ready.abort()  # the others need not wait for this one
+        raise
+
+
+def _claim_once(wanted: Path, ready: multiprocessing.synchronize.Barrier, give_up: bool) -> None:
+    ready.wait()
+    lock, made = claim(wanted)
+    (lock.directory / "owner").open("x").close()  # an error, had another one been here
+    if give_up:
+        (lock.directory / "owner").unlink()
+        withdraw(lock.directory, made, set())  # another one may be in it from the moment its lock is gone
         lock.release()
-        ready.wait()
-        if not give_up:
-            shutil.rmtree(lock.directory)
-        ready.wait()
+    ready.wait()
+    lock.release()
+    ready.wait()
+    if not give_up:
+        shutil.rmtree(lock.directory)
+    ready.wait()
 
 
 @pytest.mark.safety
