@@ -326,6 +326,20 @@ def test_statistics_match_the_divergence(seed: int, merge: tuple, kind: Any) -> 
         torch.testing.assert_close(found.stop, log_probs(student, 11)[:, first].exp().sum(-1).detach())
 
 
+def test_an_id_is_part_of_one_event() -> None:
+    student, teacher = heads(0)
+    twice = ((1, 4), (7, 4, 1))
+    for call in (
+        lambda: divergence("reverse_kl", student, teacher, merge=twice),
+        lambda: statistics(student, teacher, merge=twice),
+        lambda: token_logprobs(student, torch.zeros(5, dtype=torch.long), merge=twice),
+    ):
+        with pytest.raises(ValueError, match=r"ids \[1, 4\] are in more than one"):
+            call()
+    once, same = (statistics(student, teacher, merge=(group,)).stop for group in ((1, 4), (1, 4, 1)))
+    torch.testing.assert_close(once, same)
+
+
 def test_a_retained_graph_gives_its_gradients_again() -> None:
     """The first backward hands its gradients out and scales them in place; later ones must not see that."""
     student, teacher = heads(1)

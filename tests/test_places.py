@@ -83,6 +83,11 @@ def test_another_choice_keeps_what_all_have(path: tuple[str, ...]) -> None:
     ({"shares": {"kind": "gap", "power": 0.5}}, {"shares": {"kind": None}}, {"shares": {"kind": None}}),
     ({"rewards": {"maths": "exact"}}, {"rewards": {"maths": {"weight": 2}}}, {"rewards": {"maths": {"kind": "exact", "weight": 2}}}),
     ({"rewards": "exact"}, {"rewards": {"maths": {"kind": "numeric"}}}, {"rewards": {"maths": {"kind": "numeric"}}}),
+    ({"rewards": {"kind": "exact", "stop_after": 9}}, {"rewards": {"maths": {"kind": "numeric"}}},
+     {"rewards": {"maths": {"kind": "numeric"}, "stop_after": 9}}),
+    ({"rewards": {"maths": "exact", "sandbox": "none"}}, {"rewards": {"kind": "numeric"}}, {"rewards": {"kind": "numeric", "sandbox": "none"}}),
+    ({"rewards": {"kind": "json", "weight": 2}}, {"rewards": {"json_schema": {"type": "object"}, "stop_after": 9}},
+     {"rewards": {"kind": "json", "weight": 2, "json_schema": {"type": "object"}, "stop_after": 9}}),
 ])  # fmt: skip
 def test_stages_lay_choices_over_choices(default: Any, laid_over: Any, expected: Any) -> None:
     assert merge(default, laid_over) == expected

@@ -168,6 +168,13 @@ def test_where_no_run_is_written(path: str, tmp_path: Path, monkeypatch: pytest.
         check_output(path)
 
 
+def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match=r"notes.txt'?: a file of this name is there"):
+        check_output(tmp_path / "notes.txt")
+    assert check_output(tmp_path) == tmp_path
+
+
 def test_a_home_is_a_home() -> None:
     assert check_output("~/runs/first") == Path.home() / "runs" / "first"
 

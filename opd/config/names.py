@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from pathlib import Path
@@ -54,4 +55,6 @@ def check_output(wanted: str | Path) -> Path:
             )
     if not str(wanted) or path.name in ("", ".."):
         raise RunDirectoryError(f"run directory {shown(str(path))}: name a directory, for example --out runs/first.")
+    if os.path.exists(path) and not os.path.isdir(path):  # False where it may not be looked at
+        raise RunDirectoryError(f"run directory {shown(str(path))}: a file of this name is there. Choose another name.")
     return path

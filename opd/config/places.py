@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from opd.rewards.settings import AnyWay
+from opd.rewards.settings import RESERVED, AnyWay
 from opd.settings import Choice, Family, family_of, keys_of
 from opd.shorthand import WrittenAs
 
@@ -73,9 +73,11 @@ def spelled_out(place: Place, old: Any, new: Mapping[str, Any]) -> Any:
 
 def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """What of old settings stays beside new ones: all, unless those name another choice. Then it is what all choices have; where none was
-    written before, also what the new one has.
+    written before, also what the new one has. One reward for every domain and rewards by domain take each other's place.
     """
     family = family_at(place)
+    if family is not None and _other_way(place, old, new, family):
+        return {key: value for key, value in old.items() if key in RESERVED}
     stays = dict(old)
     if family is None:
         return stays
@@ -99,6 +101,17 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
             own = {key for option in part.classes().values() for key in option.model_fields} - _common(part)
             stays = {key: value for key, value in stays.items() if key not in own - chosen.model_fields.keys()}
     return stays
+
+
+def _other_way(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], family: Family) -> bool:
+    """Whether one of the two is a reward for every domain, and the other rewards by domain."""
+    marks = [mark for kind in place if get_origin(kind) is Annotated for mark in get_args(kind)[1:]]
+    if not any(isinstance(mark, AnyWay) for mark in marks):
+        return False
+    if family.key in new:
+        return family.key not in old
+    one = family.classes().get(str(old.get(family.key)))
+    return one is not None and not all(key in RESERVED or _fields(one, key) for key in new)
 
 
 def _common(family: Family) -> set[str]:

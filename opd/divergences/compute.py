@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -110,8 +112,11 @@ def divergence(
 
 
 def _within(merge: MergeGroups, size: int) -> MergeGroups:
-    """Groups without ids that do not exist."""
-    groups = [[index for index in group if index < size] for group in merge]
+    """Groups without ids that do not exist. An id is part of one event."""
+    groups = [[index for index in dict.fromkeys(group) if index < size] for group in merge]
+    counts = Counter(chain.from_iterable(groups))
+    if twice := sorted(index for index, count in counts.items() if count > 1):
+        raise ValueError(f"ids {twice} are in more than one of the groups to merge: give every id to one group")
     return [group for group in groups if group]
 
 
