@@ -61,7 +61,9 @@ def start(
     begun, words = FORKS.Event(), [str(argument) for argument in arguments]
     process = FORKS.Process(target=_command, args=(str(log), words, die, by, begun))
     process.start()
-    begun.wait(PATIENCE)
+    until = time.monotonic() + PATIENCE
+    while not begun.wait(1) and process.is_alive() and time.monotonic() < until:
+        pass
     return process
 
 
@@ -112,7 +114,9 @@ def _command(
 def ended(process: multiprocessing.process.BaseProcess) -> int:
     """The exit code; a negative one is the signal that ended it."""
     process.join(PATIENCE)
-    assert process.exitcode is not None
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"process {process.pid} hangs")
     return process.exitcode
 
 

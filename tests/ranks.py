@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing.process
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,11 @@ class Group:
 
     def codes(self, timeout: float = 1800) -> list[int | None]:
         """`timeout`: a hang, on any machine."""
-        for rank in self.ranks:
-            rank.join(timeout)
+        until, behind = time.monotonic() + timeout, 900.0
+        while (left := [rank for rank in self.ranks if rank.exitcode is None]) and time.monotonic() < until:
+            wait([rank.sentinel for rank in left], 1)
+            if any(rank.exitcode for rank in self.ranks):  # one has failed: the others end soon, or never
+                until, behind = min(until, time.monotonic() + behind), math.inf
         hanging = [rank for rank in self.ranks if rank.exitcode is None]
         for rank in hanging:
             rank.kill()
@@ -98,7 +104,8 @@ def _rank(rank: int, size: int, port: int, what: Sequence[Job | str], log: Path)
 
 def numbers(run: Path) -> list[dict[str, float | None]]:
     """Of every step."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    whole = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # the last may be on its way
+    lines = [json.loads(line) for line in whole]
     return [{name: line.get(name) for name in ("step", "tokens", "reward", *NUMBERS)} for line in lines]
 
 

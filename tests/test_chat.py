@@ -27,7 +27,7 @@ def served() -> Iterator[Served]:
 
 
 def endpoint(served: Served, **settings: Any) -> dict[str, Any]:
-    return {"address": served.address, "model": "sums", "patience": 5, **settings}
+    return {"address": served.address, "model": "sums", "patience": 600, **settings}
 
 
 def prompt(question: str = "add 2+3") -> Prompt:

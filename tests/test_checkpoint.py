@@ -219,6 +219,7 @@ def test_the_grace_time_holds_even_in_a_long_call(tmp_path: Path) -> None:
     process = FORKS.Process(target=_stuck, args=(str(tmp_path / "ready"),))
     process.start()
     while not (tmp_path / "ready").exists():
+        assert process.is_alive()
         time.sleep(0.01)
     process.terminate()
     assert ended(process) == 75  # the call itself would take minutes

@@ -273,7 +273,7 @@ def test_a_second_interrupt_leaves_at_once(ray: Any) -> None:
 
     ranks = group(ray, said.append)
     task = deaf.remote()
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         ranks._wait([task], [], [])
@@ -331,7 +331,7 @@ def test_every_kind_of_worker_may_be_killed(tmp_path: Path) -> None:
             while len(_numbers(run)) < step:
                 assert process.poll() is None, (tmp_path / "log.txt").read_text()
                 time.sleep(0.02)
-            os.kill(_worker(kind, mark), signal.SIGKILL)
+            os.kill(_worker(kind, mark, process), signal.SIGKILL)
         assert process.wait(1800) == 0, (tmp_path / "log.txt").read_text()
     finally:
         process.kill()
@@ -393,10 +393,11 @@ def _numbers(run: Path) -> list[dict[str, float | None]]:
     return numbers(run) if (run / "metrics.jsonl").exists() else []
 
 
-def _worker(kind: str, mark: str) -> int:
+def _worker(kind: str, mark: str, run: subprocess.Popen[bytes]) -> int:
     """A process of ours that Ray has named after what it does."""
     until = time.monotonic() + 600  # a hang, on any machine
     while time.monotonic() < until:
+        assert run.poll() is None, "the run has ended"
         for process in Path("/proc").glob("[0-9]*"):
             found = _facts(process)
             if found.get("cmdline", "").startswith(f"ray::{kind}") and f"OPD_MARK={mark}" in found.get("environ", ""):

@@ -404,11 +404,10 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_another_machine(
 
 def _hold(directory: str, child: str) -> None:
     with RunLock(Path(directory)):
-        pid = os.fork()
-        if not pid:
+        if not os.fork():
+            Path(child).write_text(str(os.getpid()))  # by now it has let go
             time.sleep(3600)
             os._exit(0)
-        Path(child).write_text(str(pid))
         time.sleep(3600)
 
 
@@ -417,6 +416,7 @@ def test_a_child_that_outlives_the_owner_does_not_keep_the_lock(tmp_path: Path) 
     process = FORKS.Process(target=_hold, args=(str(tmp_path), str(tmp_path / "child")))
     process.start()
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert process.is_alive()
         time.sleep(0.01)
     with pytest.raises(RunLocked, match=rf"process {process.pid} on"), RunLock(tmp_path):
         pass

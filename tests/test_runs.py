@@ -69,7 +69,7 @@ def _claim_once(wanted: Path, ready: multiprocessing.synchronize.Barrier, give_u
 @pytest.mark.safety
 def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
     """Six processes, twenty rounds; two of them take their directory away again at once."""
-    ready = FORKS.Barrier(6)
+    ready = FORKS.Barrier(6, timeout=600)
     processes = [FORKS.Process(target=_claim, args=(str(tmp_path / "run"), ready, number < 2)) for number in range(6)]
     for process in processes:
         process.start()

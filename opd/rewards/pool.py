@@ -163,7 +163,7 @@ class Pool:
                 self._lost(worker, waiting)
         now = time.monotonic()
         for worker in [worker for worker in busy if worker in self.workers]:
-            if worker.deadline <= now:
+            if worker.deadline <= now and (worker.errand or not worker.ready):  # else it has just answered
                 self._late(worker, waiting)
             elif self.confined and worker.errand and resident(worker.process.pid) > launch.MEMORY:
                 worker.errand.tries = TRIES

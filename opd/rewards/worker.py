@@ -154,8 +154,8 @@ def _listen(descriptor: int, deadline: float) -> tuple[bytes, bool]:
     """Everything up to the end, and whether it was late."""
     said = b""
     while len(said) <= LONGEST_REPLY and b"\n" not in said:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+        left = max(0.0, deadline - time.monotonic())  # what is there already is read, however late it is looked at
+        if not select.select([descriptor], [], [], left)[0]:
             return said, True
         chunk = os.read(descriptor, LONGEST_REPLY)
         if not chunk:

@@ -36,7 +36,7 @@ GRACE = 5.0  # seconds for the kernel to clear a killed sandbox away
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` of wall clock, and of CPU for each process; everything else of the whole program."""
+    """`seconds` of wall clock; everything else of the whole program."""
 
     seconds: float = 10.0
     memory: int = 512 * MEGABYTE
@@ -45,7 +45,8 @@ class Limits:
     output: int = MEGABYTE
 
     def resources(self) -> dict[str, int]:
-        cpu = {"RLIMIT_CPU": int(self.seconds) + 1} if math.isfinite(self.seconds) else {}
+        # of each process, should nobody look at the clock for so long
+        cpu = {"RLIMIT_CPU": int(self.seconds + START)} if math.isfinite(self.seconds) else {}
         return {
             **cpu, "RLIMIT_AS": self.memory, "RLIMIT_NPROC": self.processes + 2, "RLIMIT_FSIZE": self.disk,
             "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0,
