@@ -23,7 +23,7 @@ from opd.holder import NAME, describe, elsewhere, holder, myself
 
 LEASE, AGAIN = 180.0, 2.0  # seconds for a lock of another machine, which NFS keeps for 90, and between two tries
 ATTEMPTS = 100  # at a directory that others make and take away meanwhile
-LOOKS, BETWEEN = 5, 0.02  # at a lock that is held, maybe by a reader that asks about it; seconds
+LOOKS, BETWEEN = 25, 0.02  # at a lock that is held, maybe by a reader that asks about it; seconds
 _held: set[int] = set()
 
 
