@@ -100,8 +100,9 @@ def main() -> None:
     for method, entry in methods.items():
         entry["factor"] = round(grpo["tokens"] / entry["tokens"], 2) if entry["reached"] == args.seeds else None
         bound = "at least " if grpo["reached"] < args.seeds else ""
-        print(f"{method:16} lr {entry['lr']:g}: {entry['tokens']:10,.0f} tokens to {level:.1%} ({entry['reached']} of {args.seeds} seeds); "
-              f"GRPO needs {bound}{entry['factor']}x; final {entry['final']:.1%}")  # fmt: skip
+        told = "" if entry["factor"] is None else f"GRPO needs {bound}{entry['factor']}x; "
+        print(f"{method:16} lr {entry['lr']:g}: {entry['tokens']:10,.0f} tokens to {level:.1%} ({entry['reached']} of {args.seeds} seeds); {told}"
+              f"final {entry['final']:.1%}")  # fmt: skip
     save("opd-vs-rl.json", {
         "task": TASK, "student": STUDENT, "teacher": TEACHER, "teacher_score": teacher, "level": level, "steps": args.steps,
         "rollouts_per_step": ROLLOUTS, "rates": args.rates, "seeds": args.seeds, "switch": SWITCH, "held_out": args.prompts,
