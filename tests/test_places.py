@@ -86,6 +86,10 @@ def test_another_choice_keeps_what_all_have(path: tuple[str, ...]) -> None:
     ({"rewards": {"kind": "exact", "stop_after": 9}}, {"rewards": {"maths": {"kind": "numeric"}}},
      {"rewards": {"maths": {"kind": "numeric"}, "stop_after": 9}}),
     ({"rewards": {"maths": "exact", "sandbox": "none"}}, {"rewards": {"kind": "numeric"}}, {"rewards": {"kind": "numeric", "sandbox": "none"}}),
+    ({"rewards": {"kind": "exact", "weight": 2}}, {"rewards": {"field": "code"}}, {"rewards": {"kind": "exact", "weight": 2, "field": "code"}}),
+    ({"rewards": {"kind": "exact"}}, {"rewards": {"tolernce": 1}}, {"rewards": {"kind": "exact", "tolernce": 1}}),
+    ({"rewards": {"weight": 2}}, {"rewards": {"kind": "exact"}}, {"rewards": {"kind": "exact", "weight": 2}}),
+    ({"rewards": {"kind": "exact"}}, {"rewards": {"maths": "my.py:brevity"}}, {"rewards": {"maths": "my.py:brevity"}}),
     ({"rewards": {"kind": "json", "weight": 2}}, {"rewards": {"json_schema": {"type": "object"}, "stop_after": 9}},
      {"rewards": {"kind": "json", "weight": 2, "json_schema": {"type": "object"}, "stop_after": 9}}),
 ])  # fmt: skip

@@ -109,9 +109,20 @@ def _other_way(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], fam
     if not any(isinstance(mark, AnyWay) for mark in marks):
         return False
     if family.key in new:
-        return family.key not in old
+        return _by_domain(old, family)
     one = family.classes().get(str(old.get(family.key)))
-    return one is not None and not all(key in RESERVED or _fields(one, key) for key in new)
+    return one is not None and _by_domain({key: new[key] for key in new if not _fields(one, key)}, family)
+
+
+def _by_domain(rewards: Mapping[str, Any], family: Family) -> bool:
+    entries = [entry for key, entry in rewards.items() if key not in RESERVED]
+    return family.key not in rewards and ("domains" in rewards or any(_is_reward(entry, family) for entry in entries))
+
+
+def _is_reward(entry: Any, family: Family) -> bool:
+    if isinstance(entry, str):
+        return family.named(family.spelled_out(entry)) in family.classes()
+    return isinstance(entry, list) or (isinstance(entry, Mapping) and family.key in entry)
 
 
 def _common(family: Family) -> set[str]:
