@@ -86,6 +86,7 @@ def test_another_choice_keeps_what_all_have(path: tuple[str, ...]) -> None:
     ({"rewards": {"kind": "exact", "stop_after": 9}}, {"rewards": {"maths": {"kind": "numeric"}}},
      {"rewards": {"maths": {"kind": "numeric"}, "stop_after": 9}}),
     ({"rewards": {"maths": "exact", "sandbox": "none"}}, {"rewards": {"kind": "numeric"}}, {"rewards": {"kind": "numeric", "sandbox": "none"}}),
+    ({"rewards": {"maths": "exact", "sandbox": "none"}}, {"rewards": "numeric"}, {"rewards": "numeric"}),
     ({"rewards": {"kind": "exact", "weight": 2}}, {"rewards": {"field": "code"}}, {"rewards": {"kind": "exact", "weight": 2, "field": "code"}}),
     ({"rewards": {"kind": "exact"}}, {"rewards": {"tolernce": 1}}, {"rewards": {"kind": "exact", "tolernce": 1}}),
     ({"rewards": {"weight": 2}}, {"rewards": {"kind": "exact"}}, {"rewards": {"kind": "exact", "weight": 2}}),

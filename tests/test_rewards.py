@@ -25,9 +25,10 @@ from opd.config import load_recipe
 from opd.errors import RecipeError, TrainingError
 from opd.rewards import Rewarder, answers, check_rewards, verify
 from opd.rewards.custom import Custom
-from opd.rewards.pool import Errand, Pool, pool
+from opd.rewards.pool import Errand, Pool, Worker, pool
 from opd.rewards.protocol import Request, read_request, tagged, untagged, write_request
 from opd.rewards.texts import Exact
+from opd.rewards.worker import _listen
 from opd.runner.plan import make_plan
 from opd.types import Prompt, RewardResult, Sample
 from tests.helpers import save_tiny
@@ -325,6 +326,35 @@ def test_workers_stay_and_keep_their_order(own_module: str) -> None:
     finally:
         small.close()
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(
+    own_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that stood still past every deadline."""
+    small, read = Pool("none", size=1), Pool._read
+
+    def stood_still(self: Pool, worker: Worker) -> bool:
+        asked, heard = worker.errand, read(self, worker)
+        worker.deadline = 0.0 if asked and worker.errand is None else worker.deadline
+        return heard
+
+    monkeypatch.setattr(Pool, "_read", stood_still)
+    try:
+        errands, pids = [errand(Custom(function=f"{own_module}:length"), n) for n in range(3)], set()
+        for one in errands:
+            small.run([one])
+            pids |= {worker.process.pid for worker in small.workers}
+        assert [done.reply and done.reply.result.reward for done in errands] == [0.0, 1.0, 2.0]
+        assert (len(pids), small.failures) == (1, 0)
+    finally:
+        small.close()
+    reading, writing = os.pipe()
+    os.write(writing, b"1\n")
+    assert _listen(reading, 0.0) == (b"1\n", False)
+    assert _listen(reading, 0.0) == (b"", True)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Job:
 
     formula: Formula | None  # None: statistics only
     size: int
-    merge: MergeGroups = ()  # of ids that exist; no group is empty
+    merge: MergeGroups = ()  # of ids that exist, each in one group and once; no group is empty
     temperature: float = 1.0
     truncation: Truncation = FULL
     weight: Weight = None  # (N,), or a function of the rows' statistics

@@ -59,8 +59,7 @@ class TileEngine:
         sides = 1 if teacher is None else 2
         self._buffers = self.empty(sides, min(plan.chunk, self.count), aligned(min(self.slab, job.size)))
         self._held: tuple[slice, slice] | None = None  # whose products the buffers hold
-        self.groups = [list(dict.fromkeys(group)) for group in job.merge]
-        self.groups = [group for group in self.groups if len(group) > 1]
+        self.groups = [list(group) for group in job.merge if len(group) > 1]
         self._members: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.part_lse = self._part_normalisers()
         self.merged = self._merge() if self.groups else None
@@ -294,12 +293,7 @@ class TileEngine:
 
     def _add_extras(self, statistics: RowStatistics, rows: slice, s_lse: Tensor, t_lse: Tensor) -> RowStatistics:
         merged = self.merged
-        if (
-            merged is not None
-            and self.job.merge[0]
-            and len(self.groups[0]) > 1
-            and self.groups[0][0] == self.job.merge[0][0]
-        ):
+        if merged is not None and self.groups[0] == self.job.merge[0]:
             stops = [(side[rows, 0] - lse).exp() for side, lse in ((merged.student, s_lse), (merged.teacher, t_lse))]
             statistics = replace(statistics, stop=stops[0], teacher_stop=stops[1])
         if self.token_logits is None or self.job.tokens is None:
