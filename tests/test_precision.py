@@ -129,6 +129,21 @@ def test_updates_are_those_of_adamw_written_out() -> None:
         torch.testing.assert_close(parameter, plain[name])
 
 
+@pytest.mark.parametrize("limit", [None, 1e-3, 3.0, 1e3])
+def test_clipping_is_that_of_torch_to_the_bit(limit: float | None) -> None:
+    """Whether gradients of norm 6 or so are longer than the limit or not; one weight has none."""
+    torch.manual_seed(0)
+    own, plain = ({name: nn.Parameter(torch.ones(7, 5)) for name in "abc"} for _ in range(2))
+    for name in "ab":
+        plain[name].grad = torch.randn(7, 5)
+        own[name].grad = plain[name].grad.clone()
+    norm = Optimiser(own, Train(clip=limit)).clip()
+    expected = nn.utils.clip_grad_norm_(plain.values(), float("inf") if limit is None else limit)
+    assert norm == float(expected) > 3
+    for name in "ab":
+        assert torch.equal(own[name].grad, plain[name].grad)
+
+
 def test_updates_too_small_for_bf16_add_up() -> None:
     model = tiny_model("llama", **CALM)
     model.module.to(torch.bfloat16)

@@ -61,7 +61,9 @@ class Optimiser:
         return self._clip(math.inf if self._spec.clip is None else self._spec.clip)
 
     def _clip(self, limit: float) -> float:
-        return float(nn.utils.clip_grad_norm_(list(self._masters.values()), limit))
+        masters = list(self._masters.values())
+        total = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        return shorten(masters, limit, total)
 
     def _own(self, parameter: nn.Parameter) -> nn.Parameter:
         """A weight that is its own master."""
@@ -155,6 +157,13 @@ def _take_over(
     grad = here(half.grad)
     owner.grad = grad.float() if owner.grad is None else owner.grad.add_(grad)
     half.grad = None
+
+
+def shorten(parameters: list[nn.Parameter], limit: float, total: torch.Tensor) -> float:
+    """Gradients of norm `total` to `limit` at most; shorter ones, which torch would multiply by one, are left alone."""
+    if limit / (total + 1e-6) < 1:
+        nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    return float(total)
 
 
 def learning_rate(step: int, spec: Train) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.models.sharded import SHARD, shard_of
-from opd.trainer.optimiser import Optimiser
+from opd.trainer.optimiser import Optimiser, shorten
 
 
 class ShardedOptimiser(Optimiser):
@@ -34,9 +34,7 @@ class ShardedOptimiser(Optimiser):
         squared = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None]).float() ** 2
         squared = squared.to(masters[0].device)
         dist.all_reduce(squared, group=self._mesh().get_group(SHARD))
-        total = squared.sqrt()
-        nn.utils.clip_grads_with_norm_(masters, limit, total)
-        return float(total)
+        return shorten(masters, limit, squared.sqrt())
 
     def _take_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Of a weight that is its own master: of that, this rank's rows."""
