@@ -104,7 +104,36 @@ def liger_call(heads: list[tuple[Tensor, Tensor]], kind: str) -> Call:
     return lambda: loss(hidden, weight, hidden_t, weight_t, labels) * hidden.shape[0]
 
 
-PEERS: dict[str, tuple[str, Callable[..., Call]]] = {"TRL": ("trl", trl_call), "Liger": ("liger-kernel", liger_call)}
+def liger_fused_call(heads: list[tuple[Tensor, Tensor]], kind: str) -> Call:
+    """Its kernel of whole rows, with the head's gradient summed in fp32."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    (hidden, weight), (hidden_t, weight_t) = heads[:2]
+    loss = LigerFusedLinearJSD(jsd_beta=BETA[kind], accum_dtype=torch.float32)
+    return lambda: loss(hidden, weight, hidden_t, weight_t, None) * hidden.shape[0]
+
+
+def liger_kl_call(heads: list[tuple[Tensor, Tensor]], kind: str) -> Call:
+    """Forward KL to probabilities that are given: those of the teacher, which it would have to hold, are made in the call."""
+    from liger_kernel.transformers import LigerFusedLinearKLDivLoss
+
+    (hidden, weight), (hidden_t, weight_t) = heads[:2]
+    loss = LigerFusedLinearKLDivLoss(reduction="sum", accum_dtype=torch.float32)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            given = (hidden_t @ weight_t.T).float().softmax(-1)
+        return loss(hidden, weight, given)
+
+    return call
+
+
+PEERS: dict[str, tuple[str, Callable[..., Call], list[str]]] = {  # package, call, divergences
+    "TRL": ("trl", trl_call, list(KINDS)),
+    "Liger": ("liger-kernel", liger_call, list(KINDS)),
+    "Liger, rows in a kernel, fp32 sums": ("liger-kernel", liger_fused_call, list(KINDS)),
+    "Liger, KL to given probabilities, fp32 sums": ("liger-kernel", liger_kl_call, ["forward_kl"]),
+}
 
 
 def installed(package: str) -> str | None:
@@ -201,15 +230,15 @@ def products_call(heads: list[tuple[Tensor, Tensor]], chunk: int = 1536) -> Call
     return call
 
 
-def implementations(ds: int, peers: bool) -> dict[str, Callable[..., Call]]:
+def implementations(ds: int, kind: str, peers: bool) -> dict[str, Callable[..., Call]]:
     found: dict[str, Callable[..., Call]] = {
         "opd fast": opd_call,
         "opd small": lambda heads, kind: opd_call(heads, kind, memory=SMALL_BUDGET.get(ds, 2**30)),
         "opd budget": lambda heads, kind: opd_call(heads, kind, memory=TABLE_BUDGET.get(ds, 2**31)),
         "naive torch": naive_call,
     }
-    for name, (package, call) in PEERS.items():
-        if peers and installed(package):
+    for name, (package, call, kinds) in PEERS.items():
+        if peers and installed(package) and kind in kinds:
             found[name] = call
     return found
 
@@ -223,7 +252,7 @@ def table_cuda(kinds: list[str], widths: list[int], peers: bool) -> dict[str, An
         rows.append({"implementation": "products alone", "ds": ds, **timed(products_call(heads), [], rest=0.15)})
         print(json.dumps(rows[-1]), flush=True)
         for kind in kinds:
-            for name, make in implementations(ds, peers).items():
+            for name, make in implementations(ds, kind, peers).items():
                 row = {"implementation": name, "kind": kind, "ds": ds, "floor_ms": round(floor, 2)}
                 row |= timed(make(heads, kind), list(heads[0]), rest=0.15)
                 row["gradient_error"] = round(gradient_error(partial(make, kind=kind), few, kind), 6)
