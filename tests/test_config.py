@@ -95,6 +95,25 @@ def test_overrides_reach_lists_and_stages() -> None:
     assert recipe.stages[0].prompts[0].share == 2
 
 
+def test_null_in_a_stage_takes_a_key_back_to_its_default_unless_it_is_a_value() -> None:
+    defaults = {"train": {"lr": 0.5, "clip": 0.5, "steps": 7}, "eval": {"every": 3}, "seed": 4}
+    stage = {"name": "a", "train": {"lr": None, "clip": None}, "eval": {"every": None}, "seed": None}
+    found = load_recipe({**MINIMAL, **defaults, "stages": [stage]}).stages[0]
+    usual = load_recipe({**MINIMAL, "train": {"steps": 7}}).stages[0]
+    assert (found.train.lr, found.train.clip, found.train.steps) == (usual.train.lr, None, 7)
+    assert (found.eval.every, found.seed) == (usual.eval.every, 0)
+
+
+def test_null_takes_away_a_teacher_that_is_there() -> None:
+    raw = {**MINIMAL, "teachers": {"t": "tiny/arithmetic"}}
+    assert load_recipe({**raw, "stages": [{"name": "a", "teachers": {"t": None}}]}).stages[0].teachers == {}
+    for defaults, name, hint in ((raw, "tt", "did you mean 't'?"), (MINIMAL, "t", "they have none")):
+        with pytest.raises(RecipeError) as error:
+            load_recipe({**defaults, "stages": [{"name": "a", "teachers": {name: None}}]})
+        assert f"stages.a.teachers.{name}" in str(error.value)
+        assert hint in str(error.value)
+
+
 @pytest.mark.parametrize(
     "override", ["train.steps", "=3", "prompts.5.share=1", "stages.c.seed=1", "seed.x=1", "train.steps=[1"]
 )

@@ -101,7 +101,7 @@ class ChosenStages:
         every = [stage.name for stage in recipe.stages]
         for option, name in (("only", self.only), ("from", self.start), ("until", self.until)):
             if name is not None and name not in every:
-                raise RecipeError(f"--{option} {name!r}: there is no such stage; {nearest(name, every)}.")
+                raise RecipeError(f"--{option} {name!r}: there is no such stage; {nearest(name, every)}")
         if self.only is not None:
             if self.start is not None or self.until is not None:
                 raise RecipeError("--only names the one stage that is to run: drop --from and --until.")

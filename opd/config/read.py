@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from opd.config.graph import STAGE_PREFIX, in_order
 from opd.config.names import folded, name_of_file
@@ -23,6 +25,7 @@ from opd.errors import RecipeError
 from opd.files import is_directory, is_file
 from opd.plugins import load_plugins
 from opd.remote import UNSAFE
+from opd.settings import nearest
 
 MISTAKES = 10  # named in one message
 _BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
@@ -130,7 +133,9 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage laid over the defaults. Null takes a key back to its own default; so does {} where keys are the user's."""
+    """A stage laid over the defaults. Null takes a key back to its own default, unless it is a value of that key; so does {} where
+    keys are the user's.
+    """
     base = dict(defaults)
     for key in CLEARED:
         if key in stage and stage[key] in ({}, []):
@@ -141,10 +146,36 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
     ):  # another start, however it is given
         base["student"] = {key: value for key, value in base["student"].items() if key not in ("model", "merge")}
     merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
-    merged = {key: value for key, value in merged.items() if value is not None}
+    merged = {
+        key: _without_nulls(Stage.model_fields[key], value) if key in stage and key in Stage.model_fields else value
+        for key, value in merged.items()
+        if value is not None
+    }
     if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
+        known = base.get("teachers")
+        for name in (name for name, spec in merged["teachers"].items() if spec is None):
+            _require_teacher(name, known if isinstance(known, Mapping) else {}, stage)
         merged["teachers"] = {name: spec for name, spec in merged["teachers"].items() if spec is not None}
     return merged
+
+
+def _without_nulls(section: FieldInfo, given: Any) -> Any:
+    """A section's keys; null where it is no value of a key (`train.clip` may be null, `train.lr` may not) is left out."""
+    kind = section.annotation
+    if not isinstance(given, Mapping) or not isinstance(kind, type) or not issubclass(kind, BaseModel):
+        return given
+    without = {name for name, field in kind.model_fields.items() if NoneType not in get_args(field.annotation)}
+    return {name: value for name, value in given.items() if value is not None or name not in without}
+
+
+def _require_teacher(name: Any, known: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
+    """`NAME: null` in a stage takes away what is there."""
+    if name not in known:
+        hint = nearest(str(name), [str(one) for one in known]) if known else "they have none"
+        raise RecipeError(
+            f"stages.{cut(str(stage['name']), 80)}.teachers.{cut(str(name), 80)}: null takes a teacher of the defaults away, and "
+            f"none has this name; {hint}"
+        )
 
 
 def _expanded(key: str, value: Any) -> Any:
