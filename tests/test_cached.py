@@ -232,7 +232,7 @@ def test_what_the_recipe_says_of_replayed_rollouts_has_to_be_true(kept: Path, tm
         opd.run(given | {"rollout": {**given["rollout"], "data_share": 0.5}}, out=tmp_path / "run")
     with pytest.raises(RecipeError, match=r"brings its answers, so rollout.rescue"):
         opd.run(given | {"rollout": {**given["rollout"], "rescue": {"view": "sibling"}}}, out=tmp_path / "run")
-    with pytest.raises(RecipeError, match="no earlier stage is called 'nowhere'"):
+    with pytest.raises(RecipeError, match="no other stage is called 'nowhere'"):
         opd.run(given | {"prompts": [{"source": "stage:nowhere"}]}, out=tmp_path / "run")
     with pytest.raises(DataError, match="no run directory"):
         opd.run(given | {"prompts": [{"source": f"run:{tmp_path / 'none'}"}]}, out=tmp_path / "run")

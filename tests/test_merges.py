@@ -205,7 +205,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(models: dic
         ({"merge": {"kind": "task_arithmetic", "models": ["a"]}}, "base"),
         ({"merge": {"kind": "averge", "models": ["a"]}}, "did you mean 'average'"),
         ({"merge": {"models": ["a"], "density": 0.5}}, "density belongs to merge ties"),
-        ({"merge": {"models": ["stage:b"]}}, "no earlier stage is called 'b'"),
+        ({"merge": {"models": ["stage:b"]}}, "no other stage is called 'b'"),
         ({"merge": {"models": []}}, "at least 1"),
     ],
 )

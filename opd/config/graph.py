@@ -54,8 +54,8 @@ def in_order(stages: Sequence[Stage]) -> list[Stage]:
             if edge.stage == stage.name or edge.stage not in names:
                 others = names[:number] if edge.stage == stage.name else [name for name in names if name != stage.name]
                 raise RecipeError(
-                    f"stages.{stage.name}.{edge.key}: {STAGE_PREFIX + edge.stage!r}: no earlier stage is called {edge.stage!r}; "
-                    f"there are {', '.join(others) or 'none'}."
+                    f"stages.{stage.name}.{edge.key}: no other stage is called {edge.stage!r}; "
+                    f"{nearest(edge.stage, others) if others else 'there are none'}"
                 )
     needs = {stage.name: {edge.stage for edge in edges(stage)} for stage in stages}
     found: list[Stage] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.settings import Choice, Fraction, Positive, Word
 
@@ -15,6 +16,12 @@ class SelectionRule(Choice):
 
     family = "select"
     stage: Word = Field(description="the earlier stage whose evaluations decide")
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _its_name(cls, given: Any) -> Any:
+        """`stage:NAME`, as it is written everywhere else, is NAME."""
+        return given.removeprefix("stage:") if isinstance(given, str) else given
 
     @abstractmethod
     def chooses(self, values: Sequence[float]) -> bool:
