@@ -30,7 +30,7 @@ from integration.domains import Split
 from integration.editions import Edition
 from integration.jobs import run_all
 from integration.models import build, unpack
-from integration.report import draw, enter, summarise
+from integration.report import draw, enter, pairs, summarise
 from integration.scores import Marks, share
 from runs import save, saved
 
@@ -43,7 +43,9 @@ def main() -> None:
     args = arguments().parse_args()
     if args.draw:
         name = result_of(args)
-        return draw(saved(f"{name}.json"), name)
+        found = saved(f"{name}.json")
+        tell(pairs({arm: entry["runs"] for arm, entry in found["arms"].items()}, found["start"], found["specialists"]))
+        return draw(found, name)
     edition = make(args)
     if args.steps_to_do[0] == "enter":
         return print(*(enter(edition, Path(path)) for path in args.steps_to_do[1:]), sep="\n")
@@ -85,7 +87,11 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="report: the best tuning run of every arm, one seed, on tuning prompts",
     )
-    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the results that are there")
+    parser.add_argument(
+        "--draw",
+        action="store_true",
+        help="only draw the figure and print differences of arms, from the results that are there",
+    )
     parser.add_argument("--rollouts", type=int, help="per step")
     parser.add_argument("--prompts", type=int, help="measured per domain")
     parser.add_argument("--start-steps", type=int, default=96, help="at most")
@@ -273,9 +279,13 @@ def report(edition: Edition, args: argparse.Namespace) -> None:
             f"{arm:22} {score['value']:6.3f} [{score['low']:.3f}, {score['high']:.3f}]  {len(entry['runs'])} seeds  "
             f"{entry['flops']['marginal']:.2e} FLOPs"
         )
-    for pair, one in found["pairs"].items():
-        print(f"{pair}: {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]")
+    tell(found["pairs"])
     draw(found, name)
+
+
+def tell(differences: dict[str, dict[str, Any]]) -> None:
+    for pair, one in differences.items():
+        print(f"{pair}: {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Questions of eight domains, four of them with worked answers of 30 to 120 tokens, and those of the tiny models.
+"""Questions of eight domains, four of them with worked answers of 17 to 115 tokens, and those of the tiny models.
 
     python benchmarks/integrate.py data --edition smol --directory DIR
 

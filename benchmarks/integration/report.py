@@ -1,7 +1,7 @@
 """The result file of an edition, and its figure. The file has every mark, so that all numbers can be computed again.
 
 Schema (`schema: 1`): `split` report, or tune where only the tuning runs are told; `domains` {NAME: {worked, prompts, start, specialist}}; `start` and `specialists` {DOMAIN: marks};
-`pairs` {"P3: ONE - OTHER": the difference of two arms: {value, low, high}}; `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
+`pairs` {"P3: ONE - OTHER": the difference of two arms: {value, low, high}}, which `--draw` computes and prints again; `arms` {NAME: {score: {value, low, high, by_seed, by_domain}, against_first, flops: {marginal, total}, tokens, seconds,
 tuning: [{settings, score}], runs: [{seed, settings, marks, cost, curve, seconds}]}}. Marks are a text of 0 and 1, one per
 prompt in the order of the report split. An entry, of this framework or another, is a file of DIRECTORY/entries: entry.schema.json.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean
@@ -31,7 +32,9 @@ PAIRS = {  # differences that predictions are about
         ("opd-sampled-reward", "mixed-rl"),
     ],
     "P4": [("opd-exact", "opd-topk"), ("opd-exact", "opd-sampled")],
+    "P6": [("opd-exact-foreign", "opd-exact")],
     "P7": [("opd-exact", "sft-teacher")],
+    "order": [("sft-teacher-opd", "opd-exact"), ("sft-teacher-opd", "sft-teacher")],
     "L4": [("cascaded-rl", "mixed-rl")],
     "L5": [("sft-gold-rl", "sft-gold")],
     "L6": [("opd-topk-reward", "opd-exact-reward")],
@@ -119,12 +122,6 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             "tuning": [{"settings": one["settings"], "marks": one["marks"]} for one in tuning[arm]],
             "runs": found,
         }  # fmt: skip
-    pairs = {
-        f"{name}: {one} - {other}": interval(_marks(complete[one]), start, specialists, against=_marks(complete[other]))
-        for name, of in PAIRS.items()
-        for one, other in of
-        if one in complete and other in complete
-    }
     return {
         "schema": 1, "edition": edition.name, "split": split, "first": first, "start": start, "specialists": specialists,
         "domains": {
@@ -134,8 +131,30 @@ def summarise(edition: Edition, start: Marks, specialists: Marks, split: Split =
             } for name in edition.domains
         },
         "steps": edition.steps, "rollouts": edition.rollouts, "rates": edition.rates,
-        "specialists_flops": {origin: spent or None for origin, spent in made.items()}, "pairs": pairs, "arms": arms,
+        "specialists_flops": {origin: spent or None for origin, spent in made.items()}, "pairs": pairs(complete, start, specialists), "arms": arms,
     }  # fmt: skip
+
+
+def pairs(runs: dict[str, list[dict[str, Any]]], start: Marks, specialists: Marks) -> dict[str, dict[str, Any]]:
+    """Differences of two arms with as many steps each; of P7 and of the order also in domains with worked and with short answers."""
+    found = {}
+    for name, one, other in ((name, *pair) for name, of in PAIRS.items() for pair in of):
+        for ours in (label for label in runs if label.partition(",")[0] == one):
+            theirs = ours.replace(one, other, 1)
+            for which, domains in _parts(name, specialists) if theirs in runs else ():
+                marks = [{domain: side[domain] for domain in domains} for side in (start, specialists)]
+                label = f"{name}{which}: {ours} - {theirs}"
+                found[label] = interval(_marks(runs[ours]), *marks, against=_marks(runs[theirs]))
+    return found
+
+
+def _parts(name: str, domains: Iterable[str]) -> list[tuple[str, list[str]]]:
+    every = [("", list(domains))]
+    if name not in ("P7", "order"):
+        return every
+    kinds = {domain: edition[domain].worked for edition in EDITIONS.values() for domain in edition}
+    worked, short = ([domain for domain in every[0][1] if kinds[domain] == kind] for kind in (True, False))
+    return [*every, (", worked", worked), (", short", short)] if worked and short else every
 
 
 def _marks(runs: list[dict[str, Any]]) -> list[Marks]:
