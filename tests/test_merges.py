@@ -195,6 +195,48 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(models: dic
         make_plan(load_recipe(recipe({"merge": {"kind": "stack", "models": [models["one"]]}}, models["one"])))
 
 
+LORA = {"rank": 2, "alpha": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "two", "what"),
+    [
+        ("average", {}, {"model": "wider"}, r"'stage:two' and 'stage:one' do not have the same shapes: .*64.*32"),
+        ("stack", {}, {"model": "base", "lora": LORA}, r"stack adds LoRA adapters, and 'stage:one' trains without"),
+        ("stack", {"lora": LORA}, {"lora": LORA}, r"'stage:one' has '.*base'; 'stage:two' has 'stage:one'"),
+        ("stack", {"lora": LORA}, {"model": "other", "lora": LORA}, r"one base, and these have several"),
+    ],
+)
+def test_merges_of_stages_that_cannot_be_made_are_refused_before_any_of_them_trains(
+    kind: str, one: dict[str, Any], two: dict[str, Any], what: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    known = {"wider": save_tiny(tmp_path / "wider", hidden_size=64), "base": models["base"], "other": models["one"]}
+    if "model" in two:
+        two = {**two, "model": known[two["model"]]}
+    stages = [
+        {"name": "one", "student": one},
+        {"name": "two", "student": two, "teachers": {"t": two.get("model", models["two"])}},
+        {"name": "both", "student": {"merge": {"kind": kind, "models": ["stage:one", "stage:two"]}}},
+    ]
+    given = recipe({"model": models["base"]}, models["two"], stages=stages)
+    for refused in (lambda: make_plan(load_recipe(given)), lambda: opd.run(given, out=tmp_path / "run")):
+        with pytest.raises(RecipeError, match=what):
+            refused()
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_of_stages_with_one_base_are_stacked(models: dict[str, str], tmp_path: Path) -> None:
+    start = {"model": models["base"], "lora": LORA}
+    stages = [
+        {"name": "one"},
+        {"name": "two", "student": start},
+        {"name": "both", "student": {"merge": {"kind": "stack", "models": ["stage:one", "stage:two"]}}},
+    ]
+    given = recipe(start, models["two"], stages=stages)
+    assert [plan.stage for plan in make_plan(load_recipe(given))] == ["one", "two", "both"]
+    assert opd.run(given, out=tmp_path / "run").summary["status"] == "done"
+
+
 @pytest.mark.parametrize(
     ("start", "what"),
     [

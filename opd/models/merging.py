@@ -68,6 +68,12 @@ class Merge(Choice):
                     f"first is {differing[0]}. Merge models with one tokenizer."
                 )
 
+    def require_planned(self, named: Named, bases: Mapping[str, str | None]) -> None:
+        """The same while stages among the parts have not run: `named` gives a model of the shapes that a stage's will have, and
+        `bases` by its address what its adapters will belong to; None: it will have none.
+        """
+        self.require(named)
+
     @abstractmethod
     def make(self, named: Named) -> LanguageModel:
         """The merged model, in float32 on the CPU."""
@@ -214,18 +220,24 @@ class Stack(Merge):
                 yield str(directory / "adapter")
 
     def require(self, named: Named) -> None:
+        self.require_planned(named, {})
+
+    def require_planned(self, named: Named, bases: Mapping[str, str | None]) -> None:
         from opd.models.adapted import check_adapter
         from opd.models.load import empty_model
         from opd.models.lora import require_peft
 
         require_peft("student.merge: stack")
-        bases: dict[str, str] = {}
+        found: dict[str, str] = {}
         for name in self.models:
+            if name in bases:
+                found[_planned_base(name, bases[name])] = name
+                continue
             directory = _adapter(name, named)
-            bases[_base(name, directory)] = name
+            found[_base(name, directory)] = name
             check_adapter(name, directory, empty_model(load_config(*named(name))))
-        if len(bases) > 1:
-            told = "; ".join(f"{name!r} has {base!r}" for base, name in bases.items())
+        if len(found) > 1:
+            told = "; ".join(f"{name!r} has {base!r}" for base, name in found.items())
             raise RecipeError(f"student.merge: stack adds adapters of one base, and these have several: {told}.")
 
     def make(self, named: Named) -> LanguageModel:
@@ -267,7 +279,21 @@ def _adapter(name: str, named: Named) -> Path:
 
 
 def _base(name: str, directory: Path) -> str:
-    base = base_of(name, directory)
+    return same_directory(base_of(name, directory))
+
+
+def _planned_base(name: str, base: str | None) -> str:
+    """Of the adapters that a stage is going to train."""
+    if base is None:
+        raise RecipeError(
+            f"student.merge: stack adds LoRA adapters, and {name!r} trains without. Set student.lora there, or merge whole models "
+            "with average, task_arithmetic or ties."
+        )
+    return base
+
+
+def same_directory(base: str) -> str:
+    """However a base is spelt, where it is a directory."""
     return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 

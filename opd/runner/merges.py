@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from opd.config import Stage
+from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.files import sync
+from opd.models.load import locate
+from opd.models.merging import same_directory
 from opd.runner.inputs import Inputs, revision_begun_with
 
 FOLDER = "merged"
@@ -15,6 +17,40 @@ FOLDER = "merged"
 
 def merged_directory(directory: Path, stage: str) -> Path:
     return directory / FOLDER / stage
+
+
+class PlannedModels:
+    """What stages are going to start from and to save, before any of them has run: models of the same shapes that are there."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, str | None]] = {}  # stage:NAME, merge:NAME -> a model, and its revision
+        self._bases: dict[str, str | None] = {}  # stage:NAME -> what its adapters will belong to; None: it has none
+
+    def resolve(self, name: str) -> str:
+        return self._named(name)[0]
+
+    def add(self, stage: Stage) -> None:
+        """The next one, in the order of the recipe. Refuses parts of its merge that do not fit each other."""
+        student, saved = stage.student, STAGE_PREFIX + stage.name
+        if student.merge is not None:
+            student.merge.require_planned(self._named, self._bases)
+            self._known[student.model] = self._named(student.merge.reads()[0])
+        self._known[saved] = self._known.get(student.model, (student.model, student.revision))
+        self._bases[saved] = None if student.lora is None else self._base(student.model, student.revision)
+
+    def _named(self, name: str) -> tuple[str, str | None]:
+        return self._known.get(name, (name, None))
+
+    def _base(self, start: str, revision: str | None) -> str:
+        return start if start in self._known else same_directory(locate(start, revision).path)
+
+
+def require_merges(recipe: Recipe) -> None:
+    """Refuse merges that cannot be made before the first stage has begun: every part is of a shape that is known."""
+    if any(stage.student.merge is not None for stage in recipe.stages):
+        planned = PlannedModels()
+        for stage in recipe.stages:
+            planned.add(stage)
 
 
 def merge_start(stage: Stage, directory: Path, resolve: Callable[[str], str], recorded: Inputs) -> None:

@@ -20,6 +20,7 @@ from opd.models.load import empty_model
 from opd.plugins import plugin_errors
 from opd.runner.checks import Checked, check_stage
 from opd.runner.cost import ModelShape, in_short, memory, paged_sizes, teachers_held
+from opd.runner.merges import PlannedModels
 from opd.runner.sizes import Sizes, choose_sizes, kept_sizes, sizes_in_words, with_sizes
 from opd.sampling.decode_layers import writes_out
 from opd.settings import Dtype
@@ -89,23 +90,14 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
-    known: dict[str, str] = {}  # stage:NAME, merge:NAME -> a model of the same shapes that is there already
-
-    def resolve(name: str) -> str:
-        return known.get(name, name)
-
-    plans, asked = [], dict[str, list[PromptSource]]()
+    plans, asked, models = [], dict[str, list[PromptSource]](), PlannedModels()
     with plugin_errors():
         for stage in recipe.stages:
             # of a stage whose rollouts are taken up again, what it asks is all that is known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
-            if (merge := stage.student.merge) is not None:
-                if not any(part.startswith(STAGE_PREFIX) for part in merge.reads()):  # else they are not there yet
-                    merge.require(lambda name: (name, None))
-                known[stage.student.model] = resolve(merge.reads()[0])
-            plans.append(_plan(stage.model_copy(update={"prompts": prompts}), resolve))
-            known[STAGE_PREFIX + stage.name] = resolve(stage.student.model)
+            models.add(stage)
+            plans.append(_plan(stage.model_copy(update={"prompts": prompts}), models.resolve))
     return plans
 
 

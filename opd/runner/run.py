@@ -132,6 +132,7 @@ def _start(
     began, found = False, set(os.listdir(lock.directory)) - {NAME}
     try:
         from opd.runner.inputs import inputs_of
+        from opd.runner.merges import require_merges
 
         if not (earlier or selection.anew):  # else the first stage may be one of others
             interpreters.begin_for(recipe.stages[0])
@@ -145,6 +146,7 @@ def _start(
             None if quiet else console.print(line, highlight=False)
 
         with plugin_errors():
+            require_merges(placed)
             inputs = inputs_of(placed.stages, say, lock.directory)
         with disk_errors(lock.directory, lambda: "start again."):
             write_recipe(lock.directory, text, recipe, inputs)
