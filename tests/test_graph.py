@@ -20,6 +20,7 @@ from opd.evaluation import Measures
 from opd.files import line_of
 from opd.runner.given import with_rewards
 from opd.runner.narrowing import narrowed
+from opd.runner.plan import make_plan
 from opd.runner.results import StageResult
 from opd.runner.reuse import EarlierStages, _take, reuse_stages, stage_keys
 from opd.runner.story import story_lines, story_of
@@ -89,6 +90,27 @@ def test_a_stage_replaces_what_it_names_another_kind_of() -> None:
 def test_bad_graphs_are_refused_when_read(stages: list[dict[str, Any]], what: str) -> None:
     with pytest.raises(RecipeError, match=what):
         load_recipe(recipe(*stages))
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_selection_by_what_is_not_evaluated_is_refused_before_anything_trains(by_rows: bool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1), "domain": "sums"} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    further = str(tmp_path / "rows.jsonl") if by_rows else {"source": "task:words", "domain": "sums"}
+    stages = [{"name": "start"}, {"name": "a", "eval": {"prompts": 2, "further": further}}]
+    for domain in ("sums", "a"):
+        chosen = {"name": "b", "select": {"stage": "a"}, "prompts": {"source": "task:addition", "domain": domain}}
+        make_plan(load_recipe(recipe(*stages, chosen)))
+    other = {"name": "b", "select": {"stage": "a"}, "prompts": {"source": "task:sort", "domain": "sorts"}}
+    read = load_recipe(recipe(*stages[by_rows:], other))
+    for refused in (lambda: make_plan(read), lambda: opd.run(read, out=tmp_path / "run")):
+        with pytest.raises(
+            RecipeError, match=r"stages.b.select: stage 'a' does not evaluate sorts. Give it such prompts"
+        ):
+            refused()
+    assert not (tmp_path / "run").exists()
+    if by_rows:  # what was asked for can be done
+        assert opd.run(read, out=tmp_path / "run", until="a").summary["status"] == "partial"
 
 
 def test_which_stages_are_asked_for() -> None:
@@ -173,7 +195,7 @@ def test_domains_are_selected_by_what_an_earlier_stage_came_to() -> None:
     assert list(left.teachers) == ["a"]
     assert [source.domain for source in left.eval.further] == ["b"]
     assert narrowed(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.9})]) is None
-    with pytest.raises(RecipeError, match="has not evaluated b"):
+    with pytest.raises(RecipeError, match="does not evaluate b"):
         narrowed(stage, [result("one", {"a": 0.1}, {"a": 0.6})])
 
 

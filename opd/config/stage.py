@@ -314,6 +314,11 @@ class Stage(BaseModel):
         return [self.student.model] if self.student.merge is None else self.student.merge.reads()
 
     @property
+    def named_domains(self) -> list[str]:
+        """Those that its sources name."""
+        return list(dict.fromkeys(source.domain for source in self.prompts if source.domain is not None))
+
+    @property
     def keeps_hidden(self) -> bool:
         """Whether hidden states go into the store: what a stage that only scores is there for."""
         return self.store.hidden or not self.train.learn

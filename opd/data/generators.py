@@ -46,6 +46,10 @@ class TaskPrompts(GeneratedPrompts):
         except DataError as error:
             yield str(error)
 
+    @property
+    def only_domain(self) -> str | None:
+        return self.domain or get_task(self.address, **self.options).domain
+
     def open(self, opening: Opening) -> TaskSource:
         return TaskSource(get_task(self.address, **self.options), self.domain, opening.label)
 
@@ -54,6 +58,10 @@ class GymPrompts(GeneratedPrompts):
     """A reasoning-gym task, rewarded by its own scorer: `reasoning_gym:NAME`."""
 
     name = "reasoning_gym"
+
+    @property
+    def only_domain(self) -> str | None:
+        return self.domain or self.address
 
     def open(self, opening: Opening) -> GymSource:
         return GymSource(self.address, self.options, self.domain, opening.label)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from opd.errors import RecipeError
 from opd.settings import Choice, Fraction, Positive, Word
 
 
@@ -27,6 +28,15 @@ class SelectionRule(Choice):
     def chooses(self, values: Sequence[float]) -> bool:
         """Whether to train on a domain; `values`: its evaluations in that stage, from before the first step to after the last."""
         raise NotImplementedError
+
+    def require(self, stage: str, domains: Iterable[str], evaluated: Collection[str]) -> None:
+        """Refuse domains of a stage's prompts of which the earlier one says nothing."""
+        unknown = [domain for domain in domains if domain not in evaluated]
+        if unknown:
+            raise RecipeError(
+                f"stages.{stage}.select: stage {self.stage!r} does not evaluate {', '.join(unknown)}. Give it such prompts, or name "
+                "them in its eval.further."
+            )
 
 
 class Flattened(SelectionRule):

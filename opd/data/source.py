@@ -110,6 +110,11 @@ class PromptSource(Choice):
         return self
 
     @property
+    def only_domain(self) -> str | None:
+        """Of all its prompts, where the settings alone say so; None: rows may have their own."""
+        return None
+
+    @property
     def address(self) -> str:
         """The source without the prefix that chose the class."""
         return self.source.removeprefix(f"{self.name}:") if self.prefixed else self.source

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opd.config import Stage
-from opd.errors import RecipeError
+from opd.config import Recipe, Stage
 from opd.runner.results import StageResult
+
+
+def require_selections(recipe: Recipe) -> None:
+    """Refuse a stage that selects by evaluations which there will not be, where the recipe alone shows it."""
+    named = {stage.name: stage for stage in recipe.stages}
+    for stage in recipe.stages:
+        if stage.select is not None:
+            earlier = named[stage.select.stage]
+            evaluated = [source.only_domain for source in (*earlier.prompts, *earlier.eval.further)]
+            if None not in evaluated:  # else rows say what they are of
+                stage.select.require(stage.name, stage.named_domains, evaluated)
 
 
 def narrowed(stage: Stage, results: Sequence[StageResult]) -> Stage | None:
@@ -14,14 +24,9 @@ def narrowed(stage: Stage, results: Sequence[StageResult]) -> Stage | None:
     if stage.select is None:
         return stage
     earlier = next(result for result in results if result.name == stage.select.stage)
-    domains = list(dict.fromkeys(source.domain for source in stage.prompts if source.domain is not None))
-    values = {domain: _values(earlier, domain) for domain in domains}
-    unknown = [domain for domain, found in values.items() if not found]
-    if unknown:
-        raise RecipeError(
-            f"stages.{stage.name}.select: stage {earlier.name!r} has not evaluated {', '.join(unknown)}. Give it such prompts, or "
-            "name them in its eval.further."
-        )
+    domains = stage.named_domains
+    values = {domain: found for domain in domains if (found := _values(earlier, domain))}
+    stage.select.require(stage.name, domains, values)
     dropped = {domain for domain, found in values.items() if not stage.select.chooses(found)}
     if len(dropped) == len(domains):
         return None

@@ -201,6 +201,7 @@ class Pipeline:
         self.live.enter(spec.name, result.steps, run)
         try:
             with plugin_errors(), explain_memory(lambda: self._phase):
+                self._require_evaluated(run)
                 self._compare(run, result)
                 self._before(run, result)
                 self._train(run, result, saved)
@@ -217,6 +218,12 @@ class Pipeline:
             run.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._begun
+
+    def _require_evaluated(self, run: StageRun) -> None:
+        """By stages that select by what this one comes to: told before it trains."""
+        for later in self._recipe.stages:
+            if later.name in self._chosen and later.select is not None and later.select.stage == run.spec.name:
+                later.select.require(later.name, later.named_domains, run.questions)
 
     def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""

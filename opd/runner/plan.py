@@ -57,6 +57,7 @@ class Plan:
     sizes: str = ""
     fused: str = ""  # parts of the student's layers that are one kernel each
     unfused: str = ""  # why a GPU has none
+    evaluated: tuple[str, ...] = ()  # domains with held-out prompts
 
     def lines(self) -> list[str]:
         size = sum(self.memory.values())
@@ -90,13 +91,17 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> list[Plan]:
-    plans, asked, models = [], dict[str, list[PromptSource]](), PlannedModels()
+    plans: list[Plan] = []
+    asked, models = dict[str, list[PromptSource]](), PlannedModels()
     with plugin_errors():
         for stage in recipe.stages:
             # of a stage whose rollouts are taken up again, what it asks is all that is known yet
             prompts = [one for source in stage.prompts for one in asked.get(source.source, [source])]
             asked[STAGE_PREFIX + stage.name] = prompts
             models.add(stage)
+            if stage.select is not None:
+                earlier = next(plan for plan in plans if plan.stage == stage.select.stage)
+                stage.select.require(stage.name, stage.named_domains, earlier.evaluated)
             plans.append(_plan(stage.model_copy(update={"prompts": prompts}), models.resolve))
     return plans
 
@@ -121,7 +126,7 @@ def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
         rollouts_per_step=rollouts, memory=memory(stage, precision, ModelShape.of(config, student), trained, here, longest), elsewhere=held,
         pool=stage.pool.describe(list(paged_sizes(stage, _usual(stage, checked.device), _shapes(resolve)).values()), str(checked.device)), ahead=_ahead(stage),
         sizes=sizes_in_words(stage), fused=fuse_layers(empty_model(config)) if kernels_on(checked.device) else "",
-        unfused=why_stock(checked.device),
+        unfused=why_stock(checked.device), evaluated=tuple(inputs.questions),
     )  # fmt: skip
 
 

@@ -133,6 +133,7 @@ def _start(
     try:
         from opd.runner.inputs import inputs_of
         from opd.runner.merges import require_merges
+        from opd.runner.narrowing import require_selections
 
         if not (earlier or selection.anew):  # else the first stage may be one of others
             interpreters.begin_for(recipe.stages[0])
@@ -146,6 +147,7 @@ def _start(
             None if quiet else console.print(line, highlight=False)
 
         with plugin_errors():
+            require_selections(placed)
             require_merges(placed)
             inputs = inputs_of(placed.stages, say, lock.directory)
         with disk_errors(lock.directory, lambda: "start again."):
