@@ -17,11 +17,11 @@ from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.data.selection import Flattened, ScoreBetween
 from opd.errors import RecipeError, UserError
 from opd.evaluation import Measures
-from opd.files import line_of
+from opd.files import line_of, read_sealed, write_sealed
 from opd.runner.given import with_rewards
-from opd.runner.narrowing import narrowed
+from opd.runner.narrowing import narrowed, selected
 from opd.runner.plan import make_plan
-from opd.runner.results import StageResult
+from opd.runner.results import Selected, StageResult
 from opd.runner.reuse import EarlierStages, _take, reuse_stages, stage_keys
 from opd.runner.story import story_lines, story_of
 from opd.version import source_hash, this_version
@@ -189,14 +189,19 @@ def test_domains_are_selected_by_what_an_earlier_stage_came_to() -> None:
     stage = load_recipe(
         recipe({"name": "one"}, second, prompts=prompts, teachers={"t": {"model": "z", "domains": ["a", "b"]}})
     ).stages[1]
-    left = narrowed(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.6}, {"a": 0.6, "b": 0.9})])
-    assert left is not None
+    chosen = selected(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.6}, {"a": 0.6, "b": 0.9})])
+    assert chosen == Selected("one", ["a"], ["b"])
+    assert chosen.in_words() == "trains on a; b is left out, by what one came to"
+    assert Selected("one", ["a", "b"], []).in_words() == "trains on a, b; nothing is left out, by what one came to"
+    left = narrowed(stage, chosen.left_out)
     assert [source.domain for source in left.prompts] == ["a"]
     assert list(left.teachers) == ["a"]
     assert [source.domain for source in left.eval.further] == ["b"]
-    assert narrowed(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.9})]) is None
+    none = selected(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.9})])
+    assert none == Selected("one", [], ["a", "b"])
+    assert selected(load_recipe(recipe({"name": "one"})).stages[0], []) is None
     with pytest.raises(RecipeError, match="does not evaluate b"):
-        narrowed(stage, [result("one", {"a": 0.1}, {"a": 0.6})])
+        selected(stage, [result("one", {"a": 0.1}, {"a": 0.6})])
 
 
 def test_the_story_tells_what_was_gained_lost_and_kept() -> None:
@@ -335,7 +340,13 @@ def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
     for stage, model in (("polish", one), ("merged", str(where / "merged/merged"))):
         assert load_recipe(recipe({"name": "x"}, student=f"run:{where}#{stage}")).stages[0].student.model == model
     assert opd.resume(where, only="end").summary["status"] == "partial"
-    assert opd.resume(where).summary["status"] == "done"
+    done = opd.resume(where)
+    assert done.summary["status"] == "done"
+    assert [chapter["stage"] for chapter in done.summary["story"]] == ["one", "polish", "merged", "last", "end"]
+    log = (where / "log.txt").read_text(encoding="utf-8")
+    assert "polish, from stage:one" in log
+    for model in ("stage:one", "merged/merged"):
+        assert f"passed over: no domain is chosen by what one came to; what comes out of it is {model}" in log
     steps: list[int] = []
     opd.resume(where, on_step=lambda run, line: steps.append(run.step))
     assert steps == []
@@ -343,3 +354,30 @@ def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
     assert second.summary["status"] == "done"
     assert (tmp_path / "second/checkpoints/merged/reused.json").exists()
     assert opd.resume(tmp_path / "second").summary["status"] == "done"
+    assert [chapter["stage"] for chapter in second.summary["story"]] == ["one", "polish", "merged", "last", "end"]
+    (where / "summary.json").unlink()
+    for name in ("polish", "merged"):  # as runs wrote it that did not note why
+        ended = read_sealed(where / f"checkpoints/{name}/result.json")
+        for key in ("selected", "passed_over"):
+            del ended["result"][key]
+        write_sealed(where / f"checkpoints/{name}/result.json", ended)
+    told = story_lines(opd.resume(where).summary["story"])
+    assert told[told.index("polish, from stage:one") + 1] == "  passed over; what comes out of it is stage:one"
+
+
+def test_what_is_selected_is_told(tmp_path: Path) -> None:
+    """When the stage begins, and in the story; by a run that was resumed, too."""
+    prompts = [{"source": "task:addition", "domain": "a"}, {"source": "task:sort", "domain": "b"}]
+    stages = [{"name": "one"}, {"name": "polish", "select": {"stage": "one", "kind": "score", "most": 0.5}}]
+    models = {"student": save_tiny(tmp_path / "student"), "teachers": {"t": save_tiny(tmp_path / "teacher", seed=1)}}
+    rewards = {"a": lambda sample: 0.0, "b": lambda sample: 1.0}
+    where, words = tmp_path / "run", "trains on a; b is left out, by what one came to"
+    run = opd.run(recipe(*stages, prompts=prompts, **models), out=where, rewards=rewards)
+    assert run.summary["story"][1]["selected"] == {"by": "one", "chosen": ["a"], "left_out": ["b"]}
+    log = (where / "log.txt").read_text(encoding="utf-8")
+    assert f"polish: {words}\n" in log
+    assert "polish, from stage:one\n" in log
+    assert log.count(words) == 2
+    assert list(run.summary["stages"][1]["evals"]) == ["a", "b"]
+    (where / "summary.json").unlink()
+    assert opd.resume(where, rewards=rewards).summary["story"] == run.summary["story"]

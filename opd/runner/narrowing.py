@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from opd.config import Recipe, Stage
-from opd.runner.results import StageResult
+from opd.runner.results import Selected, StageResult
 
 
 def require_selections(recipe: Recipe) -> None:
@@ -14,22 +14,26 @@ def require_selections(recipe: Recipe) -> None:
     for stage in recipe.stages:
         if stage.select is not None:
             earlier = named[stage.select.stage]
-            evaluated = [source.only_domain for source in (*earlier.prompts, *earlier.eval.further)]
-            if None not in evaluated:  # else rows say what they are of
+            sources = (*earlier.prompts, *earlier.eval.further)
+            evaluated = [source.only_domain for source in sources if source.only_domain is not None]
+            if len(evaluated) == len(sources):  # else rows say what they are of
                 stage.select.require(stage.name, stage.named_domains, evaluated)
 
 
-def narrowed(stage: Stage, results: Sequence[StageResult]) -> Stage | None:
-    """The stage with what is left of its prompts and teachers; None: nothing is chosen."""
+def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
+    """What an earlier stage's evaluations choose of its domains; None: nobody is asked."""
     if stage.select is None:
-        return stage
+        return None
     earlier = next(result for result in results if result.name == stage.select.stage)
     domains = stage.named_domains
     values = {domain: found for domain in domains if (found := _values(earlier, domain))}
     stage.select.require(stage.name, domains, values)
-    dropped = {domain for domain, found in values.items() if not stage.select.chooses(found)}
-    if len(dropped) == len(domains):
-        return None
+    chosen = [domain for domain, found in values.items() if stage.select.chooses(found)]
+    return Selected(earlier.name, chosen, [domain for domain in domains if domain not in chosen])
+
+
+def narrowed(stage: Stage, dropped: Collection[str]) -> Stage:
+    """The stage with what is left of its prompts and teachers; what is dropped is measured all the same."""
     measured = [*stage.eval.further, *(source for source in stage.prompts if source.domain in dropped)]
     changes = {
         "prompts": [source for source in stage.prompts if source.domain not in dropped],
@@ -46,7 +50,7 @@ def _values(result: StageResult, domain: str) -> list[float]:
     return [value for value in known if value is not None]
 
 
-def _teachers(stage: Stage, dropped: set[str]) -> dict[str, object]:
+def _teachers(stage: Stage, dropped: Collection[str]) -> dict[str, object]:
     """Without those that have nothing left to score."""
     kept: dict[str, object] = {}
     for name, kind in stage.teachers.items():

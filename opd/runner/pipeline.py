@@ -25,7 +25,7 @@ from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
 from opd.runner.merges import merge_start, merged_directory
-from opd.runner.narrowing import narrowed
+from opd.runner.narrowing import narrowed, selected
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, watched
@@ -177,7 +177,7 @@ class Pipeline:
             if standing.checkpoint is not None and not (standing.output.parent / REUSED).exists():  # else elsewhere
                 self._consumed = read_state(standing.output)["rollouts"]
             return
-        if (chosen := narrowed(spec, self._results)) is None:
+        if (chosen := self._select(spec, result)) is None:
             return self._pass_over(spec, result)
         spec = chosen
         if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
@@ -219,6 +219,16 @@ class Pipeline:
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._begun
 
+    def _select(self, spec: Stage, result: StageResult) -> Stage | None:
+        """The stage with those domains alone that are chosen, which is said; None: there are none."""
+        result.selected = selected(spec, self._results)
+        if result.selected is None:
+            return spec
+        if not result.selected.chosen:
+            return None
+        self._progress.say(f"{spec.name}: {result.selected.in_words()}")
+        return narrowed(spec, result.selected.left_out)
+
     def _require_evaluated(self, run: StageRun) -> None:
         """By stages that select by what this one comes to: told before it trains."""
         for later in self._recipe.stages:
@@ -227,12 +237,13 @@ class Pipeline:
 
     def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
-        assert spec.select is not None
+        assert result.selected is not None
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
+        result.passed_over = spec.student.model
         if self.world.leads:
             write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
-        self._progress.say(f"{spec.name}: no domain is chosen by what {spec.select.stage} came to: passed over")
+        self._progress.say(f"{spec.name}: {result.selected.in_words()}: passed over")
 
     def _merge(self, spec: Stage) -> None:
         """The model that the stage starts from, where it is made of others."""

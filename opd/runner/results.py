@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +17,23 @@ from opd.text import cell, plain
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
-         "plateau", "history", "skipped", "start")  # fmt: skip
+         "plateau", "history", "skipped", "start", "passed_over")  # fmt: skip
+
+
+class Selected(NamedTuple):
+    """What `select` made of a stage's domains."""
+
+    by: str  # the stage whose evaluations decided
+    chosen: list[str]
+    left_out: list[str]
+
+    def in_words(self) -> str:
+        if not self.chosen:
+            return f"no domain is chosen by what {self.by} came to"
+        rest = (
+            f"{', '.join(self.left_out)} {'are' if len(self.left_out) > 1 else 'is'}" if self.left_out else "nothing is"
+        )
+        return f"trains on {', '.join(self.chosen)}; {rest} left out, by what {self.by} came to"
 
 
 @dataclass
@@ -39,6 +55,8 @@ class StageResult:
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0  # prompts that could not be used
     start: list[dict[str, Any]] = field(default_factory=list)  # every teacher beside the student, before the first step
+    selected: Selected | None = None  # None: the recipe does not ask for it, or the run is from before it was noted
+    passed_over: str | None = None  # nothing was chosen to train on: the model that it hands on, as the recipe names it
 
     def note_evaluation(self, step: int, measures: Mapping[str, Measures], value: float | None) -> bool:
         """Remember an evaluation; True when it is the best so far."""
@@ -89,7 +107,10 @@ class StageResult:
             name: {key: found.to_json() for key, found in measures.items()} for name, measures in self.teachers.items()
         }
         best = self.best.name if self.best else None
-        return {**{name: getattr(self, name) for name in PLAIN}, **tables, "teachers": teachers, "best": best}
+        selected = None if self.selected is None else self.selected._asdict()
+        return {
+            **{name: getattr(self, name) for name in PLAIN}, **tables, "teachers": teachers, "best": best, "selected": selected,
+        }  # fmt: skip
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], folder: Path) -> StageResult:
@@ -101,6 +122,7 @@ class StageResult:
             for name, measures in state["teachers"].items()
         }
         result.best = folder / state["best"] if state["best"] else None
+        result.selected = Selected(**found) if (found := state.get("selected")) else None
         return result
 
     def _domain(self, domain: str) -> dict[str, Any]:

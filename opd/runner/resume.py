@@ -107,7 +107,9 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
     whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
     if ended is not None and ended["checkpoint"] is None:
-        found = _passed_over(folder, StageResult.restored(ended["result"], folder), say)
+        passed = StageResult.restored(ended["result"], folder)
+        passed.passed_over = ended["passed_over"]  # earlier runs do not say so in the result
+        found = _passed_over(folder, passed, say)
     elif ended is not None:
         output = folder / ended["checkpoint"]
         if output not in whole:

@@ -9,9 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from opd.config import Recipe
+from opd.config.stage import MERGED
 from opd.evaluation import Measures
 from opd.files import json_text, lines_checked, read_lines, write_whole
-from opd.runner.results import StageResult, results_table
+from opd.runner.merges import FOLDER
+from opd.runner.results import Selected, StageResult, results_table
 from opd.runner.watching import MONITORS
 from opd.text import plain
 
@@ -58,7 +60,7 @@ def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Ite
 
 
 def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:
-    """Of a pipeline: one chapter per stage that was measured before and after; a stage that has not ended has none yet."""
+    """Of a pipeline: one chapter per stage that was measured before and after, or passed over; one that has not ended has none yet."""
     if len(recipe.stages) < 2:
         return []
     starts = {stage.name: stage.starts for stage in recipe.stages}
@@ -69,9 +71,20 @@ def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, A
             for domain, before in result.before.items()
             if (after := result.after.get(domain)) and before.value is not None and after.value is not None
         }
-        if changes:
-            found.append({"stage": result.name, "from": starts[result.name], "domains": _sorted_out(changes)})
+        if not changes and result.passed_over is None:
+            continue
+        chapter = {"stage": result.name, "from": starts[result.name], "domains": _sorted_out(changes)}
+        if result.selected is not None:
+            chapter["selected"] = result.selected._asdict()
+        if result.passed_over is not None:
+            chapter["passed_over"] = _handed_on(result.passed_over)
+        found.append(chapter)
     return found
+
+
+def _handed_on(start: str) -> str:
+    """What comes out of a stage that was passed over: the model of a stage before, or one that lies somewhere."""
+    return f"{FOLDER}/{start.removeprefix(MERGED)}" if start.startswith(MERGED) else start
 
 
 def _noise(before: Measures, after: Measures) -> float:
@@ -96,6 +109,12 @@ def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["the story: pass@1 before and after each stage"]
     for chapter in story:
         lines.append(f"{plain(chapter['stage'])}, from {plain(', '.join(chapter['from']))}")
+        chosen = plain(Selected(**chapter["selected"]).in_words()) if "selected" in chapter else ""
+        if "passed_over" in chapter:
+            why = f": {chosen}" if chosen else ""  # runs from before it was noted do not know
+            lines.append(f"  passed over{why}; what comes out of it is {plain(chapter['passed_over'])}")
+        elif chosen:
+            lines.append(f"  {chosen}")
         for what in ("gained", "lost", "kept"):
             told = [
                 f"{plain(domain)} {found['before']:.1%} to {found['after']:.1%} ({found['after'] - found['before']:+.1%})"
