@@ -145,6 +145,27 @@ def test_a_drawing_names_every_stage_and_what_passes_between_them() -> None:
     assert "some/mod#39;el" in odd
 
 
+def test_a_drawing_says_when_a_stage_ends() -> None:
+    rules = [
+        {"kind": "patience", "patience": 2},
+        {"kind": "target", "of_teacher": 0.98},
+        {"kind": "target", "value": 0.5},
+    ]
+    stages = [
+        {"name": f"s{number}", "eval": {"every": 1, "prompts": 2, "teachers": True, "early_stop": rule}}
+        for number, rule in enumerate(rules)
+    ]
+    tokens = {"name": "s3", "train": {"steps": 50, "tokens": 200}}
+    text = mermaid(load_recipe(recipe(*stages, tokens)))
+    ends = re.findall(r'"s[0-9]: direct, (.*)"]', text)
+    assert ends == [
+        "1 steps or 2 evaluations without a better one",
+        "1 steps or 0.98 of the teachers",
+        "1 steps or a score of 0.5",
+        "50 steps or 200 tokens",
+    ]
+
+
 def test_the_command_line_draws_and_refuses() -> None:
     found = CliRunner().invoke(cli.app, ["graph", "labs/two-rounds", "stages.merged-1.train.steps=7"])
     assert found.exit_code == 0

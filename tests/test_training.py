@@ -264,6 +264,16 @@ def test_a_stage_stops_once_it_is_good_enough(
     assert "early stop after step 2" in (run.directory / "log.txt").read_text()
 
 
+def test_a_stage_that_has_had_its_tokens_says_so(models: dict[str, str], tmp_path: Path) -> None:
+    run = opd.run(recipe(models, eval={"prompts": 0}, train={"steps": 50, "tokens": 30}), out=tmp_path / "run")
+    (stage,) = run.summary["stages"]
+    assert stage["steps"] < 50
+    told = f"main: early stop after step {stage['steps']}; {stage['tokens']:,} response tokens, of train.tokens 30\n"
+    assert told in (run.directory / "log.txt").read_text()
+    whole = opd.run(recipe(models, eval={"prompts": 0}, train={"steps": 1, "tokens": 1}), out=tmp_path / "whole")
+    assert "early stop" not in (whole.directory / "log.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("settings", "history", "stops"),
     [

@@ -9,6 +9,7 @@ from opd.config.stage import Recipe, Stage
 from opd.errors import RecipeError
 from opd.settings import nearest
 
+LONGEST = 160  # characters of a drawing's texts
 STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 
 
@@ -164,9 +165,12 @@ def mermaid(recipe: Recipe) -> str:
 
 def _title(stage: Stage) -> str:
     forms = ", ".join(dict.fromkeys(term.name for term in stage.objective))
-    return f"{stage.name}: {forms}, {stage.train.steps} steps"
+    ends = [f"{stage.train.steps} steps"]
+    ends += [] if stage.train.tokens is None else [f"{stage.train.tokens} tokens"]
+    ends += [] if stage.eval.early_stop is None else [stage.eval.early_stop.in_words()]
+    return f"{stage.name}: {forms}, {' or '.join(ends)}"
 
 
 def _quoted(text: str) -> str:
     """Within double quotes, where Mermaid reads entities."""
-    return "".join(char if char.isalnum() or char in " _-.,:/@+" else f"#{ord(char)};" for char in text[:80])
+    return "".join(char if char.isalnum() or char in " _-.,:/@+" else f"#{ord(char)};" for char in text[:LONGEST])

@@ -49,6 +49,10 @@ class StopRule(Choice):
     def should_stop(self, history: EvaluationHistory) -> bool:
         raise NotImplementedError
 
+    def in_words(self) -> str:
+        """What it waits for, in a few words for a drawing."""
+        return self.name
+
 
 class Patience(StopRule):
     """Nothing better for a while."""
@@ -59,6 +63,9 @@ class Patience(StopRule):
 
     def should_stop(self, history: EvaluationHistory) -> bool:
         return history.plateau(self.patience)
+
+    def in_words(self) -> str:
+        return f"{self.patience} evaluation{'s' * (self.patience > 1)} without a better one"
 
 
 class Target(StopRule):
@@ -81,6 +88,9 @@ class Target(StopRule):
         if goal is None and history.teacher is not None:
             goal = (1.0 if self.of_teacher is None else self.of_teacher) * history.teacher
         return goal is not None and history.best is not None and history.best >= goal
+
+    def in_words(self) -> str:
+        return f"a score of {self.value:g}" if self.value is not None else f"{self.of_teacher or 1:g} of the teachers"
 
     def refuse(self, view: StageView) -> Iterable[str]:
         if self.value is None and not (view.teachers_evaluated and "teacher" in view.roles):

@@ -285,10 +285,13 @@ class Pipeline:
             result.skipped, self.live.step = run.stream.skipped, result.steps
             saved.step_ended(metrics)
             enough = self._close_step(run, result, saved)
-        if enough and result.steps < run.spec.train.steps:
-            self._progress.say(
-                f"{run.spec.name}: early stop after step {result.steps}; the best {run.spec.eval.metric} was at step {result.best_step}"
+        if result.steps < run.spec.train.steps:
+            why = (
+                f"the best {run.spec.eval.metric} was at step {result.best_step}"
+                if enough
+                else f"{result.tokens:,} response tokens, of train.tokens {run.spec.train.tokens:,}"
             )
+            self._progress.say(f"{run.spec.name}: early stop after step {result.steps}; {why}")
 
     def _say_taken_up(self, run: StageRun, step: int) -> None:
         found = run.trajectories
