@@ -145,6 +145,19 @@ def test_a_drawing_names_every_stage_and_what_passes_between_them() -> None:
     assert "some/mod#39;el" in odd
 
 
+def test_a_drawing_tells_a_merge_from_its_base() -> None:
+    merges = [
+        {"kind": "ties", "base": "tiny/generalist", "models": ["stage:a", "tiny/arithmetic"]},
+        {"kind": "ties", "base": "stage:a", "models": ["stage:b"]},
+    ]
+    stages = [{"name": name, "student": {"merge": merge}} for name, merge in zip("bc", merges, strict=True)]
+    text = mermaid(load_recipe(recipe({"name": "a"}, *stages, teachers={"t": "tiny/sorting"})))
+    into = {stage: re.findall(rf'(\w+) -\.?->\|"([a-z]+)"\| {stage}', text) for stage in ("s0", "s1", "s2")}
+    assert into["s0"] == [("m0", "starts")]
+    assert into["s1"] == [("s0", "merged"), ("m0", "base"), ("m2", "merged")]
+    assert into["s2"] == [("s0", "base"), ("s1", "merged")]
+
+
 def test_a_drawing_says_when_a_stage_ends() -> None:
     rules = [
         {"kind": "patience", "patience": 2},

@@ -29,8 +29,7 @@ def edges(stage: Stage) -> list[Edge]:
 
 
 def _every(stage: Stage) -> Iterator[Edge]:
-    start = "starts" if stage.student.merge is None else "merged"
-    yield from (Edge(_name(model), "student", start) for model in stage.starts)
+    yield from (Edge(_name(model), "student", _start_label(stage, model)) for model in stage.starts)
     for name, kind in stage.teachers.items():
         yield from (Edge(_name(ref.model), f"teachers.{name}", f"teaches {name}") for ref in kind.reads())
         yield from (Edge(_name(run), f"teachers.{name}.run", f"scores as {name}", True) for run in kind.earlier())
@@ -40,6 +39,11 @@ def _every(stage: Stage) -> Iterator[Edge]:
         yield Edge(_name(source.source), f"eval.further.{number}.source", "questions", True)
     if stage.select is not None:
         yield Edge(stage.select.stage, "select.stage", "selects prompts")
+
+
+def _start_label(stage: Stage, model: str) -> str:
+    merge = stage.student.merge
+    return "starts" if merge is None else "base" if model == merge.start else "merged"
 
 
 def _name(address: str) -> str:
@@ -150,7 +154,7 @@ def mermaid(recipe: Recipe) -> str:
         }
         for name, labels in by_stage.items():
             drawn.append(f'  {numbers[name]} -->|"{_quoted(", ".join(dict.fromkeys(labels)))}"| {here}')
-        models = [(model, "starts") for model in stage.starts]
+        models = [(model, _start_label(stage, model)) for model in stage.starts]
         models += [(ref.model, f"teaches {name}") for name, kind in stage.teachers.items() for ref in kind.reads()]
         by_model: dict[str, list[str]] = {}
         for model, label in models:
