@@ -172,6 +172,12 @@ def test_a_run_starts_from_a_merge_and_a_later_stage_from_a_merge_of_stages(
     end = arrays(tmp_path / "run/checkpoints/one/step-000001")
     same(arrays(tmp_path / "run/merged/both"), {name: (end[name] + two[name]) / 2 for name in one})
     assert run.summary["status"] == "done"
+    again = opd.run(tmp_path / "run/resolved.yaml", out=tmp_path / "again", reuse=[tmp_path / "run"])
+    assert again.summary["status"] == "done"
+    for name in ("one", "both"):
+        there, here = (tmp_path / where / f"merged/{name}/model.safetensors" for where in ("run", "again"))
+        assert here.samefile(there)
+    assert sorted(path.name for path in (tmp_path / "again/merged").iterdir()) == ["both", "one"]
     resolved = load_recipe(tmp_path / "run/resolved.yaml").stages
     assert [stage.student.model for stage in resolved] == ["merge:one", "merge:both"]
     further = load_recipe(recipe({"merge": {"models": ["a"]}}, "t", stages=[{"name": "one"}, {"name": "two"}])).stages[

@@ -105,10 +105,11 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
         if checkpoint is not None and (folder / checkpoint).is_dir():
             verify_checkpoint(folder / checkpoint)
             shutil.copytree(folder / checkpoint, partial / checkpoint, copy_function=_linked)
-    if (ended.get("passed_over") or "").startswith(MERGED):  # its output is the merge itself
-        shutil.copytree(
-            merged_directory(run.directory, there), merged_directory(directory, name), copy_function=_linked
-        )
+    merged, only_merged = merged_directory(run.directory, there), (ended.get("passed_over") or "").startswith(MERGED)
+    if merged.is_dir() or only_merged:  # then its output is the merge itself
+        where = merged_directory(directory, name)
+        shutil.copytree(merged, unfinished := where.with_name(f".{name}.partial"), copy_function=_linked)
+        unfinished.rename(where)
     for file in LINES:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
