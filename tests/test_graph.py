@@ -399,6 +399,37 @@ def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
     assert told[told.index("polish, from stage:one") + 1] == "  passed over; what comes out of it is stage:one"
 
 
+def test_what_is_finished_is_run_again_and_kept_by_another_run_alone(tmp_path: Path) -> None:
+    """`resume` says so of a stage that is named, and of inputs that have changed; what it advises works."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": "1"}) + "\n" for number in range(40)))
+    stages = [{"name": "one"}, {"name": "two", "prompts": str(rows)}]
+    models = {"student": save_tiny(tmp_path / "student"), "teachers": {"t": save_tiny(tmp_path / "teacher", seed=1)}}
+    where = tmp_path / "run"
+    opd.run(recipe(*stages, **models), out=where, until="one")
+    with pytest.raises(UserError, match=r"--only 'one': finished in .*run: one. To run it again"):
+        opd.resume(where, only="one")
+    text = rows.read_text()
+    rows.write_text(text.replace("1+1", "1+2"))
+    again = f"opd run {where}/resolved.yaml --reuse {where}"
+    with pytest.raises(UserError, match=rf"rows.jsonl .prompts. has changed.* start a new run: {again}$"):
+        opd.resume(where)
+    told = CliRunner().invoke(cli.app, [*again.split()[1:], "--out", str(tmp_path / "other")], catch_exceptions=False)
+    assert told.exit_code == 0
+    reused = [(tmp_path / f"other/checkpoints/{name}/reused.json").exists() for name in ("one", "two")]
+    assert reused == [True, False]
+    rows.write_text(text)
+    assert opd.resume(where, start="two").summary["status"] == "done"
+    for asked in ({"only": "two"}, {"start": "two"}):
+        with pytest.raises(UserError, match=rf"finished in .*run: two. .*{again} --from two$"):
+            opd.resume(where, **asked)
+    assert opd.resume(where).summary["status"] == opd.resume(where, until="one").summary["status"] == "done"
+    kept = opd.run(
+        recipe(*stages, **models), out=where, resume=True, only="two"
+    )  # as a job script calls it, again and again
+    assert kept.summary["status"] == "done"
+
+
 def test_what_is_selected_is_told(tmp_path: Path) -> None:
     """When the stage begins, and in the story; by a run that was resumed, too."""
     prompts = [{"source": "task:addition", "domain": "a"}, {"source": "task:sort", "domain": "b"}]

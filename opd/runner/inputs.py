@@ -54,8 +54,8 @@ def inputs_of(
     return found
 
 
-def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> None:
-    """Refuse a stage whose inputs are not those the run began with."""
+def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, *, reuse: bool = False) -> None:
+    """Refuse a stage whose inputs are not those the run began with. `reuse`: another run can take over what is finished."""
     recorded = {_inside(name, directory): facts for name, facts in recorded.items()}
     changed = [
         f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
@@ -71,7 +71,7 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path) -> 
         raise RunDirectoryError(
             f"stage {stage!r}: these inputs have changed since {directory} was started: {'; '.join(changed[:5])}"
             f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Restore them, or start a new run: "
-            f"opd run {directory / 'resolved.yaml'}"
+            f"opd run {directory / 'resolved.yaml'}{f' --reuse {directory}' if reuse else ''}"
         )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
+from opd.config.runs import RESULT
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, lines_checked
@@ -162,8 +163,9 @@ class Pipeline:
             )
             return
         now = inputs_of(stages, self._progress.say, self._directory, hub=False)
+        reuse = not self._recipe.plugins and any(self._directory.glob(f"checkpoints/*/{RESULT}"))
         for stage in stages:
-            check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory)
+            check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory, reuse=reuse)
 
     # One stage
 

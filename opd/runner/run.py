@@ -190,7 +190,8 @@ def resume(
     quiet: bool = True,
     console: Console | None = None,
 ) -> Run:
-    """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is.
+    """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is; one
+    of which `only` or `start` names stages that are all finished is refused.
 
     `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished. Callbacks are those of `run`; the run
     does not remember which it had. `rewards` are the Python callables that it was begun with, if it was.
@@ -206,8 +207,24 @@ def resume(
             return _follow(world, rewards)
         with RunLock(found.directory) as lock:
             selection = ChosenStages(only, start, until)
+            if selection.anew:
+                _require_unfinished(lock.directory, selection)
             _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world, selection)
     return found
+
+
+def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
+    """Refuse stages asked for by name of which none is left to do: a run does nothing twice."""
+    from opd.config.runs import RESULT
+
+    recipe = verified_recipe(directory)
+    names = selection.names(recipe)
+    if all((directory / "checkpoints" / name / RESULT).is_file() for name in names):
+        others = "" if recipe.plugins else f" --reuse {directory} --from {names[0]}"  # whose code no key covers
+        raise RunDirectoryError(
+            f"--{'from' if selection.only is None else 'only'} {names[0]!r}: finished in {directory}: {', '.join(names)}. To run "
+            f"{'it' if len(names) == 1 else 'them'} again, start a new run: opd run {directory / 'resolved.yaml'}{others}"
+        )
 
 
 def _go_on(
