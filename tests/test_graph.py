@@ -227,13 +227,16 @@ def test_domains_are_selected_by_what_an_earlier_stage_came_to() -> None:
     assert chosen == Selected("one", ["a"], ["b"])
     assert chosen.in_words() == "trains on a; b is left out, by what one came to"
     assert Selected("one", ["a", "b"], []).in_words() == "trains on a, b; nothing is left out, by what one came to"
-    left = narrowed(stage, chosen.left_out)
+    left = narrowed(stage, chosen)
+    assert left is not None
     assert [source.domain for source in left.prompts] == ["a"]
     assert list(left.teachers) == ["a"]
     assert [source.domain for source in left.eval.further] == ["b"]
     none = selected(stage, [result("one", {"a": 0.1, "b": 0.1}, {"a": 0.6, "b": 0.9})])
     assert none == Selected("one", [], ["a", "b"])
-    assert selected(load_recipe(recipe({"name": "one"})).stages[0], []) is None
+    assert narrowed(stage, none) is None
+    first = load_recipe(recipe({"name": "one"})).stages[0]
+    assert narrowed(first, selected(first, [])) is first
     with pytest.raises(RecipeError, match="does not evaluate b"):
         selected(stage, [result("one", {"a": 0.1}, {"a": 0.6})])
 

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.runs import RESULT
 from opd.config.stage import MERGED
 from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
@@ -54,8 +55,8 @@ def inputs_of(
     return found
 
 
-def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, *, reuse: bool = False) -> None:
-    """Refuse a stage whose inputs are not those the run began with. `reuse`: another run can take over what is finished."""
+def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, plugins: Sequence[str] = ()) -> None:
+    """Refuse a stage whose inputs are not those the run began with. With plugins, no other run takes over what is finished."""
     recorded = {_inside(name, directory): facts for name, facts in recorded.items()}
     changed = [
         f"{name} ({facts['for']}) {_difference(facts, now.get(name))}"
@@ -68,10 +69,11 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, *, 
         if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
     ]
     if changed:
+        reuse = f" --reuse {directory}" if not plugins and any(directory.glob(f"checkpoints/*/{RESULT}")) else ""
         raise RunDirectoryError(
             f"stage {stage!r}: these inputs have changed since {directory} was started: {'; '.join(changed[:5])}"
             f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Restore them, or start a new run: "
-            f"opd run {directory / 'resolved.yaml'}{f' --reuse {directory}' if reuse else ''}"
+            f"opd run {directory / 'resolved.yaml'}{reuse}"
         )
 
 

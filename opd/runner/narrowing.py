@@ -20,6 +20,13 @@ def require_selections(recipe: Recipe) -> None:
                 stage.select.require(stage.name, stage.named_domains, evaluated)
 
 
+def require_evaluated(recipe: Recipe, chosen: Collection[str], stage: str, evaluated: Collection[str]) -> None:
+    """The same of those to be carried out that select by a stage which is about to train."""
+    for later in recipe.stages:
+        if later.name in chosen and later.select is not None and later.select.stage == stage:
+            later.select.require(later.name, later.named_domains, evaluated)
+
+
 def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
     """What an earlier stage's evaluations choose of its domains; None: nobody is asked."""
     if stage.select is None:
@@ -32,8 +39,13 @@ def selected(stage: Stage, results: Sequence[StageResult]) -> Selected | None:
     return Selected(earlier.name, chosen, [domain for domain in domains if domain not in chosen])
 
 
-def narrowed(stage: Stage, dropped: Collection[str]) -> Stage:
-    """The stage with what is left of its prompts and teachers; what is dropped is measured all the same."""
+def narrowed(stage: Stage, found: Selected | None) -> Stage | None:
+    """The stage with what is left of its prompts and teachers, measured on the rest all the same; None: nothing is chosen."""
+    if found is None:
+        return stage
+    if not found.chosen:
+        return None
+    dropped = found.left_out
     measured = [*stage.eval.further, *(source for source in stage.prompts if source.domain in dropped)]
     changes = {
         "prompts": [source for source in stage.prompts if source.domain not in dropped],

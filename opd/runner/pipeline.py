@@ -13,12 +13,12 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
-from opd.config.runs import RESULT
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
 from opd.files import disk_errors, lines_checked
 from opd.plugins import plugin_errors
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
+from opd.runner.ending import early_stop, good_enough, spent
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
 from opd.runner.interrupts import Interrupts
@@ -26,7 +26,7 @@ from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
 from opd.runner.lock import RunLock
 from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
 from opd.runner.merges import merge_start, merged_directory
-from opd.runner.narrowing import narrowed, selected
+from opd.runner.narrowing import narrowed, require_evaluated, selected
 from opd.runner.progress import Progress
 from opd.runner.reports import Reports
 from opd.runner.results import StageResult, watched
@@ -163,9 +163,8 @@ class Pipeline:
             )
             return
         now = inputs_of(stages, self._progress.say, self._directory, hub=False)
-        reuse = not self._recipe.plugins and any(self._directory.glob(f"checkpoints/*/{RESULT}"))
         for stage in stages:
-            check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory, reuse=reuse)
+            check_inputs(stage.name, self._inputs[stage.name], now[stage.name], self._directory, self._recipe.plugins)
 
     # One stage
 
@@ -203,7 +202,7 @@ class Pipeline:
         self.live.enter(spec.name, result.steps, run)
         try:
             with plugin_errors(), explain_memory(lambda: self._phase):
-                self._require_evaluated(run)
+                require_evaluated(self._recipe, self._chosen, spec.name, run.questions)
                 self._compare(run, result)
                 self._before(run, result)
                 self._train(run, result, saved)
@@ -224,18 +223,9 @@ class Pipeline:
     def _select(self, spec: Stage, result: StageResult) -> Stage | None:
         """The stage with those domains alone that are chosen, which is said; None: there are none."""
         result.selected = selected(spec, self._results)
-        if result.selected is None:
-            return spec
-        if not result.selected.chosen:
-            return None
-        self._progress.say(f"{spec.name}: {result.selected.in_words()}")
-        return narrowed(spec, result.selected.left_out)
-
-    def _require_evaluated(self, run: StageRun) -> None:
-        """By stages that select by what this one comes to: told before it trains."""
-        for later in self._recipe.stages:
-            if later.name in self._chosen and later.select is not None and later.select.stage == run.spec.name:
-                later.select.require(later.name, later.named_domains, run.questions)
+        if result.selected is not None and result.selected.chosen:
+            self._progress.say(f"{spec.name}: {result.selected.in_words()}")
+        return narrowed(spec, result.selected)
 
     def _pass_over(self, spec: Stage, result: StageResult) -> None:
         """Nothing is chosen to train on: what the stage would have started from is what comes out of it."""
@@ -275,8 +265,8 @@ class Pipeline:
     def _train(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
         """Steps, each reported, evaluated and saved as the recipe says."""
         run.objective.plateau = result.plateau
-        enough = self._close_step(run, result, saved) if saved.unreported else self._enough(run, result)
-        while result.steps < run.spec.train.steps and not enough and not self._spent(run, result):
+        enough = self._close_step(run, result, saved) if saved.unreported else good_enough(run.spec, result)
+        while result.steps < run.spec.train.steps and not enough and not spent(run.spec, result):
             run.check_stop()
             saved.check()
             self.began = True
@@ -288,12 +278,7 @@ class Pipeline:
             saved.step_ended(metrics)
             enough = self._close_step(run, result, saved)
         if result.steps < run.spec.train.steps:
-            why = (
-                f"the best {run.spec.eval.metric} was at step {result.best_step}"
-                if enough
-                else f"{result.tokens:,} response tokens, of train.tokens {run.spec.train.tokens:,}"
-            )
-            self._progress.say(f"{run.spec.name}: early stop after step {result.steps}; {why}")
+            self._progress.say(early_stop(run.spec, result, enough))
 
     def _say_taken_up(self, run: StageRun, step: int) -> None:
         found = run.trajectories
@@ -309,20 +294,12 @@ class Pipeline:
         if self.world.leads:
             self._reports.step(run, saved.metrics, sum(before.steps for before in self._results[:-1]))
         saved.unreported = None
-        enough = self._enough(run, result)
+        enough = good_enough(run.spec, result)
         if better or enough or (every and step % every == 0):
             saved.keep(better)
         self._callbacks.step(saved.metrics)
         run.check_stop()
         return enough
-
-    def _spent(self, run: StageRun, result: StageResult) -> bool:
-        budget = run.spec.train.tokens
-        return budget is not None and result.tokens >= budget
-
-    def _enough(self, run: StageRun, result: StageResult) -> bool:
-        stop = run.spec.eval.early_stop
-        return stop is not None and stop.should_stop(result.evaluations(run.spec.eval.metric))
 
     def _compare(self, run: StageRun, result: StageResult) -> None:
         """The start-up table, once: a run that is taken up has it already."""

@@ -105,9 +105,9 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
         if checkpoint is not None and (folder / checkpoint).is_dir():
             verify_checkpoint(folder / checkpoint)
             shutil.copytree(folder / checkpoint, partial / checkpoint, copy_function=_linked)
-    merged, only_merged = merged_directory(run.directory, there), (ended.get("passed_over") or "").startswith(MERGED)
-    if merged.is_dir() or only_merged:  # then its output is the merge itself
-        where = merged_directory(directory, name)
+    merged, where = merged_directory(run.directory, there), merged_directory(directory, name)
+    needed = (ended.get("passed_over") or "").startswith(MERGED)  # its output is the merge itself
+    if needed or merged.is_dir():
         shutil.copytree(merged, unfinished := where.with_name(f".{name}.partial"), copy_function=_linked)
         unfinished.rename(where)
     for file in LINES:
