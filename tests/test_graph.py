@@ -359,6 +359,23 @@ def test_parts_of_a_pipeline_and_stages_of_another_run(tmp_path: Path) -> None:
     assert not (tmp_path / "fourth").exists()
 
 
+def test_why_a_finished_stage_of_another_run_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student, teacher = save_tiny(tmp_path / "student"), save_tiny(tmp_path / "teacher", seed=1)
+    wanted = recipe({"name": "one"}, {"name": "two"}, student=student, teachers={"t": teacher})
+    opd.run(wanted, out=tmp_path / "first")
+    (tmp_path / "teacher/config.json").write_text((tmp_path / "teacher/config.json").read_text() + "\n")
+    wanted["stages"][0]["train"] = {"lr": 0.5}
+    capsys.readouterr()
+    with pytest.raises(RecipeError, match=r"'one'.*with the same settings and inputs"):
+        opd.run(wanted, out=tmp_path / "second", reuse=[tmp_path / "first"], only="two", quiet=False)
+    said = "".join(capsys.readouterr().out.split())  # however lines are broken
+    assert f"one:finishedin{tmp_path}/first,andanotheronehere:train.lr,{tmp_path}/teacher/config.json" in said
+    one, two = load_recipe(tmp_path / "first/resolved.yaml").stages
+    run = EarlierStages(tmp_path / "first")
+    assert run.difference(two, run._inputs["two"]) == "a stage that it builds on is another one"
+    assert run.difference(one.model_copy(update={"name": "new"}), run._inputs["one"]) == ""
+
+
 def test_a_stage_that_is_passed_over_is_finished(tmp_path: Path) -> None:
     """Nothing is chosen for `polish`, alone or merged: what it starts from comes out of it, here, later and elsewhere."""
     student = save_tiny(tmp_path / "student")

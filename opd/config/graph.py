@@ -133,7 +133,7 @@ def require_reachable(recipe: Recipe, chosen: Sequence[str], done: Sequence[str]
             if edge.stage not in chosen and edge.stage not in done:
                 raise RecipeError(
                     f"stage {stage.name!r} needs stage {edge.stage!r} ({edge.key}), which is left out and not finished here. Run "
-                    f"it first, or take it from another run: --reuse DIR."
+                    f"it first, or take it from a run that has it finished with the same settings and inputs: --reuse DIR."
                 )
 
 

@@ -26,6 +26,7 @@ from opd.runner.merges import merged_directory
 from opd.runner.resume import LINES, RESULT
 from opd.version import this_version
 
+SHOWN = 4  # differences that are named
 REUSED = "reused.json"  # beside the result: where a stage was taken from
 WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
 
@@ -46,6 +47,16 @@ def _settings(stage: Stage) -> dict[str, Any]:
     return stage.model_dump(mode="json", exclude=WITHOUT_EFFECT)
 
 
+def _changed(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
+    """Keys whose values differ, the innermost of them."""
+    found = []
+    for key in (key for key in {**here, **there} if here.get(key) != there.get(key)):
+        one, other, name = here.get(key), there.get(key), f"{path}{key}"
+        inside = isinstance(one, Mapping) and isinstance(other, Mapping)
+        found += _changed(one, other, f"{name}.") if inside else [name]
+    return found
+
+
 class EarlierStages:
     """The finished stages of a run directory, by key."""
 
@@ -60,11 +71,25 @@ class EarlierStages:
         recipe = load_recipe(recipe_file)
         if recipe.plugins:
             raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
-        keys = {} if sealed.get("inputs") is None else stage_keys(recipe, sealed["inputs"], sealed["opd"])
+        self._inputs, self._version = sealed.get("inputs") or {}, sealed["opd"]
+        keys = stage_keys(recipe, self._inputs, self._version) if self._inputs else {}
         self.by_key = {key: name for name, key in keys.items() if (self.folder(name) / RESULT).is_file()}
+        self._finished = {stage.name: stage for stage in recipe.stages if stage.name in self.by_key.values()}
 
     def folder(self, stage: str) -> Path:
         return checkpoint_directory(self.directory, stage, 0).parent
+
+    def difference(self, stage: Stage, inputs: Inputs) -> str:
+        """What makes a finished stage of the same name another one than this; empty: there is none."""
+        there = self._finished.get(stage.name)
+        if there is None:
+            return ""
+        if self._version != this_version():
+            return "opd itself has changed"
+        before = self._inputs[stage.name]
+        changed = _changed(_settings(stage), _settings(there))
+        changed += [name for name in {**inputs, **before} if inputs.get(name) != before.get(name)]
+        return ", ".join(changed[:SHOWN]) or "a stage that it builds on is another one"
 
 
 def reuse_stages(
@@ -93,6 +118,10 @@ def reuse_stages(
     for name, run in taken.items():
         _take(run, name, run.by_key[keys[name]], directory)
         say(f"{name}: taken from {run.directory}: the same settings, the same inputs")
+    for stage in (stage for stage in recipe.stages if stage.name not in (*taken, *without)):
+        for run in runs:
+            if found[stage.name] is None and (why := run.difference(stage, inputs[stage.name])):
+                say(f"{stage.name}: finished in {run.directory}, and another one here: {why}")
     return list(taken)
 
 
