@@ -52,8 +52,10 @@ def _changed(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") 
     found = []
     for key in (key for key in {**here, **there} if here.get(key) != there.get(key)):
         one, other, name = here.get(key), there.get(key), f"{path}{key}"
-        inside = isinstance(one, Mapping) and isinstance(other, Mapping)
-        found += _changed(one, other, f"{name}.") if inside else [name]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += _changed(one, other, f"{name}.")
+        else:
+            found.append(name)
     return found
 
 
