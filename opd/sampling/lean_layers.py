@@ -106,8 +106,7 @@ class _Turns:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(B, H, Q, D)"""
-        swapped = torch.cat([x[..., self._half :], x[..., : self._half]], -1)
-        return (x * self._cos).add_(swapped.mul_(self._sin))
+        return (x * self._cos).add_(x.roll(self._half, -1).mul_(self._sin))
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:

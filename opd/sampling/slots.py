@@ -113,7 +113,7 @@ class SlotLayout:
     def read(self, cache: Tensor) -> Tensor:
         """(B, G, span, D)"""
         near = cache[:, :, : self.span]
-        return near[: self.slots.shape[0]] if self.in_order else near[self.slots]
+        return near[: self.slots.shape[0]] if self.in_order else near.index_select(0, self.slots)
 
     def attend(
         self,
