@@ -54,8 +54,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"log": {"to": ["wandb", "wandb"]}}, "twice"),
     ({"device": "cpu", "sampler": {"compile": True}}, "compile"),
     ({"train": {"autocast": True}, "student": {"model": "smol", "dtype": "bfloat16"}}, "autocast"),
-    ({"student": "stage:nope"}, "no earlier stage.*'nope'"),
-    ({"stages": [{"name": "a"}, {"name": "b", "teachers": {"t": "stage:b"}}]}, "no earlier stage.*'b'.*there are a"),
+    ({"student": "stage:nope"}, "no other stage.*'nope'"),
+    ({"stages": [{"name": "a"}, {"name": "b", "teachers": {"t": "stage:b"}}]}, "no other stage.*'b'; known: a"),
     ({"stages": [{"name": "a"}, {"name": "b", "log": {"to": ["wandb"]}}]}, "stages.b.log"),
     ({"stages": [{"name": "a", "eval": {"temperature": 0.5}}]}, "stages.a.eval.temperature"),
 ]  # fmt: skip
