@@ -75,6 +75,20 @@ def test_a_domain_is_worth_what_it_gained() -> None:
     assert flops(cost, 100, 200) == 2 * 100 * 15 + 2 * 200 * 15 + 6 * 100 * 15
 
 
+def test_a_difference_lies_in_its_interval_whatever_seeds_there_are() -> None:
+    """One seed against two that differ: the interval knows of both, and its middle is the difference."""
+    from integration.scores import interval
+
+    start, specialists = {"a": "0" * 60}, {"a": "1" * 60}
+    better, worse, between = {"a": "1" * 60}, {"a": "0" * 60}, {"a": "10" * 30}
+    found = interval([between], start, specialists, against=[worse, better])
+    assert found["value"] == 0
+    assert found["low"] < -0.3
+    assert found["high"] > 0.3
+    paired = interval([worse, better], start, specialists, against=[worse, better])
+    assert (paired["value"], paired["low"], paired["high"]) == (0, 0, 0)
+
+
 def test_another_framework_enters_with_its_answers(tmp_path: Path) -> None:
     from integration.editions import tiny
     from integration.report import enter, summarise
