@@ -61,8 +61,8 @@ for phase in "$@"; do
       try 60 report-rest "$PYTHON" benchmarks/integrate.py report "${rest[@]}"
       keep integration-smol-rest.json
       ;;
-    more) # as many at a time as a card takes
-      more=("${further[@]}" --chosen mixed-rl=4e-4 cascaded-rl=4e-4 sft-gold=4e-3 sft-gold-rl=4e-4 opd-exact=1e-3 opd-forward=1e-3 sft-teacher=1e-3
+    more) # 14 at a time
+      more=("${further[@]}" --workers "${WORKERS:-14}" --limit "${RUN_LIMIT:-1700}" --chosen mixed-rl=4e-4 cascaded-rl=4e-4 sft-gold=4e-3 sft-gold-rl=4e-4 opd-exact=1e-3 opd-forward=1e-3 sft-teacher=1e-3
         opd-sampled=1e-3 opd-exact-reward=1e-3 opd-topk-reward=1e-3 opd-sampled-reward=1e-3)
       try "${LIMIT:-1700}" more-400 "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 400 --seeds 0 1 --arms opd-exact opd-forward sft-teacher &
       try "${LIMIT:-1700}" more-200 "$PYTHON" benchmarks/integrate.py arms "${more[@]}" --steps 200 --seeds 0 1 --arms opd-exact opd-forward &
