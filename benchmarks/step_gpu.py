@@ -14,7 +14,8 @@ KL over the whole vocabulary, backward, clipping and AdamW. Responses have force
     long     2 answers of 32,768 tokens from a dataset, gradient checkpointing: scoring and update of long answers
 
 `--trl` measures TRL's `DistillationTrainer` on the same models, prompts and lengths in a process of its own before
-(`benchmarks/step_trl.py`), and computes opd's loss on the very tokens of TRL's first step.
+(`benchmarks/step_trl.py`), and computes opd's loss and gradient norm on the very tokens of TRL's first step: `check` has both,
+and how far apart they are; more than AGREE ends the script behind its results.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from runs import rollouts_of
 RESULTS = Path(__file__).parent / "results"
 PHASES = ("sample", "score", "update")
 PROFILED = 24  # new tokens of a recorded sampling phase
+AGREE = 0.05  # relative difference of losses and of gradient norms on the same tokens: both compute in bfloat16, each in its own way
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
@@ -48,6 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
     "135M": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
              "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
+    "135M-teacher": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                     "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
     "tiny": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
     "tiny-teacher": {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -71,7 +75,7 @@ class Case:
 CASES = {
     "equal": Case("0.6B", "4B", 64, (128, 128), 512),
     "ragged": Case("0.6B", "4B", 64, (128, 128), 512, 128),
-    "smol": Case("135M", "135M", 128, (60, 160), 24, 6, teachers=8),
+    "smol": Case("135M", "135M-teacher", 128, (60, 160), 24, 6, teachers=8),
     "lora": Case("0.6B", "4B", 64, (128, 128), 512, settings={"lora": {"rank": 32, "alpha": 64}}),
     "long": Case("0.6B", "4B", 2, (128, 128), 32_768, settings={"gradient_checkpointing": True}, data=True),
     "tiny": Case("tiny", "tiny-teacher", 4, (3, 9), 8, 3, teachers=2),
@@ -101,7 +105,7 @@ def save_model(shape: str, directory: Path, device: str) -> str:
     if where.is_dir():
         return str(where)
     settings = SHAPES[shape] | {"max_position_embeddings": 40_960, "bos_token_id": None, "eos_token_id": 1}
-    torch.manual_seed(0)
+    torch.manual_seed(len(shape))  # a teacher of the student's shape is not the student
     with torch.device(device):
         config = AutoConfig.for_model(**settings)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(where)
@@ -215,7 +219,11 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         run = open_stage(case, Path(directory), arguments, phases)
         if "check" in peer:
-            peer["check"]["opd"] = loss_on(run, peer["check"].pop("tokens"))
+            ours = loss_on(run, peer["check"]["tokens"])
+            if "lora" in case.settings:  # whose gradient depends on how adapters were drawn
+                ours.pop("grad_norm")
+            peer["check"] = compared(peer["check"]["trl"], ours)
+            print(name, "on TRL's tokens", peer["check"], flush=True)
         samples, facts = [], []
         for step in range(1, arguments.warm + arguments.steps + 1):
             phases.reset()
@@ -258,9 +266,9 @@ def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             subprocess.run(command, check=True, timeout=arguments.trl_limit)
             found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         except subprocess.TimeoutExpired:
-            samples = json.loads(out.read_text(encoding="utf-8"))["samples"] if out.is_file() else []
-            print("TRL", name, f"was stopped after {arguments.trl_limit} s, {len(samples)} steps", flush=True)
-            found = {"stopped_at": arguments.trl_limit, **behind_first(samples)}
+            found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"samples": []}
+            print("TRL", name, f"was stopped after {arguments.trl_limit} s, {len(found['samples'])} steps", flush=True)
+            found |= {"stopped_at": arguments.trl_limit, **behind_first(found["samples"])}
     print("TRL", name, found.get("seconds"), found.get("peak_gib"), flush=True)
     return found
 
@@ -273,6 +281,11 @@ def behind_first(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_gib": round(max(sample["peak_gib"] for sample in kept), 2),
         "samples": samples,
     } if kept else {"samples": samples}  # fmt: skip
+
+
+def compared(trl: dict[str, float], opd: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Both sides' loss and gradient norm, and their relative difference."""
+    return {"trl": trl, "opd": opd, "apart": {key: abs(opd[key] - trl[key]) / abs(trl[key]) for key in opd}}
 
 
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
@@ -404,6 +417,10 @@ def main() -> None:
         print(json.dumps({name: {key: found[key] for key in ("seconds", "peak_gib", "mismatch")}}), flush=True)
         arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     print(f"written to {arguments.out}")
+    for name, found in report["cases"].items():
+        apart = found["trl"].get("check", {}).get("apart", {})
+        if any(not value < AGREE for value in apart.values()):
+            raise SystemExit(f"{name}: on the same tokens opd and TRL differ by {apart}; at most {AGREE} is rounding.")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def trainer_class(clock: Clock, first: dict[str, Any]) -> Any:
 
 
 def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], out: Path) -> Any:
-    """After every step `out` has all that were finished, for a caller that stops this process."""
+    """After every step `out` has all that were finished, and what the first one computed, for a caller that stops this process."""
     import torch
     from transformers import TrainerCallback
 
@@ -110,13 +110,21 @@ def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], 
             peak = torch.cuda.max_memory_allocated() / 2**30 if clock.cuda else 0.0
             samples.append({"seconds": clock.result(), "peak_gib": peak})
             print("TRL", len(samples), samples[-1], flush=True)
-            write(out, {"samples": samples})
+            write(out, {"samples": samples, **checked(first)})
 
         def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
             if logs and "grad_norm" in logs:
                 first.setdefault("norm", float(logs["grad_norm"]))
+                write(out, {"samples": samples, **checked(first)})
 
     return Watch()
+
+
+def checked(first: dict[str, Any]) -> dict[str, Any]:
+    """What the first step saw and computed, once all of it is there: its norm is told behind its end."""
+    if "norm" not in first:
+        return {}
+    return {"check": {"tokens": first["tokens"], "trl": {"loss": first["loss"], "grad_norm": first["norm"]}}}
 
 
 def write(out: Path, found: dict[str, Any]) -> None:
@@ -172,7 +180,7 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
     return {
         "batch": [batch, len(prompts) // batch],
         **behind_first(samples),
-        "check": {"tokens": first["tokens"], "trl": {"loss": first["loss"], "grad_norm": first["norm"]}},
+        **checked(first),
         "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
     }  # fmt: skip
 

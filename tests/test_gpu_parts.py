@@ -89,7 +89,9 @@ def test_the_steps_that_trl_has_finished_count_when_it_is_stopped(
 
     def stopped(command: list[str], steps: list[dict[str, Any]], **settings: Any) -> None:
         for number in range(len(steps)):
-            step_trl.write(Path(command[command.index("--out") + 1]), {"samples": steps[: number + 1]})
+            first = {"tokens": [([1], [2])], "loss": 0.5} | ({"norm": 2.0} if number else {})  # told behind the step
+            out = Path(command[command.index("--out") + 1])
+            step_trl.write(out, {"samples": steps[: number + 1], **step_trl.checked(first)})
         raise subprocess.TimeoutExpired(command, settings["timeout"])
 
     monkeypatch.setattr(step_gpu, "save_model", lambda *given: "")
@@ -100,8 +102,11 @@ def test_the_steps_that_trl_has_finished_count_when_it_is_stopped(
         found = step_gpu.peer_results("tiny", told)
         assert found["samples"] == steps[:count]
         assert found["stopped_at"] == 9
-        assert ("seconds" in found) == (count > 1)
+        assert ("seconds" in found) == ("check" in found) == (count > 1)
     assert found["seconds"] == {"sample": 2.0, "total": 2.0}
+    assert found["check"]["trl"] == {"loss": 0.5, "grad_norm": 2.0}
+    apart = step_gpu.compared(found["check"]["trl"], {"loss": 0.505, "grad_norm": 1.0})["apart"]
+    assert apart == pytest.approx({"loss": 0.01, "grad_norm": 0.5})
 
 
 @pytest.mark.parametrize("part", PARTS)
