@@ -20,6 +20,7 @@ Before anything is timed, opd computes loss and gradient norm on the very tokens
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import math
@@ -246,15 +247,12 @@ class ForcedLengths:
         return self.engine.sample(for_each)
 
 
-def work_opd(pipe: Connection, job: Job) -> None:
-    """A stage of a recipe, as `opd run` builds it; `run_step` is the real one."""
+def open_stage(job: Job, on_phase: Callable[[str], None]) -> Any:
+    """A stage of a recipe, as `opd run` builds it, but for the lengths of its answers."""
     from opd.config import load_recipe
     from opd.runner.stage import StageRun
     from opd.store import RolloutStore
-    from opd.trainer.step import run_step
 
-    one_thread()
-    imports = memory("VmRSS")
     source = job.directory / "prompts.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in job.prompts), encoding="utf-8")
     recipe = {
@@ -268,13 +266,24 @@ def work_opd(pipe: Connection, job: Job) -> None:
         "eval": {"prompts": 0},
         "device": "cpu",
     }
-    marks: list[tuple[str, Clock]] = []
-    store = RolloutStore(job.directory / "rollouts")
     run = StageRun(
-        load_recipe(recipe).stages[0], store, str,
-        check_stop=lambda: None, on_phase=lambda phase: marks.append((phase, Clock())), on_token=lambda: None,
+        load_recipe(recipe).stages[0], RolloutStore(job.directory / "rollouts"), str,
+        check_stop=lambda: None, on_phase=on_phase, on_token=lambda: None,
     )  # fmt: skip
     run.trajectories.desk = replace(run.trajectories.desk, student=ForcedLengths(run.engine, job.lengths))
+    return run
+
+
+def work_opd(pipe: Connection, job: Job) -> None:
+    """opd's side, of which `run_step` is the real one."""
+    from opd.trainer.step import run_step
+
+    for name in ("config", "runner.stage", "store"):  # what importing takes is no part of what a step takes
+        importlib.import_module(f"opd.{name}")
+    one_thread()
+    imports = memory("VmRSS")
+    marks: list[tuple[str, Clock]] = []
+    run = open_stage(job, lambda phase: marks.append((phase, Clock())))
     pipe.send(("ready", imports))
     step = 0
     while (tokens := pipe.recv()) is not None:

@@ -45,6 +45,7 @@ SMALLEST = {
     "step_curves": "--device cpu --smallest --warm 0",
     "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",
     "step": "--alone --model random --layers 1 --prompts 3 --new-tokens 4 --steps 1",
+    "step_profile": "--layers 1 --prompts 3 --new-tokens 4 --steps 1",
     "teacher_pool": "--student tiny --teacher tiny --teachers 3 --prompts 3 --new-tokens 3 --steps 2 --arms one two all",
     "served_teacher": "--model tiny/arithmetic --name smallest --rollouts 4 --response 8 --pairs 1",
     "store_index": "--rows 2000",
