@@ -50,13 +50,12 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
     "135M": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
              "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
-    "135M-teacher": {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-                     "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
     "tiny": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
     "tiny-teacher": {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                      "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
 }  # fmt: skip
+SHAPES["135M-teacher"] = SHAPES["135M"]  # with weights of its own
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@
 One thread, fp32. The floor has products at the rate of large ones and bytes at the speed of a plain sum, both measured in the
 same run: prompts are products; a decode step reads every weight once or multiplies by it, whichever takes longer; scoring is the
 teacher's layers; the update is the student's, three times, both heads' products and their gradient, and 28 bytes per weight for
-AdamW. Keys, values and everything that goes element by
-element cost nothing there. `operations` are of one more step, which is recorded and therefore slower: seconds by kind, and what lies
-outside of all of them, which is Python and dispatching.
+AdamW. Keys, values and everything that goes element by element cost nothing there. `operations` are of one more step, which is
+recorded and therefore slower: seconds by kind, and what lies outside of all of them, which is Python and dispatching.
 """
 
 from __future__ import annotations
