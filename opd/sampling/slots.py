@@ -101,6 +101,7 @@ class SlotLayout:
         self.kernel, self.store = kernel, store  # for one token per slot, in order
         self.room = room  # bytes of shared memory that the kernel may take
         self._masks: dict[int | None, Tensor] = {}
+        self._lines_of: dict[int, Tensor] = {}
 
     def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """key and value (B, G, Q, D) into caches (S, G, W, D). Rows of one call are all written before any is read."""
@@ -112,8 +113,18 @@ class SlotLayout:
 
     def read(self, cache: Tensor) -> Tensor:
         """(B, G, span, D)"""
-        near = cache[:, :, : self.span]
-        return near[: self.slots.shape[0]] if self.in_order else near.index_select(0, self.slots)
+        if self.in_order:
+            return cache[: self.slots.shape[0], :, : self.span]
+        _, groups, length, width = cache.shape
+        lines = cache.view(-1, length * width)[:, : self.span * width]  # one per slot and head, copied whole
+        return lines.index_select(0, self._lines(groups)).view(-1, groups, self.span, width)
+
+    def _lines(self, groups: int) -> Tensor:
+        """(B * G,) which lines of a cache belong to the slots."""
+        if groups not in self._lines_of:
+            lines = self.slots[:, None] * groups + torch.arange(groups, device=self.slots.device)
+            self._lines_of[groups] = lines.flatten()
+        return self._lines_of[groups]
 
     def attend(
         self,
