@@ -42,7 +42,7 @@ from runs import rollouts_of
 RESULTS = Path(__file__).parent / "results"
 PHASES = ("sample", "score", "update")
 PROFILED = 24  # new tokens of a recorded sampling phase
-AGREE = 0.05  # relative difference of losses and of gradient norms on the same tokens: both compute in bfloat16, each in its own way
+AGREE = 0.01  # relative difference of losses and of gradient norms on the same tokens: both compute in bfloat16, each in its own way
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True},
@@ -287,6 +287,14 @@ def compared(trl: dict[str, float], opd: dict[str, float]) -> dict[str, dict[str
     return {"trl": trl, "opd": opd, "apart": {key: abs(opd[key] - trl[key]) / abs(trl[key]) for key in opd}}
 
 
+def require_agreement(cases: dict[str, Any]) -> None:
+    """A ratio of speeds says nothing where the two compute something else."""
+    for name, found in cases.items():
+        apart = found["trl"].get("check", {}).get("apart", {})
+        if any(not value < AGREE for value in apart.values()):
+            raise SystemExit(f"{name}: on the same tokens opd and TRL differ by {apart}; at most {AGREE} is rounding.")
+
+
 def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, float]:
     """opd's loss and gradient norm on given (prompt, response) ids, without an update."""
 
@@ -416,10 +424,7 @@ def main() -> None:
         print(json.dumps({name: {key: found[key] for key in ("seconds", "peak_gib", "mismatch")}}), flush=True)
         arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     print(f"written to {arguments.out}")
-    for name, found in report["cases"].items():
-        apart = found["trl"].get("check", {}).get("apart", {})
-        if any(not value < AGREE for value in apart.values()):
-            raise SystemExit(f"{name}: on the same tokens opd and TRL differ by {apart}; at most {AGREE} is rounding.")
+    require_agreement(report["cases"])
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ def trainer_class(clock: Clock, first: dict[str, Any]) -> Any:
     return Timed
 
 
-def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], out: Path) -> Any:
+def watcher(
+    clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], out: Path, setting: dict[str, Any]
+) -> Any:
     """After every step `out` has all that were finished, and what the first one computed, for a caller that stops this process."""
     import torch
     from transformers import TrainerCallback
@@ -110,12 +112,12 @@ def watcher(clock: Clock, first: dict[str, Any], samples: list[dict[str, Any]], 
             peak = torch.cuda.max_memory_allocated() / 2**30 if clock.cuda else 0.0
             samples.append({"seconds": clock.result(), "peak_gib": peak})
             print("TRL", len(samples), samples[-1], flush=True)
-            write(out, {"samples": samples, **checked(first)})
+            write(out, {**setting, "samples": samples, **checked(first)})
 
         def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
             if logs and "grad_norm" in logs:
                 first.setdefault("norm", float(logs["grad_norm"]))
-                write(out, {"samples": samples, **checked(first)})
+                write(out, {**setting, "samples": samples, **checked(first)})
 
     return Watch()
 
@@ -163,9 +165,14 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
         adapters = {
             "peft_config": LoraConfig(r=wanted["rank"], lora_alpha=wanted["alpha"], target_modules="all-linear")
         }
+    setting = {
+        "batch": [batch, len(prompts) // batch],
+        "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
+    }
+    watch = watcher(clock, first, samples, arguments.out, setting)
     trainer = trainer_class(clock, first)(
         model=student, teacher_model=teacher, args=config, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watcher(clock, first, samples, arguments.out)], **adapters,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watch], **adapters,
     )  # fmt: skip
     generate, stop = trainer.model.generate, trainer.eos_token_ids[0]
 
@@ -177,12 +184,7 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
 
     trainer.model.generate = forced
     trainer.train()
-    return {
-        "batch": [batch, len(prompts) // batch],
-        **behind_first(samples),
-        **checked(first),
-        "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
-    }  # fmt: skip
+    return {**setting, **behind_first(samples), **checked(first)}
 
 
 def main() -> None:
