@@ -128,3 +128,20 @@ def test_a_part_ends_when_it_says(part: str) -> None:
     assert limits
     most = re.search(r"(\d+) at most", text)
     assert most is None or sum(limits) == int(most[1])
+
+
+def test_steps_that_compute_something_else_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One per cent apart is rounding, two are not; and that nothing was compared is said."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    step = runpy.run_path(str(ROOT / "benchmarks" / "step_gpu.py"))
+    compared, required = step["compared"], step["require_agreement"]
+    one, near, far = ({"loss": loss, "grad_norm": 2.0} for loss in (1.0, 1.005, 1.02))
+    required({"alone": {"trl": {}}, "near": {"trl": {"check": compared(one, near)}}})
+    assert not capsys.readouterr().out
+    required({"stopped": {"trl": {"samples": []}}})
+    assert "stopped: TRL was stopped" in capsys.readouterr().out
+    for other in (far, {"loss": 1.0, "grad_norm": float("nan")}):
+        with pytest.raises(SystemExit, match="far: on the same tokens"):
+            required({"far": {"trl": {"check": compared(one, other)}}})

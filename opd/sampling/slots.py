@@ -115,9 +115,11 @@ class SlotLayout:
         """(B, G, span, D)"""
         if self.in_order:
             return cache[: self.slots.shape[0], :, : self.span]
+        if not cache.is_contiguous():  # keys and values that a layer has made of cached latents
+            return cache[:, :, : self.span].index_select(0, self.slots)
         _, groups, length, width = cache.shape
         lines = cache.view(-1, length * width)[:, : self.span * width]  # one per slot and head, copied whole
-        return lines.index_select(0, self._lines(groups)).view(-1, groups, self.span, width)
+        return lines.index_select(0, self._lines(groups)).view(-1, groups, min(self.span, length), width)
 
     def _lines(self, groups: int) -> Tensor:
         """(B * G,) which lines of a cache belong to the slots."""
