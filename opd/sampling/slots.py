@@ -118,7 +118,7 @@ class SlotLayout:
         if not cache.is_contiguous():  # keys and values that a layer has made of cached latents
             return cache[:, :, : self.span].index_select(0, self.slots)
         _, groups, length, width = cache.shape
-        lines = cache.view(-1, length * width)[:, : self.span * width]  # one per slot and head, copied whole
+        lines = cache.view(-1, length * width)[:, : self.span * width]  # one per slot and head: few long copies
         return lines.index_select(0, self._lines(groups)).view(-1, groups, min(self.span, length), width)
 
     def _lines(self, groups: int) -> Tensor:
