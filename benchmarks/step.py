@@ -11,8 +11,8 @@ process of its own; the two take turns, step by step, so a noisy machine disturb
 to trust on shared cores. Peak memory is what each process reached above what its imports alone take.
 
 TRL runs in the fastest way measured (`--trl compact` projects real tokens only, which stock TRL does not on a CPU); opd
-runs as it comes. On ARM that includes switching oneDNN off for the process, and on Intel's processors MKL's mode
-(`opd.rounding`), neither of which TRL does.
+runs as it comes. That includes large pages (`opd.pages`), on ARM switching oneDNN off for the process, and on Intel's
+processors MKL's mode (`opd.rounding`), none of which TRL does.
 
 Before anything is timed, opd computes loss and gradient norm on the very tokens of TRL's first step.
 """
@@ -44,6 +44,7 @@ from typing import Any
 from runs import rollouts_of
 
 from opd import __version__
+from opd.pages import LARGE
 from opd.rounding import MODE
 
 RESULTS = Path(__file__).parent / "results" / "step-cpu.json"
@@ -346,13 +347,14 @@ def forced_length_processor(job: Job, inputs: Any, mask: Any, stop: int) -> Call
 
 def work_trl(pipe: Connection, job: Job, variant: Variant) -> None:
     """The stock trainer's own `train()`; a callback waits for its turn before each step."""
+    for name in (MODE, LARGE):  # as it comes: what `import opd` has set is not its
+        os.environ.pop(name, None)
     import trl.trainer.distillation_trainer as implementation
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import DistillationConfig, DistillationTrainer
 
     one_thread()
-    os.environ.pop(MODE, None)  # inherited
     imports = memory("VmRSS")
     if variant.compact:
         implementation._use_triton = lambda device: True  # this module asks only "project real tokens only?"

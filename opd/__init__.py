@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opd.pages import large_pages
 from opd.rounding import round_alike
 from opd.runner.run import Run, resume, run
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from opd.types import Prompt, RewardResult, Rollout, Sample
 
 round_alike()  # before anything multiplies; processes that are started inherit it
+large_pages()  # and before torch allocates
 __version__ = "0.1.0"
 PLACES = {
     "opd.config": ("Recipe", "load_recipe"),
