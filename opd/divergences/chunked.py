@@ -117,7 +117,8 @@ class HeadGradients:
         self._student, wide = student, wide_dtype(student.hidden)
         hidden, weight, bias = student.hidden, student.weight, student.bias
         self.hidden = torch.zeros_like(hidden) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.weight = torch.empty_like(weight, dtype=wide) if needs[1] else None
+        self._begun = False  # `weight` holds something
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
@@ -128,7 +129,11 @@ class HeadGradients:
             self.hidden[rows] = matmul(operand, self._student.weight[:size]).to(self.hidden.dtype)
         if self.weight is not None:
             target = self.weight[:size]
-            if operand.is_cuda and operand.dtype in (torch.bfloat16, torch.float16):
+            if not self._begun:
+                matmul(operand.T, hidden, out=target)
+                self.weight[size:].zero_()
+                self._begun = True
+            elif operand.is_cuda and operand.dtype in (torch.bfloat16, torch.float16):
                 torch.addmm(target, operand.T, hidden, out_dtype=torch.float32, out=target)
             else:
                 target.addmm_(operand.T, hidden.to(operand.dtype))
@@ -137,6 +142,8 @@ class HeadGradients:
 
     def finish(self) -> list[Tensor | None]:
         student = self._student
+        if self.weight is not None and not self._begun:
+            self.weight.zero_()
         pairs = ((self.hidden, student.hidden), (self.weight, student.weight), (self.bias, student.bias))
         return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 

@@ -112,8 +112,8 @@ class Job:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(n,) sums of products, without holding the products."""
-    return torch.einsum("nv,nv->n", left, right)
+    """(n,) sums of products, without holding the products but for a CPU's small blocks, where it is several times as fast."""
+    return (left * right).sum(-1) if left.device.type == "cpu" else torch.einsum("nv,nv->n", left, right)
 
 
 def top_overlap(student: Tensor, teacher: Tensor, k: int) -> Tensor:
