@@ -53,19 +53,23 @@ def draw(
     number would), so a CUDA graph can record it.
     """
     greedy = settings.temperature == 0
-    peak, best = logits.max(-1, keepdim=True)
+    plain = other is None and not filtered and logits.device.type == "cpu" and bool((settings.temperature == 1).all())
+    if plain:  # the same numbers in half the passes
+        peak, best = logits.amax(-1, keepdim=True), None
+    else:
+        peak, best = logits.max(-1, keepdim=True)
     centred = logits - peak  # the largest is 0, so dividing by any temperature is safe
-    log_total = evenly(
-        torch.log, evenly(torch.exp, centred).sum(-1, dtype=torch.float64)
-    ).float()  # (N,) of the policy itself
-    tempered = centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
+    weights = evenly(torch.exp, centred)
+    log_total = evenly(torch.log, weights.sum(-1, dtype=torch.float64)).float()  # (N,) of the policy itself
+    tempered = centred if plain else centred / settings.temperature.masked_fill(greedy, 1.0)[:, None]
     if other is not None:
         own = centred - log_total[:, None] + math.log1p(-share)
         tempered = evenly(torch.logaddexp, own, other.log_softmax(-1) + math.log(share))
     elif filtered:
         tempered = _filter(tempered, settings.top_p, settings.top_k)
-    drawn, log_drawn = _inverse_cdf(tempered, uniforms_at(settings.key, settings.position))
-    token = torch.where(greedy, best[:, 0], drawn)
+    uniform = uniforms_at(settings.key, settings.position)
+    drawn, log_drawn = _inverse_cdf(tempered, uniform, weights if plain else evenly(torch.exp, tempered))
+    token = drawn if best is None else torch.where(greedy, best[:, 0], drawn)
     logprob = centred.gather(-1, token[:, None])[:, 0] - log_total
     if stop.numel():
         logprob_stop = even_logsumexp(centred[:, stop]) - log_total
@@ -78,16 +82,20 @@ def draw(
     return Drawn(token, logprob, log_drawn.masked_fill(greedy, 0.0), logprob_stop)
 
 
-def _inverse_cdf(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse_cdf(logits: Tensor, uniform: Tensor, probability: Tensor) -> tuple[Tensor, Tensor]:
     """The first id whose cumulative probability exceeds the uniform number, and its log-probability.
+
+    `probability` is exp(logits), which need not sum to 1.
 
     Two levels (blocks of ids, then ids) in fp64: a running fp32 sum over 100k ids would lose the rare ones, and a
     full-width scan is slow. An id of probability 0 is never returned: comparisons are strict and, should the two
     levels disagree by a rounding, the block's likeliest id is taken.
     """
-    probability = evenly(torch.exp, logits)
     size = min(BLOCK, logits.shape[1])
-    blocks = pad(probability, (0, -logits.shape[1] % size)).unflatten(-1, (-1, size))  # (N, V / size, size)
+    missing = -logits.shape[1] % size
+    blocks = (pad(probability, (0, missing)) if missing else probability).unflatten(
+        -1, (-1, size)
+    )  # (N, V / size, size)
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = before[:, -1:]
     target = uniform.double()[:, None] * total  # < total, as uniform <= 1 - 2^-24
