@@ -28,6 +28,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 SPEC = BuiltInSampler(slots=8, prefill_rows=1, prefill_chunk=8)
+EVEN = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+}  # widths of whole vectors, as almost all models have
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +46,8 @@ def packed_engine(model: LanguageModel) -> Engine:
 
 def plain_engine(model: LanguageModel) -> Engine:
     engine = make_engine(model, SPEC)
-    engine.steps.products._layers, engine.steps.products._head = [], None
+    products = engine.steps.products
+    products._layers, products._joined, products._head = [], [], None
     return engine
 
 
@@ -56,7 +62,7 @@ def alike(engine: Engine, other: Engine, requests: list[SampleRequest]) -> None:
 @pytest.mark.parametrize("shape", [(77, 130), (192, 960)])
 def test_a_row_has_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    matrix, x = Matrix(nn.Parameter(torch.randn(shape), requires_grad=False), {}), torch.randn(150, shape[1])
+    matrix, x = Matrix((nn.Parameter(torch.randn(shape), requires_grad=False),), {}), torch.randn(150, shape[1])
     with torch.inference_mode():
         matrix.renew()
         whole = matrix(x)
@@ -79,7 +85,46 @@ def test_rollouts_are_those_of_plain_products() -> None:
     assert "forward" not in vars(layer)
     assert not products._packed
     assert all(matrix.pack is None for matrix in products._matrices)
-    assert len(products._matrices) == 7 * len(engine.model.backbone.layers) + 1
+    assert len(products._matrices) == 5 * len(engine.model.backbone.layers) + 1
+
+
+def numbers(engine: Engine, requests: list[SampleRequest]) -> dict[str, list[tuple[Any, ...]]]:
+    return {name: response.numbers for name, response in collect(engine, requests).items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_queries_keys_and_values_are_one_product_and_the_same_when_somebody_listens(kind: str) -> None:
+    engine, seen = packed_engine(tiny_model(kind)), []
+    requests = make_requests((6, 13, 21, 3), Sampling(25))
+    expected = numbers(engine, requests)
+    assert len(engine.steps.products._joined) == len(engine.model.backbone.layers)
+    key = engine.model.backbone.layers[1].self_attn.k_proj
+    key.register_forward_hook(lambda *_: seen.append(1))  # from now on each layer is called by its class
+    assert numbers(engine, requests) == expected
+    assert seen
+    assert "forward" not in vars(key)
+
+
+def test_a_last_request_goes_on_by_itself() -> None:
+    """One row, where all products are with packed weights; its numbers are those of the whole batch."""
+    model, (*short, last) = tiny_model("llama", **EVEN), make_requests((6, 13, 9), Sampling(5))
+    requests = [*short, replace(last, sampling=Sampling(30))]
+    engine, whole = packed_engine(model), packed_engine(model)
+    whole.steps._fewer = []
+    assert numbers(engine, requests) == numbers(whole, requests)
+    assert ("decode", 1) in {how[:2] for how in engine.steps._alike}
+    assert 1 not in packed_engine(tiny_model("llama", attention_bias=True, **EVEN)).steps._fewer
+
+
+def test_one_row_that_comes_out_otherwise_says_nothing_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = tiny_model("llama", **EVEN), make_requests((6,), Sampling(12))
+    expected, engine = numbers(packed_engine(model), requests), packed_engine(model)
+    usual = engine.steps._decode_some
+    monkeypatch.setattr(engine.steps, "_decode_some", lambda rows, *how: usual(rows, *how) + 1e-3 * (len(rows) == 1))
+    assert numbers(engine, requests) == expected
+    assert engine.steps._fewer == [2, 3, 4, 6]
+    assert not engine.steps._unlike
+    assert ("decode", 2) in {how[:2] for how in engine.steps._alike}
 
 
 def test_a_rollout_is_the_same_alone_batched_and_interrupted() -> None:
@@ -100,11 +145,11 @@ def test_prefills_leave_idle_rows_out() -> None:
     wide = BuiltInSampler(slots=8, prefill_rows=4, prefill_chunk=8)
     whole, engine = make_engine(model, wide), make_engine(model, wide)
     whole.steps._fewer = []
-    expected = {name: response.numbers for name, response in collect(whole, requests).items()}
-    assert {name: response.numbers for name, response in collect(engine, requests).items()} == expected
+    expected = numbers(whole, requests)
+    assert numbers(engine, requests) == expected
     counts = {count for call, *_, count in engine.steps._alike if call == "prefill"}
     assert counts - {4} or "prefill" in engine.steps._unlike
-    assert {name: response.numbers for name, response in collect(engine, requests).items()} == expected
+    assert numbers(engine, requests) == expected
 
 
 def test_large_models_read_several_prompts_at_once_where_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +228,11 @@ def test_what_is_packed_wrongly_or_not_at_all_is_multiplied_as_it_is(monkeypatch
         raise RuntimeError("no memory")
 
     model, requests = tiny_model("llama"), make_requests((4, 9), Sampling(8))
-    expected = {name: response.numbers for name, response in collect(plain_engine(model), requests).items()}
+    expected = numbers(plain_engine(model), requests)
     wrong, refused = packed_engine(model), packed_engine(model)
     with monkeypatch.context() as patched:
-        patched.setattr(Matrix, "_multiplied", lambda matrix, x, rows: linear(x, matrix._source) * 1.001)
-        assert {name: response.numbers for name, response in collect(wrong, requests).items()} == expected
+        patched.setattr(Matrix, "_multiplied", lambda matrix, x, rows: linear(x, matrix.weight) * 1.001)
+        assert numbers(wrong, requests) == expected
     with monkeypatch.context() as patched:
         patched.setattr(Matrix, "renew", failing)
-        assert {name: response.numbers for name, response in collect(refused, requests).items()} == expected
+        assert numbers(refused, requests) == expected

@@ -26,7 +26,7 @@ from opd.sampling.lean_layers import LeanLayers
 from opd.sampling.packed import PackedProducts
 from opd.sampling.recorded import RecordedCalls, Results
 from opd.sampling.sampling import Drawn, RowSettings, draw, filters, kept
-from opd.sampling.slots import SlotCache, SlotLayout, fewer_rows, fused_decoding, fused_drawing
+from opd.sampling.slots import SlotCache, SlotLayout, any_rows, fewer_rows, fused_decoding, fused_drawing
 from opd.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -76,18 +76,16 @@ class Steps:
         self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
         partner: Partner | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.settings, self.max_length, self.partner = model, settings, max_length, partner
-        self.device = model.device
+        self.model, self.device, self.settings, self.partner = model, model.device, settings, partner
+        self.max_length, entries = max_length, settings.slots + 1
         step = CPU_SPAN if self.device.type == "cuda" or max_length > CPU_SPAN else LANES
         self.width = -(-max_length // step) * step
-        self.cache = SlotCache(model.module.config.num_hidden_layers, settings.slots + 1, self.width)
+        self.cache = SlotCache(model.module.config.num_hidden_layers, entries, self.width)
         self.partner_cache: SlotCache | None = None
         if partner is not None:
-            layers = partner.model.module.config.num_hidden_layers
-            self.partner_cache = SlotCache(layers, settings.slots + 1, self.width)
+            self.partner_cache = SlotCache(partner.model.module.config.num_hidden_layers, entries, self.width)
         self.stop = torch.tensor([index for index in stop if index < model.size], dtype=torch.int64, device=self.device)
         # Slot state, one entry per slot and one for scratch. `token` is the next input, `column` where it belongs.
-        entries = settings.slots + 1
         self.token, self.column = self._zeros(entries), self._zeros(entries)
         self.slot_settings = RowSettings(
             temperature=self._zeros(entries, torch.float32),
@@ -119,6 +117,10 @@ class Steps:
         self._lean: LeanLayers | None = None
         self.prefill([])  # allocates the cache; rows are dummies
         self._lean = LeanLayers.proven(model, self._hidden, self.cache)
+        if self._lean is not None:
+            self.products.join(self._lean.joined)
+        if settings.even == 1 and self.products.covers(model.backbone):
+            self._fewer = any_rows(self._fewer)
         self.writes_out = False  # whether decode steps go through layers written out
         self._layers = DecodeLayers.of(model, self._decoding["room"]) if self._decoding and not compiled else None
         if self._layers is not None:
@@ -276,6 +278,8 @@ class Steps:
                 tensor.copy_(before)
             if torch.equal(found, whole()[: len(found)]):
                 self._alike.add(how)
+            elif how[:2] == ("decode", 1):  # a product of another kind after all, which says nothing of others
+                self._fewer.remove(1)
             else:
                 self._unlike.add(how[0])
 
@@ -335,10 +339,10 @@ class Steps:
 
     def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
         """The partner's logits behind the last token of each row; it reads the same tokens into a cache of its own."""
-        if self.partner is None or self.partner_cache is None:
-            return None
-        self.partner_cache.layout = layout
         cache = self.partner_cache
+        if self.partner is None or cache is None:
+            return None
+        cache.layout = layout
         out = self.partner.model.backbone(
             input_ids=ids, position_ids=layout.columns, past_key_values=cache, use_cache=True, layout=layout
         )
@@ -351,13 +355,10 @@ class Steps:
         """(4, rows) float64: see `Results`."""
         if self._draw_rows is not None and other is None:
             return self._draw_rows(logits, settings, self.stop, kept(logits, settings) if filtered else None)
-        drawn = usual(logits, settings, self.stop, filtered, other, self._share)
+        share = 0.0 if self.partner is None else self.partner.share
+        drawn = usual(logits, settings, self.stop, filtered, other, share)
         rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
         return torch.stack([row.double() for row in rows])
-
-    @property
-    def _share(self) -> float:
-        return 0.0 if self.partner is None else self.partner.share
 
     def _in_bounds(self, columns: Tensor) -> Tensor:
         """Idle slots run on and padding reaches over the end. The last column holds a token that is never fed back."""

@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 from opd.models.fused import GATED
 from opd.models.language_model import LanguageModel
 from opd.sampling.decode_layers import HEAD_NORMS, KNOWN, LAYER, PARTS, PROJECTIONS
+from opd.sampling.packed import Joined
 from opd.sampling.slots import SlotCache, SlotLayout
 
 FAMILIES = tuple(name.removesuffix("Attention") for name in KNOWN)
@@ -28,8 +29,15 @@ SPAN = 16  # columns, which the shortest slot has
 
 class LeanLayers:
     def __init__(self, backbone: Any, windows: list[int | None]) -> None:
-        self._backbone, self._windows = backbone, windows
+        self._backbone = backbone
+        self._layers = [_Layer(layer, window) for layer, window in zip(backbone.layers, windows, strict=True)]
+        self._norm = _Norm(backbone.norm)
         self._hooks = _hooks(backbone)
+
+    @property
+    def joined(self) -> list[Joined]:
+        """Queries, keys and values of a layer each."""
+        return [layer.attended for layer in self._layers]
 
     @property
     def hooked(self) -> bool:
@@ -59,7 +67,7 @@ class LeanLayers:
     ) -> LeanLayers | None:
         """`usual`: through the model's own classes. The cache is empty when this is asked, and behind it."""
         lean = cls.of(model)
-        if lean is None or len(lean._windows) != len(cache.layers):  # some layers are not gone through
+        if lean is None or len(lean._layers) != len(cache.layers):  # some layers are not gone through
             return None
         ids = torch.arange(2 * TRIED).view(2, TRIED) * 7919 % model.size
         slots, columns = torch.arange(2), torch.arange(TRIED).expand(2, -1)
@@ -74,25 +82,44 @@ class LeanLayers:
 
     def __call__(self, ids: Tensor, layout: SlotLayout, cache: SlotCache) -> Tensor:
         stream = self._backbone.embed_tokens.forward(ids)
-        rows, queries, _ = stream.shape
         turns = _Turns(*self._backbone.rotary_emb(stream, position_ids=layout.columns))
-        for layer, kept, window in zip(self._backbone.layers, cache.layers, self._windows, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            normed = _norm(stream, layer.input_layernorm)
-            shape = rows, queries, -1, attention.head_dim
-            query, key, value = (
-                part.forward(normed).view(shape) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            if "q_norm" in attention._modules:
-                query, key = _norm(query, attention.q_norm), _norm(key, attention.k_norm)
-            query, key = turns(query.transpose(1, 2)), turns(key.transpose(1, 2))
-            layout.write(kept.keys, kept.values, key, value.transpose(1, 2))
-            found = layout.attend(query, kept.keys, kept.values, attention.scaling, window, None)
-            stream = attention.o_proj.forward(found.view(rows, queries, -1)).add_(stream)
-            normed = _norm(stream, layer.post_attention_layernorm)
-            gated = silu(mlp.gate_proj.forward(normed), inplace=True).mul_(mlp.up_proj.forward(normed))
-            stream = mlp.down_proj.forward(gated).add_(stream)
-        return _norm(stream, self._backbone.norm)
+        for layer, kept in zip(self._layers, cache.layers, strict=True):
+            stream = layer(stream, turns, layout, kept)
+        return self._norm(stream)
+
+
+class _Layer:
+    """Its parts are looked up once: an attribute of a module takes as long as a small operation."""
+
+    def __init__(self, layer: Any, window: int | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attended = Joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._back, self._gate, self._up, self._down = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._before, self._between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self._head_norms = [_Norm(attention._modules[name]) for name in HEAD_NORMS if name in attention._modules]
+        self._width, self._scale, self._window = attention.head_dim, attention.scaling, window
+        queries, keys, _ = (part.out_features // self._width for part in self.attended.layers)
+        self._queries, self._turned = queries, queries + keys
+
+    def __call__(self, stream: Tensor, turns: _Turns, layout: SlotLayout, kept: Any) -> Tensor:
+        """(B, Q, D) -> (B, Q, D)"""
+        rows, tokens, _ = stream.shape
+        heads = self.attended(self._before(stream)).view(rows, tokens, -1, self._width)
+        turned = heads[:, :, : self._turned]
+        if self._head_norms:
+            sides = turned[:, :, : self._queries], turned[:, :, self._queries :]
+            turned = torch.cat([norm(side) for norm, side in zip(self._head_norms, sides, strict=True)], 2)
+        turned = turns(turned)
+        query, key, value = (
+            part.transpose(1, 2)
+            for part in (turned[:, :, : self._queries], turned[:, :, self._queries :], heads[:, :, self._turned :])
+        )
+        layout.write(kept.keys, kept.values, key, value)
+        found = layout.attend(query, kept.keys, kept.values, self._scale, self._window, None)
+        stream = self._back.forward(found.view(rows, tokens, -1)).add_(stream)
+        normed = self._between(stream)
+        gated = silu(self._gate.forward(normed), inplace=True).mul_(self._up.forward(normed))
+        return self._down.forward(gated).add_(stream)
 
 
 class _Turns:
@@ -101,18 +128,21 @@ class _Turns:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         """(B or 1, Q, D)"""
         self._half = cos.shape[-1] // 2
-        self._cos = cos[:, None]
-        self._sin = torch.cat([-sin[..., : self._half], sin[..., self._half :]], -1)[:, None]
+        self._cos = cos[:, :, None]
+        self._sin = torch.cat([-sin[..., : self._half], sin[..., self._half :]], -1)[:, :, None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, H, Q, D)"""
+        """(B, Q, H, D)"""
         return (x * self._cos).add_(x.roll(self._half, -1).mul_(self._sin))
 
 
-def _norm(x: Tensor, norm: Any) -> Tensor:
-    scale = x.pow(2).mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    found: Tensor = (x * scale).mul_(norm.weight)
-    return found
+class _Norm:
+    def __init__(self, norm: Any) -> None:
+        self._parameters, self._epsilon = norm._parameters, norm.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = (x * x).mean(-1, keepdim=True).add_(self._epsilon).rsqrt_()
+        return (x * scale).mul_(self._parameters["weight"])
 
 
 def _known(layer: Any, family: str) -> bool:

@@ -1,6 +1,7 @@
 """Weights as MKL wants them, for the sampler's products on x86-64: a few rows are multiplied in about half the time.
 
     products = PackedProducts(model)          # of no layer where that is not to be had: then all stays as it is
+    products.join(groups)                     # layers with one input are one product
     products.begin()                          # rollouts are about to be sampled
     with products.routed():                   # one call: layers multiply with packed weights
         hidden = model.backbone(...)
@@ -18,9 +19,9 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +51,40 @@ def packs() -> bool:
 class PackedProducts:
     def __init__(self, model: LanguageModel) -> None:
         """The modules are the sampler's own; between calls they are as they were."""
-        self._layers: list[tuple[nn.Module, Matrix]] = []
+        self._layers: list[tuple[nn.Linear, Matrix]] = []
+        self._joined: list[tuple[Joined, Matrix]] = []
         self._head: Matrix | None = None
+        self._tried: dict[tuple[int, ...], bool] = {}  # which shapes are right, and with which numbers of rows alike
         self._sampling = self._packed = self._routed = False
         self._watched: list[Tensor] = []  # some numbers of each matrix, as they are now
         plain = model.device.type == "cpu" and model.stays and not model.spread and not depends_on_others(model.module)
         if not plain or not packs():
             return
-        tried: dict[tuple[int, ...], bool] = {}
-        layers = [layer for layer in model.backbone.modules() if type(layer) is nn.Linear and layer.bias is None]
-        layers = [layer for layer in layers if _fits(layer.weight) and "forward" not in vars(layer)]
-        head = model.head.weight
-        found = [*(layer.weight for layer in layers), *([head] if _fits(head) else [])]
+        layers = [layer for layer in model.backbone.modules() if _plain(layer) and layer.weight.numel() >= SMALLEST]
+        head = model.head.weight if _fits(model.head.weight) and model.head.weight.numel() >= SMALLEST else None
+        found = [*(layer.weight for layer in layers), *([] if head is None else [head])]
         if sum(weight.nbytes for weight in found) > MOST:
             return
-        self._layers = [(layer, Matrix(layer.weight, tried)) for layer in layers]
-        self._head = Matrix(head, tried, model.size) if _fits(head) else None
+        self._layers = [(layer, Matrix((layer.weight,), self._tried)) for layer in layers]
+        self._head = None if head is None else Matrix((head,), self._tried, model.size)
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether all of its products, and the head's, are with packed weights."""
+        inside = {layer for group, _ in self._joined for layer in group.layers} | {layer for layer, _ in self._layers}
+        return self._head is not None and all(
+            layer in inside for layer in module.modules() if isinstance(layer, nn.Linear)
+        )
+
+    def join(self, groups: Iterable[Joined]) -> None:
+        """These layers' matrices are packed as one; small ones among them as well."""
+        if not self.some:
+            return
+        for group in groups:
+            weights = tuple(layer.weight for layer in group.layers)
+            if all(map(_plain, group.layers)) and sum(weight.numel() for weight in weights) >= SMALLEST:
+                self._joined.append((group, Matrix(weights, self._tried)))
+        inside = {layer for group, _ in self._joined for layer in group.layers}
+        self._layers = [pair for pair in self._layers if pair[0] not in inside]
 
     @property
     def some(self) -> bool:
@@ -92,16 +111,21 @@ class PackedProducts:
             return
         if not self._packed or self._changed():
             self._pack()
-        ready = [(vars(layer), matrix) for layer, matrix in self._layers if matrix.pack is not None]
+        layers = [(vars(layer), matrix) for layer, matrix in self._layers if matrix.pack is not None]
+        groups = [(group, matrix) for group, matrix in self._joined if matrix.pack is not None]
         self._routed = True
         try:
-            for inside, matrix in ready:
+            for inside, matrix in layers:
                 inside["forward"] = matrix
+            for group, matrix in groups:
+                group.route(matrix)
             yield
         finally:
             self._routed = False
-            for inside, _ in ready:
+            for inside, _ in layers:
                 inside.pop("forward", None)
+            for group, _ in groups:
+                group.route(None)
 
     def logits(self, projection: Projection) -> Tensor:
         if not self._routed or self._head is None or self._head.pack is None:
@@ -110,7 +134,8 @@ class PackedProducts:
 
     @property
     def _matrices(self) -> list[Matrix]:
-        return [*(matrix for _, matrix in self._layers), *([] if self._head is None else [self._head])]
+        found = [matrix for _, matrix in self._layers] + [matrix for _, matrix in self._joined]
+        return found if self._head is None else [*found, self._head]
 
     def _pack(self) -> None:
         self.forget()  # before anything is allocated
@@ -120,14 +145,14 @@ class PackedProducts:
         except (RuntimeError, MemoryError) as error:
             log.warning("the sampler multiplies with weights as they are: packing them failed (%s)", error)
             self.forget()
-            self._layers, self._head = [], None
+            self._layers, self._joined, self._head = [], [], None
             return
-        weights = [matrix.weight.reshape(-1) for matrix in self._matrices]
-        self._watched = [weight[:: weight.numel() // WATCHED] for weight in weights]
+        weights = [weight.reshape(-1) for matrix in self._matrices for weight in matrix.weights]
+        self._watched = [weight[:: max(weight.numel() // WATCHED, 1)] for weight in weights]
         self._packed, self._seen = True, (self._places(), torch.cat(self._watched))
 
     def _places(self) -> list[tuple[int, int]]:
-        return [matrix.place for matrix in self._matrices]
+        return [place for matrix in self._matrices for place in matrix.places]
 
     def _changed(self) -> bool:
         """Whether somebody has changed weights without a `load`."""
@@ -135,43 +160,71 @@ class PackedProducts:
         return self._places() != places or not torch.equal(torch.cat(self._watched), numbers)
 
 
-class Matrix:
-    """Of a layer without a bias, whose `forward` this is. `tried`: which shapes are right, and with which numbers of rows alike."""
+class Joined:
+    """Layers with the same input; where their weights are packed, one product for all of them."""
 
-    def __init__(self, weight: Tensor, tried: dict[tuple[int, ...], bool], size: int | None = None) -> None:
-        self._parameter, self._tried, self._size = weight, tried, size
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.layers, self._sizes = layers, [layer.out_features for layer in layers]
+        self._matrix: Matrix | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, sum of their outputs)"""
+        return torch.cat([layer.forward(x) for layer in self.layers], -1) if self._matrix is None else self._matrix(x)
+
+    def route(self, matrix: Matrix | None) -> None:
+        """By themselves, as their class calls them, they compute everything and take theirs: slowly, with the same bits."""
+        self._matrix = matrix
+        for index, layer in enumerate(self.layers):
+            if matrix is None:
+                vars(layer).pop("forward", None)
+            else:
+                vars(layer)["forward"] = lambda x, index=index: self(x).split(self._sizes, -1)[index]
+
+
+class Matrix:
+    """Of a layer without a bias, whose `forward` this is, or of several; `tried` is shared by the matrices of a model."""
+
+    def __init__(
+        self, parameters: tuple[Tensor, ...], tried: dict[tuple[int, ...], bool], size: int | None = None
+    ) -> None:
+        self._parameters, self._tried, self._size = parameters, tried, size
+        self.shape = sum(weight.shape[0] for weight in self.weights), parameters[0].shape[1]
         self.pack: Any = None
-        self._source: Any = None  # what it was made of
+        self._like: Any = None  # something of the matrix's shape
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """As they are now; `size`: of a head, whose last rows may be padding."""
+        return [weight.detach()[: self._size] for weight in self._parameters]
 
     @property
     def weight(self) -> Tensor:
-        """As it is now; `size`: of a head, whose last rows may be padding."""
-        weight = self._parameter.detach()
-        return weight if self._size is None else weight[: self._size]
+        weights = self.weights
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Where it lies, and how often that was written to, as far as torch counts."""
-        return self._parameter.data_ptr(), self._parameter._version
+    def places(self) -> list[tuple[int, int]]:
+        """Where they lie, and how often that was written to, as far as torch counts."""
+        return [(weight.data_ptr(), weight._version) for weight in self._parameters]
 
     def renew(self) -> None:
-        weight = self.weight
-        shape = tuple(weight.shape)
-        if self._tried.get(shape, True):
-            self.pack, self._source = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_FOR), weight
-            if shape not in self._tried:
-                self._try()
-            if not self._tried.get(shape):
+        if self._tried.get(self.shape, True):
+            weight = self.weight
+            self._like = weight.new_zeros(1).expand(self.shape)
+            self.pack = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_FOR)
+            if self.shape not in self._tried:
+                self._try(weight)
+            if not self._tried.get(self.shape):
                 self.forget()
 
     def forget(self) -> None:
-        self.pack = self._source = None
+        self.pack = self._like = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
-            return linear(x, self._source)
+            return linear(x, self.weight)
         rows = x.numel() // x.shape[-1]
-        how = (*self._source.shape, rows)
+        how = (*self.shape, rows)
         alike = self._tried.get(how)
         if alike:
             return self._multiplied(x, rows)
@@ -181,7 +234,7 @@ class Matrix:
         return found
 
     def _multiplied(self, x: Tensor, rows: int) -> Tensor:
-        found: Tensor = torch.ops.mkl._mkl_linear(x, self.pack, self._source, None, rows)
+        found: Tensor = torch.ops.mkl._mkl_linear.default(x, self.pack, self._like, None, rows)
         return found
 
     def _in_pieces(self, x: Tensor) -> Tensor:
@@ -191,15 +244,19 @@ class Matrix:
         found = torch.cat([self._multiplied(piece, ROWS) for piece in pieces])
         return found[: len(flat)].view(*x.shape[:-1], -1)
 
-    def _try(self) -> None:
+    def _try(self, weight: Tensor) -> None:
         """Whether a few rows are what they should be, as far as rounding explains; weights that are no numbers tell nothing."""
-        x = torch.linspace(0, 1e4, ROWS * self._source.shape[1]).sin().view(ROWS, -1)
-        difference = float((self._multiplied(x, ROWS) - linear(x, self._source)).norm())
-        size = float(x.norm() * self._source.norm())
+        x = torch.linspace(0, 1e4, ROWS * self.shape[1]).sin().view(ROWS, -1)
+        difference = float((self._multiplied(x, ROWS) - linear(x, weight)).norm())
+        size = float(x.norm() * weight.norm())
         if math.isfinite(size):
-            self._tried[tuple(self._source.shape)] = difference <= 1e-6 * size
+            self._tried[self.shape] = difference <= 1e-6 * size
+
+
+def _plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(layer) is nn.Linear and layer.bias is None and _fits(layer.weight) and "forward" not in vars(layer)
 
 
 def _fits(weight: Tensor) -> bool:
     plain = type(weight) is nn.Parameter and not weight.is_inference() and weight.is_contiguous()
-    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALLEST
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32

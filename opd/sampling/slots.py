@@ -66,6 +66,11 @@ def fewer_rows(module: nn.Module, slots: int, even: int) -> list[int]:
     return counts[:-1]
 
 
+def any_rows(counts: list[int]) -> list[int]:
+    """More numbers than those of `fewer_rows`, one among them, where packed weights multiply them all alike."""
+    return sorted({*counts, *(count // 2 for count in counts), *(count // 2 * 3 for count in counts)})
+
+
 def depends_on_others(module: nn.Module) -> bool:
     """Experts multiply as many rows at once as chose them."""
     experts = any("experts" in name.split(".") for name, _ in module.named_modules())
@@ -80,6 +85,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 class SlotLayout:
     """Row b of a call holds the tokens of slot `slots[b]` at `columns[b]`; a token sees its own slot up to itself.
 
+    `in_order`: slots are 0, 1, … B - 1, so that the cache is read in place, not gathered, as it is for a single one.
     One object serves one forward pass: masks are built by the first layer that asks and shared by the others. `span`
     bounds the columns that are read; columns behind a row's own are masked, so it changes speed and not results.
     """
@@ -97,9 +103,11 @@ class SlotLayout:
         self.slots = slots  # (B,) int64
         self.columns = columns  # (B, Q) int64
         self.span = span
-        self.in_order = in_order  # slots are 0, 1, … B - 1: the cache is read in place, not gathered
         self.kernel, self.store = kernel, store  # for one token per slot, in order
         self.room = room  # bytes of shared memory that the kernel may take
+        alone = slots.device.type == "cpu" and columns.shape[0] == 1
+        self._first = 0 if in_order else int(slots) if alone else None  # the first of adjacent slots: these are views
+        self._column = int(columns) if alone and columns.numel() == 1 else None  # of a single token
         self._masks: dict[int | None, Tensor] = {}
         self._lines_of: dict[int, Tensor] = {}
 
@@ -109,12 +117,15 @@ class SlotLayout:
             self.store(keys, values, key[:, :, 0], value[:, :, 0], self.columns[:, 0])
             return
         for cache, new in ((keys, key), (values, value)):
-            cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
+            if self._first is not None and self._column is not None:
+                cache[self._first, :, self._column] = new[0, :, 0]
+            else:
+                cache[self.slots[:, None], :, self.columns] = new.transpose(1, 2)
 
     def read(self, cache: Tensor) -> Tensor:
         """(B, G, span, D)"""
-        if self.in_order:
-            return cache[: self.slots.shape[0], :, : self.span]
+        if self._first is not None:
+            return cache[self._first : self._first + self.slots.shape[0], :, : self.span]
         if not cache.is_contiguous():  # keys and values that a layer has made of cached latents
             return cache[:, :, : self.span].index_select(0, self.slots)
         _, groups, length, width = cache.shape
