@@ -1,14 +1,14 @@
 """One on-policy distillation step, end to end: opd against TRL's `DistillationTrainer`.
 
     pip install --no-deps trl==1.16.0        # never a dependency of opd; accelerate and datasets are in the dev extra
-    python benchmarks/step.py                # writes benchmarks/results/step-cpu.json; `--alone` leaves TRL out
+    python benchmarks/step.py --steps 9      # writes benchmarks/results/step-cpu.json; `--alone` leaves TRL out
     python benchmarks/step.py --device cuda  # larger shapes on a GPU: see benchmarks/step_gpu.py
 
 Both get the same models, prompts, precision (fp32) and one thread, and write responses of the same forced lengths:
 most are short, a few reach the limit, as sampled answers do. A step is sampling, the teacher's forward pass, exact
 reverse KL over the whole vocabulary, backward, clipping and AdamW. Each framework runs its own trainer loop in a
 process of its own; the two take turns, step by step, so a noisy machine disturbs both alike. CPU time is the number
-to trust on shared cores. Peak memory is what each process reached above what its imports alone take.
+to trust on shared cores, and not from three steps. Peak memory is what each process reached above what its imports alone take.
 
 TRL runs in the fastest way measured (`--trl compact` projects real tokens only, which stock TRL does not on a CPU); opd
 runs as it comes. That includes large pages (`opd.pages`), on ARM switching oneDNN off for the process, and on Intel's
