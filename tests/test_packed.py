@@ -116,15 +116,18 @@ def test_a_last_request_goes_on_by_itself() -> None:
     assert 1 not in packed_engine(tiny_model("llama", attention_bias=True, **EVEN)).steps._fewer
 
 
-def test_one_row_that_comes_out_otherwise_says_nothing_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = tiny_model("llama", **EVEN), make_requests((6,), Sampling(12))
+@pytest.mark.parametrize(("odd", "left"), [(1, [2, 3, 4, 6]), (3, [1, 2, 4, 6])])
+def test_rows_that_come_out_otherwise_say_nothing_of_other_numbers(
+    odd: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests = tiny_model("llama", **EVEN), make_requests((6, 13, 9)[:odd], Sampling(12))
     expected, engine = numbers(packed_engine(model), requests), packed_engine(model)
     usual = engine.steps._decode_some
-    monkeypatch.setattr(engine.steps, "_decode_some", lambda rows, *how: usual(rows, *how) + 1e-3 * (len(rows) == 1))
+    monkeypatch.setattr(engine.steps, "_decode_some", lambda rows, *how: usual(rows, *how) + 1e-3 * (len(rows) == odd))
     assert numbers(engine, requests) == expected
-    assert engine.steps._fewer == [2, 3, 4, 6]
+    assert engine.steps._fewer == left
     assert not engine.steps._unlike
-    assert ("decode", 2) in {how[:2] for how in engine.steps._alike}
+    assert ("decode", odd + 1) in {how[:2] for how in engine.steps._alike}
 
 
 def test_a_rollout_is_the_same_alone_batched_and_interrupted() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from opd.divergences.mixture import Mixture, Source
 from opd.divergences.projection import MergeGroups, Projection, canonical_ids, matmul
@@ -181,6 +182,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         projection, merge, temperature, chunk = ctx.static

@@ -112,7 +112,7 @@ class Job:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(n,) sums of products, without holding the products but for a CPU's small blocks, where it is several times as fast."""
+    """(n,) sums of products, without holding the products; on a CPU, whose arrays are small, that takes several times as long."""
     return (left * right).sum(-1) if left.device.type == "cpu" else torch.einsum("nv,nv->n", left, right)
 
 

@@ -278,8 +278,8 @@ class Steps:
                 tensor.copy_(before)
             if torch.equal(found, whole()[: len(found)]):
                 self._alike.add(how)
-            elif how[:2] == ("decode", 1):  # a product of another kind after all, which says nothing of others
-                self._fewer.remove(1)
+            elif how[0] == "decode" and how[1] not in fewer_rows(self.model.module, self.settings.slots, 1):
+                self._fewer.remove(how[1])  # of those that `any_rows` has added: says nothing of others
             else:
                 self._unlike.add(how[0])
 
