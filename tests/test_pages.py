@@ -16,7 +16,8 @@ with open("/proc/self/smaps_rollup", encoding="ascii") as file:
 """
 TENSOR = "import opd, torch; kept = torch.ones(1 << 26)" + MEASURE
 ASKED = (
-    "import mmap; kept = mmap.mmap(-1, 1 << 28); kept.madvise(mmap.MADV_HUGEPAGE); kept.write(bytes(1 << 28))" + MEASURE
+    "import mmap; kept = mmap.mmap(-1, 1 << 28, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); kept.madvise(mmap.MADV_HUGEPAGE); kept.write(bytes(1 << 28))"
+    + MEASURE
 )
 
 
