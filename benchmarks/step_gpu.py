@@ -14,7 +14,7 @@ KL over the whole vocabulary, backward, clipping and AdamW. Responses have force
     long     2 answers of 32,768 tokens from a dataset, gradient checkpointing: scoring and update of long answers
 
 `--trl` measures TRL's `DistillationTrainer` on the same models, prompts and lengths in a process of its own before
-(`benchmarks/step_trl.py`), and computes opd's loss and gradient norm on the very tokens of TRL's first step: `check` has both,
+(`benchmarks/step_trl.py`), sampling with `generate`, or with `--trl vllm` as its users run it, and computes opd's loss and gradient norm on the very tokens of TRL's first step: `check` has both,
 and how far apart they are; more than AGREE ends the script behind its results.
 """
 
@@ -260,7 +260,8 @@ def peer_results(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         save_model(CASES[name].teacher, models, arguments.device)
         script = Path(__file__).with_name("step_trl.py")
         command = [sys.executable, str(script), "--case", name, "--models", str(models), "--out", str(out)]
-        command += ["--device", arguments.device, "--steps", str(arguments.steps)]
+        command += ["--device", arguments.device, "--steps", str(arguments.steps), "--sampler", arguments.trl]
+        command += ["--batch", str(arguments.trl_batch)] if arguments.trl_batch else []
         try:
             subprocess.run(command, check=True, timeout=arguments.trl_limit)
             found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -399,7 +400,11 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="where random models are kept; default: made anew")
     parser.add_argument("--profile", action="store_true", help="record two more steps")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--trl", action="store_true", help="measure TRL's DistillationTrainer first, on the same cases")
+    parser.add_argument(
+        "--trl", nargs="?", const="generate", choices=("generate", "vllm"), metavar="SAMPLER",
+        help="measure TRL's DistillationTrainer first, on the same cases; it samples with `generate`, or with vLLM",
+    )  # fmt: skip
+    parser.add_argument("--trl-batch", type=int, metavar="N", help="TRL's sequences per forward pass; default 16")
     parser.add_argument("--trl-limit", type=float, metavar="SECONDS", help="stop TRL then; finished steps count")
     parser.add_argument("--memory", type=float, metavar="GIB", help="take no more of the device than this")
     arguments = parser.parse_args()

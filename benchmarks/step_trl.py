@@ -1,10 +1,11 @@
 """TRL's `DistillationTrainer` on a case of `step_gpu.py`, by itself: seconds by phase, peak memory, its first tokens.
 
-    pip install --no-deps trl==1.16.0       # never a dependency of opd; it needs accelerate, datasets and psutil
-    python benchmarks/step_gpu.py --trl     # calls this one
+    pip install --no-deps trl==1.16.0              # never a dependency of opd; it needs accelerate, datasets and psutil
+    python benchmarks/step_gpu.py --trl            # calls this one: TRL samples with `generate`
+    python benchmarks/step_gpu.py --trl vllm       # TRL samples with vLLM in the same process, as its users run it
 
-The stock trainer with its own `generate`, 16 prompts at a time, bf16 autocast, the teacher in bf16, fused AdamW. Lengths
-are forced by a logits processor; the decode loop is the stock one.
+The stock trainer, bf16 autocast, the teacher in bf16, fused AdamW, `--batch` sequences at a time. Lengths are forced: for
+`generate` by a logits processor, for vLLM by each request's own limit. The decode loops are the stock ones.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from step_gpu import CASES, PHASES, behind_first, lengths, prompt_rows
+from step_gpu import CASES, PHASES, Case, behind_first, lengths, prompt_rows
 
 BATCH = 16
+VLLM_MEMORY = 0.3  # share of the card that vLLM may take: TRL's default
 
 
 class Clock:
@@ -137,7 +140,6 @@ def write(out: Path, found: dict[str, Any]) -> None:
 
 
 def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
-    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import DistillationConfig
@@ -148,14 +150,14 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(student, padding_side="left")
     limits = {tuple(tokenizer(text)["input_ids"]): size for text, size in zip(prompts, lengths(case), strict=True)}
     clock, first, samples = Clock(cuda), dict[str, Any](), list[dict[str, Any]]()
-    batch = min(BATCH, len(prompts))
+    batch, engine = min(arguments.batch, len(prompts)), vllm_settings(case) if arguments.sampler == "vllm" else {}
     config = DistillationConfig(
         output_dir=directory, max_steps=arguments.steps + 1, learning_rate=1e-6, lr_scheduler_type="constant",
         weight_decay=0.0, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused", per_device_train_batch_size=batch,
         gradient_accumulation_steps=len(prompts) // batch, gradient_checkpointing=False, bf16=cuda, use_cpu=not cuda,
         beta=1.0, temperature=1.0, top_p=1.0, top_k=0, max_completion_length=case.new_tokens, shuffle_dataset=False,
         teacher_model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
-        model_init_kwargs={"dtype": "float32"}, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"}, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, **engine,
     )  # fmt: skip
     adapters = {}
     if "lora" in case.settings:
@@ -167,13 +169,29 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
         }
     setting = {
         "batch": [batch, len(prompts) // batch],
-        "versions": {"torch": torch.__version__, "trl": __import__("trl").__version__},
+        "sampler": arguments.sampler,
+        "versions": {name: version(name) for name in ("torch", "trl", *(("vllm",) if engine else ()))},
     }
     watch = watcher(clock, first, samples, arguments.out, setting)
     trainer = trainer_class(clock, first)(
         model=student, teacher_model=teacher, args=config, processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[watch], **adapters,
     )  # fmt: skip
+    force_vllm_lengths(trainer, limits) if engine else force_lengths(trainer, limits)
+    trainer.train()
+    return {**setting, **behind_first(samples), **checked(first)}
+
+
+def vllm_settings(case: Case) -> dict[str, Any]:
+    """vLLM in TRL's own process, its engine as long as the case's sequences."""
+    length = case.prompt_tokens[1] + case.new_tokens + 8
+    return {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": VLLM_MEMORY, "vllm_max_model_length": length,
+        "generation_kwargs": {"ignore_eos": True},
+    }  # fmt: skip
+
+
+def force_lengths(trainer: Any, limits: dict[tuple[int, ...], int]) -> None:
     generate, stop = trainer.model.generate, trainer.eos_token_ids[0]
 
     def forced(**inputs: Any) -> Any:
@@ -183,8 +201,19 @@ def run(arguments: argparse.Namespace, directory: str) -> dict[str, Any]:
         return generate(**inputs, logits_processor=[Forced(sizes, ids.shape[1], stop, ids.device)])
 
     trainer.model.generate = forced
-    trainer.train()
-    return {**setting, **behind_first(samples), **checked(first)}
+
+
+def force_vllm_lengths(trainer: Any, limits: dict[tuple[int, ...], int]) -> None:
+    engine = trainer.vllm_generation.llm
+    generate = engine.generate
+
+    def forced(prompts: Any, sampling_params: Any, **rest: Any) -> Any:
+        each = [sampling_params.clone() for _ in prompts]
+        for prompt, params in zip(prompts, each, strict=True):
+            params.max_tokens = limits[tuple(prompt["prompt_token_ids"])]
+        return generate(prompts, sampling_params=each, **rest)
+
+    engine.generate = forced
 
 
 def main() -> None:
@@ -192,6 +221,8 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1, help="measured steps; one more is run first and left out")
+    parser.add_argument("--sampler", choices=("generate", "vllm"), default="generate")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per forward pass (and per `generate`)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
