@@ -34,6 +34,7 @@ CURVES: dict[str, list[tuple[float, Case, list[str]]]] = {
         for millions, shape in ((135, "135M"), (600, "0.6B"), (1700, "1.7B"), (4000, "4B"))
     ],
 }
+TRL = "TRL DistillationTrainer,\nsampling with generate, not vLLM"  # as step_trl.py runs it
 SMALLEST: dict[str, list[tuple[float, Case, list[str]]]] = {"teachers": [(2, CASES["tiny"], [])]}
 PLOTTED = {"slots": ("sample",), "new tokens of an answer": ("sample", "update"), "teachers": ("score", "total"),
            "parameters, millions": ("sample", "score", "update", "total")}  # fmt: skip
@@ -161,7 +162,7 @@ def step_phases(step: dict[str, Any], products: dict[str, float]) -> dict[str, d
     """Of the case `equal`: TRL, ours, and the step's matrix products alone."""
     case = step["cases"]["equal"]
     rows = {
-        "TRL DistillationTrainer": case["trl"]["seconds"],
+        TRL: case["trl"]["seconds"],
         "opd": case["seconds"],
         "matrix products alone": products,
     }

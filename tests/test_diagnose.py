@@ -409,6 +409,26 @@ def test_the_command_writes_a_page_and_a_recipe_that_plans(tmp_path: Path) -> No
     assert "exists already" in str(again.exception)
 
 
+def test_options_and_overrides_go_together(tmp_path: Path) -> None:
+    """A file whose answers the default reward would call wrong needs no recipe."""
+    rows = [{"prompt": [{"role": "user", "content": f"add {a}+21"}], "answer": f"{a + 21}.0"} for a in range(12, 18)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    models = ("--student", "tiny/generalist", "--teacher", "sums=tiny/arithmetic", "--device", "cpu", "--json")
+    given = (*models, "--prompts", str(tmp_path / "rows.jsonl"), "--n", "4", "--samples", "2")
+
+    def accuracy(*overrides: str) -> float:
+        told = invoke(*given, *overrides)
+        assert told.exit_code == 0, told.output
+        return float(json.loads(told.stdout)["pairs"][0]["answers"]["accuracy"])
+
+    assert accuracy("rollout.max_new_tokens=8") == 0
+    assert accuracy("rewards=numeric", "rollout.max_new_tokens=8") > 0.5
+    cut = invoke(*given, "rollout.max_new_tokens=1", "--write", str(tmp_path / "mine.yaml"))
+    assert cut.exit_code == 0, cut.output
+    lengths = [one["length"] for one in json.loads(cut.stdout)["students"].values()]
+    assert lengths == [1]
+
+
 def test_what_models_and_rows_say_stays_text_on_the_page() -> None:
     text = diagnosis_page(made_up_diagnosis(HOSTILE))
     data = text.split('type="application/json">')[1].split("</script>")[0]
@@ -417,10 +437,15 @@ def test_what_models_and_rows_say_stays_text_on_the_page() -> None:
     assert "<script>window.hacked" not in text
 
 
+NAMED = ["--student", "tiny/generalist", "--teacher", "tiny/arithmetic", "--prompts", "task:sort"]
 MISTAKES: list[tuple[list[str], str]] = [
     (["--student", "tiny/generalist"], "--teacher, --prompts: missing"),
     (["quickstart", "--student", "tiny/generalist"], "either RECIPE or --student"),
     (["quickstart", "--stage", "no"], "the recipe has main"),
+    (["quickstart", "device=cpu", "--device", "cpu"], "both set device"),
+    ([*NAMED, "rollout.max_new_tokens=4", "--max-new-tokens", "8"], "both set rollout.max_new_tokens"),
+    ([*NAMED, "rewards=numerik"], "numerik"),
+    ([*NAMED, "quickstart"], "either RECIPE or --student"),
     (["labs/qwen3", "--stage", "on-policy"], "takes student from stage:off-policy, which has not run"),
     (["methods/sft"], "there is no teacher to look at"),
     (["quickstart", "teachers.arithmetic=/no/such/model"], "model '/no/such/model'"),

@@ -234,3 +234,15 @@ def test_a_worker_that_dies_takes_one_job_with_it(tmp_path: Path, capsys: pytest
     assert "late-seed0: no entry; it took longer than its limit" in told
     assert "killed-seed0: no entry; its process was ended by SIGKILL" in told
     assert list(jobs.run_all([whole], tmp_path, 1)) == ["whole-seed0"]
+
+
+def test_a_step_of_trl_is_said_to_sample_with_generate() -> None:
+    """In the picture itself, since it is shown without its page; the numbers are those of the recorded result."""
+    root = Path(__file__).parent.parent
+    drawn = (root / "docs/figures/step.svg").read_text(encoding="utf-8")
+    seconds = json.loads((root / "benchmarks/results/step-cuda.json").read_text(encoding="utf-8"))["cases"]["equal"]
+    assert "<!-- sampling with generate, not vLLM -->" in drawn
+    for found in (seconds["trl"]["seconds"], seconds["seconds"]):
+        total = sum(found[phase] for phase in ("sample", "score", "update"))
+        assert f"<!-- {total:.1f} s -->" in drawn
+    assert "TRL samples with `generate`" in (root / "README.md").read_text(encoding="utf-8").split("```")[0]

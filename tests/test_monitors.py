@@ -61,7 +61,7 @@ def test_quiet_on_runs_that_went_well(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALARMS)
 def test_alarms_on_recorded_collapses(name: str) -> None:
-    assert fired(RECORDED[name], instructed=True).keys() == ALARMS[name]
+    assert fired(RECORDED[name], instructed=True, followed_within=1).keys() == ALARMS[name]
 
 
 def steps(*parts: tuple[float | None, int]) -> list[float | None]:
@@ -73,9 +73,21 @@ def evaluated(name: str, *values: float, every: int = 2) -> list[float | None]:
 
 
 TAKEN = steps((0.3, 3))
+FAST = [0.098, 0.094, 0.091, 0.016, 0.015]  # made up, shaped like the first steps of a healthy 1.5B student
+
+
+def scored(value: float) -> list[float | None]:
+    """An evaluation after the fifth step."""
+    return [None, None, None, None, value]
+
+
 FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]]] = {
     "kl": [
-        ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33]}, {}),
+        ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33]}, {"followed_within": 3}),
+        ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33], "distinct": [0.5, 0.5, 0.5, 0.05, 0.04]}, {}),
+        ({"reverse_kl": [2.6, 2.7, 2.64, 0.34, 0.33], "reward": [0.4, 0.3, 0.4, 0.05, 0.0]}, {}),
+        ({"reverse_kl": FAST, "eval/a": scored(0.3), "eval_stderr/a": scored(0.02)}, ACROSS),
+        ({"reverse_kl": FAST, "eval/a": [None, 0.8], "eval_stderr/a": [None, 0.02]}, {"followed_within": 3, **ACROSS}),  # older than the fall
         ({"reverse_kl": [1.5, 9.0, 8.0]}, {}),
         ({"reverse_kl": steps((0.2, 100), (0.9, 3))}, {}),
     ],
@@ -117,11 +129,19 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"reverse_kl": [0.01, 0.011, 0.01, 0.001, 0.001]}, {}),  # too little to fall from
         ({"reverse_kl": [0.045, 0.0045, 0.028, 0.02, 0.028, 0.049, 0.055, 0.0034, 0.0025]}, {}),  # it scatters
         ({"reverse_kl": steps((0.01, 50), (0.05, 9))}, {}),
+        ({"reverse_kl": FAST}, {}),  # a frozen teacher cannot become the student
+        ({"reverse_kl": FAST, "distinct": [0.5, 0.48, 0.45, 0.4, 0.4], "reward": [0.2, 0.3, 0.2, 0.4, 0.4]}, {}),
+        ({"reverse_kl": FAST, "eval/a": scored(0.7), "eval_stderr/a": scored(0.02)}, ACROSS),
+        ({"reverse_kl": FAST}, {"followed_within": 50}),  # nor one that has not been renewed yet
+        ({"reverse_kl": FAST, "eval/a": scored(0.7), "eval_stderr/a": scored(0.02)}, {"followed_within": 1, **ACROSS}),
+        ({"reverse_kl": FAST, "reward": [0.02, 0.03, 0.02, 0.0, 0.0], "truncated": steps((0.97, 5))}, {}),
     ],
     "diversity": [
         ({"entropy": steps((0.30, 10), (0.10, 10)), "reward": steps((0.5, 10), (0.9, 10))}, {}),
         ({"entropy": steps((0.30, 10), (0.10, 10))}, {}),  # learning looks like this, too
         ({"entropy": steps((0.02, 10), (0.01, 10)), "reward": steps((0.98, 20))}, {}),  # sure of itself already
+        ({"entropy": steps((0.30, 10), (0.20, 10)), "reward": steps((0.0, 20)), "truncated": steps((0.95, 20))}, {}),  # all cut
+        ({"entropy": steps((0.30, 10), (0.20, 10)), "reward": steps((0.5, 20)), "eval/a": evaluated("a", 0.7), "eval_stderr/a": evaluated("a", 0.02)}, ACROSS),
         ({"eval/a": evaluated("a", 0.7), "eval_k/a": evaluated("a", 0.78), "eval_k_stderr/a": evaluated("a", 0.02)}, ACROSS),
     ],
     "stopping": [({"truncated": steps((0.9, 30)), "response_length": steps((10, 30))}, {})],
@@ -142,7 +162,10 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
     ],
     "mismatch": [({"mismatch_outside": steps((0.001, 10)), "mismatch": steps((0.09, 10))}, {})],
     "staleness": [({"staleness/max": [4, 4, 4]}, {})],
-    "calibration": [({"ece": steps((0.27, 20), (0.05, 20))}, {})],
+    "calibration": [
+        ({"ece": steps((0.27, 20), (0.05, 20))}, {}),
+        ({"ece": steps((0.70, 20), (0.80, 20)), "truncated": steps((0.95, 40))}, {}),  # cut answers are never right
+    ],
     "together": [({"reverse_kl": [0.5, 0.5, 0.4, 0.4, 0.3, 0.3], "eval/a": evaluated("a", 0.45, 0.46, 0.3)}, ACROSS)],
     "saturation": [
         ({"eval/a": evaluated("a", 0.5, 0.51), "eval_stderr/a": evaluated("a", 0.02, 0.02)}, ACROSS),
@@ -170,6 +193,60 @@ def test_every_monitor_tells_failing_runs_from_others(name: str) -> None:
     for columns, facts in HEALTHY[name]:
         assert not fired(columns, name, **facts), columns
     assert not fired({"loss": [1.0] * 40}, name)  # without what it reads it says nothing
+
+
+def fast_start(dice: random.Random, **columns: Sequence[float | None]) -> dict[str, Sequence[float | None]]:
+    """Made-up metrics of forty healthy steps, shaped like those of a 1.5B student with a larger teacher: the KL falls to a sixth within five steps."""
+    kl = [0.098 * max(0.13, 0.98**step if step < 3 else 0.16) * dice.uniform(0.95, 1.05) for step in range(40)]
+    entropy = [0.32 * (0.65 + 0.35 * 0.8**step) * dice.uniform(0.97, 1.03) for step in range(40)]
+    distinct = [0.41 * (0.85 + 0.15 * 0.8**step) * dice.uniform(0.98, 1.02) for step in range(40)]
+    lengths = [dice.uniform(190, 210) for _ in range(40)]
+    found: dict[str, Sequence[float | None]] = {
+        "reverse_kl": kl, "entropy": entropy, "distinct": distinct, "response_length": lengths,
+        "truncated": [dice.uniform(0.0, 0.1) for _ in range(40)],
+        "reward": [min(0.75, 0.45 + 0.01 * step) + dice.uniform(-0.05, 0.05) for step in range(40)],
+        "mismatch": steps((0.02, 40)), "kl_top": steps((0.3, 40)), "kl_largest": steps((4.0, 40)),
+    }  # fmt: skip
+    return found | columns
+
+
+def test_a_fast_start_is_no_failure() -> None:
+    """Neither with exact divergences nor with sampled tokens, evaluated or not, nor where answers are cut on purpose."""
+    dice = random.Random(0)
+    risen = {"eval/a": [*steps((None, 4)), 0.62], "eval_stderr/a": [*steps((None, 4)), 0.02]}
+    noisy = [value * dice.uniform(0.7, 1.3) - 0.002 for value in fast_start(dice)["reverse_kl"] if value is not None]
+    cut = {"truncated": steps((1.0, 40)), "response_length": steps((64, 40)), "reward": steps((0.0, 40))}
+    sure = {"ece": [0.7 + 0.003 * step for step in range(40)]}  # answers that are cut are never right, however sure
+    runs: dict[str, tuple[dict[str, Sequence[float | None]], dict[str, Any]]] = {
+        "reverse KL": (fast_start(dice), {}),
+        "evaluated": (fast_start(dice, **risen), ACROSS),
+        "forward KL": (fast_start(dice, entropy=[0.3 + 0.003 * step for step in range(40)]), {}),
+        "sampled tokens": (fast_start(dice, reverse_kl=noisy, kl_one=steps((0.1, 40))), {}),
+        "cut": (fast_start(dice, **cut, **sure), {}),
+        "a copy of the student that is not renewed yet": (fast_start(dice), {"followed_within": 50}),
+    }
+    assert {name: fired(columns, **facts) for name, (columns, facts) in runs.items()} == {name: {} for name in runs}
+    sudden = fast_start(dice, distinct=[*steps((0.4, 3), (0.03, 37))])
+    assert fired(sudden)["kl"] == 5
+    assert fired(fast_start(dice), followed_within=2)["kl"] == 5
+
+
+@pytest.mark.parametrize(
+    ("teacher", "within"),
+    [
+        ("tiny/arithmetic", None),
+        ({"kind": "self"}, None),
+        ({"kind": "ema", "rate": 0.02}, 50),
+        ({"kind": "refresh", "every": 30}, 30),
+        ({"kind": "mixture", "parts": {"x": {"kind": "refresh", "every": 40}, "y": "tiny/arithmetic"}}, 40),
+    ],
+)
+def test_monitors_know_which_teachers_follow_the_student(teacher: Any, within: int | None, tmp_path: Path) -> None:
+    recipe = load_recipe({
+        "student": "tiny/generalist", "teachers": {"a": teacher}, "prompts": {"source": "task:addition", "domain": "a"}
+    })  # fmt: skip
+    watch = StageWatch(recipe, recipe.stages[0], tmp_path, StageResult("main"), print, lambda: None)
+    assert watch._history.facts.followed_within == within
 
 
 def test_rare_probes_are_not_forgotten() -> None:

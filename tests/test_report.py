@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -359,3 +362,32 @@ def test_the_live_page_is_for_who_has_its_address(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_half_open_requests_to_the_live_page_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether nothing comes, half a request, or a byte now and then; and others are served meanwhile."""
+    monkeypatch.setattr("opd.report.view.CONNECTIONS", 4)
+    server = ViewServer(make_run(tmp_path / "run"), patience=0.3)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+
+        def connected(sent: bytes) -> socket.socket:
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=60))
+            raw.sendall(sent)
+            return raw
+
+        halves = [connected(sent) for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX: ")]
+        slow = connected(b"GET /")
+        with contextlib.suppress(
+            ConnectionError
+        ):  # never silent for as long as the server waits, and ended all the same
+            while not select.select([slow], [], [], 0.05)[0]:
+                slow.sendall(b"x")
+        assert [raw.recv(100) for raw in halves] == [b""] * 3
+        while True:  # until the threads of all four are gone
+            with contextlib.suppress(OSError), urllib.request.urlopen(server.address, timeout=60) as reply:
+                assert reply.status == 200
+                break
+        assert not server._deadlines

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -21,6 +21,7 @@ from safetensors.numpy import load, save
 from opd.errors import UserError
 from opd.serve.server import served_names
 from opd.serve.sockets import allow_connections
+from opd.teachers.wire import FRAME, RequestLimits, WireError, read_question
 from tests.servers import TOKEN, ServeProcess
 
 SEEN = {"Authorization": f"Bearer {TOKEN}"}
@@ -174,11 +175,92 @@ def test_questions_that_cannot_be_answered(client: httpx.Client, body: Any, stat
     assert (found.status_code, says in error(found)) == (status, True)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[" * 9000, b'{"ids": NaN', b"\xff\xfe", b"1" * 5000])
+@pytest.mark.parametrize("content", [b"{", b"[" * 900, b'{"ids": NaN', b"\xff\xfe", b"1" * 5000])
 def test_broken_json(client: httpx.Client, content: bytes) -> None:
     found = client.post(SCORE, content=content, headers={"Content-Type": "application/json"})
     assert found.status_code in (400, 422)
     assert error(found)
+
+
+LIMITS = RequestLimits()  # as a server has them unless told otherwise
+
+
+def json_of(ids: bytes, *more: bytes) -> bytes:
+    return b'{"want": "hidden", "ids": [%s]%s}' % (ids, b"".join(more))
+
+
+def frame_of(**tensors: np.ndarray) -> bytes:
+    return save(tensors, metadata={"question": '{"want": "hidden"}'})
+
+
+OVERSIZED: dict[str, tuple[str, Callable[[], bytes]]] = {  # a list takes three bytes here
+    "empty lists": ("application/json", lambda: json_of(b",".join([b"[]"] * 600_000))),
+    "lists in lists": ("application/json", lambda: json_of(b",".join([b"[[]]"] * 400_000))),
+    "numbers": ("application/json", lambda: json_of(b"[" + b"7," * 800_000 + b"7]")),
+    "empty spans": ("application/json", lambda: json_of(b"[3]", b', "spans": [[', b",".join([b"[]"] * 600_000), b"]]")),
+    "keys": ("application/json", lambda: json_of(b"[3]", *(b', "%d": 1' % number for number in range(100_000)))),
+    "objects": ("application/json", lambda: json_of(b",".join([b"{}"] * 600_000))),
+    "empty texts": (FRAME, lambda: frame_of(ids=np.zeros(0, np.int32), lengths=np.zeros(600_000, np.int32))),
+    "ids": (FRAME, lambda: frame_of(ids=np.zeros(600_000, np.int32), lengths=np.array([600_000]))),
+    "rows of spans": (
+        FRAME,
+        lambda: frame_of(
+            ids=np.zeros(3, np.int32), lengths=np.array([3]), spans=np.full((300_000, 3), [0, 1, 1], np.int32)
+        ),
+    ),
+    "tensors": (FRAME, lambda: frame_of(**{f"t{number}": np.zeros(0, np.int32) for number in range(2_000)})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_what_would_be_costly_to_parse_is_counted_first(name: str) -> None:
+    """Parsing 15 MB of empty lists took 44 CPU-seconds and 3.4 GB, so that much smaller bodies show it."""
+    kind, make = OVERSIZED[name]
+    body = make()
+    began = time.process_time()
+    with pytest.raises(WireError) as refused:
+        read_question(body, kind, LIMITS, rows=100, size=100, context=512)
+    assert (refused.value.status, "at most" in str(refused.value)) == (413, True)
+    assert time.process_time() - began < 0.5
+
+
+def test_a_question_as_large_as_the_limits_is_read() -> None:
+    """With every token in a span of its own, and asked about by id."""
+    limits, length = RequestLimits(tokens=4096, sequences=128), 32
+    tokens, texts = limits.tokens, limits.sequences
+    assert texts * length == tokens
+    spans = [[[at, at + 1] for at in range(1, length)]] * texts
+    asked = {"want": "logprobs", "ids": [[3] * length] * texts, "spans": spans, "stop_ids": [1] * 1024}
+    asked["tokens"] = [[4]] * (texts * (length - 1))
+    found = read_question(json.dumps(asked).encode(), "application/json", limits, 100, 100, 512)
+    assert (found.length, found.count) == (tokens, texts * (length - 1))
+
+
+def crafted(lengths: list[int], **shapes: list[int]) -> bytes:
+    """A frame whose tensors have other shapes than a library would write."""
+    numbers = np.array(lengths, dtype="<i8").tobytes()
+    header: dict[str, Any] = {"__metadata__": {"question": '{"want": "logprobs"}'}}
+    header["lengths"] = {"dtype": "I64", "shape": [len(lengths)], "data_offsets": [0, len(numbers)]}
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "I32", "shape": shape, "data_offsets": [len(numbers)] * 2}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + numbers
+
+
+def test_crafted_frames_are_refused(client: httpx.Client) -> None:
+    """Shapes that hold nothing and have no end, more dimensions than an array may have, lengths whose sum overflows."""
+    for body, status in (
+        (crafted([], ids=[0, 2**62]), 400),
+        (crafted([], ids=[2**62, 0]), 400),
+        (crafted([], ids=[0], tokens=[0, 2**62]), 400),
+        (crafted([], ids=[0], spans=[0, 2**62]), 400),
+        (crafted([], ids=[0] * 70), 400),
+        (crafted([], ids=[0, 2]), 422),
+        (crafted([2**62] * 4, ids=[0]), 422),
+        (crafted([0] * 9, ids=[0]), 413),
+    ):
+        found = client.post(SCORE, content=body)
+        assert (found.status_code, len(error(found)) > 0) == (status, True), body
 
 
 def test_frames_with_wrong_tensors(client: httpx.Client) -> None:
@@ -247,9 +329,23 @@ def test_slow_requests_are_ended(server: ServeProcess, client: httpx.Client) -> 
 def test_what_is_no_http_gets_400(server: ServeProcess) -> None:
     for sent in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX: " + b"y" * 70_000,
+        b"GET / HTTP/1.1 X\r\n\r\n",
     ):
         assert b'{"error": "Invalid HTTP' in _told(server, sent, 400)
+
+
+def test_heads_are_bounded_however_they_come(server: ServeProcess) -> None:
+    """By size and by the number of headers: at once, unfinished, or after another request."""
+    first, few = b"GET /health HTTP/1.1\r\nHost: x\r\n", b"".join(b"a%d: 1\r\n" % number for number in range(99))
+    many = few + b"a: 1\r\n"
+    long = b"X: " + b"y" * 17_000
+    assert b"HTTP/1.1 200" in _told(server, first + few + b"\r\n", 200)
+    for sent in (first + many + b"a", first + many + b"\r\n", first + long, first + long + b"\r\n\r\n"):
+        assert b'{"error": "the request has too many headers, or too long ones; at most 100' in _told(server, sent, 431)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=600) as raw:
+        raw.sendall(first + b"\r\n" + first + many + b"\r\n")
+        found = b"".join(iter(functools.partial(raw.recv, 1000), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", found) == [b"200", b"431"]
 
 
 def _told(server: ServeProcess, sent: bytes, status: int) -> bytes:

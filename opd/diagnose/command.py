@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
     from opd.diagnose.diagnosis import Diagnosis
 
 LARGEST = 2**63 - 1  # seed
+MAX_NEW_TOKENS = 128  # of an answer, without a recipe
 
 
 def diagnose_command(
     recipe: Annotated[str | None, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example rollout.max_new_tokens=64")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="With a recipe or without, for example rewards=numeric"),
     ] = None,
     student: Annotated[str | None, typer.Option(help="Without a recipe: the model that is to learn.")] = None,
     teacher: Annotated[
@@ -47,22 +50,41 @@ def diagnose_command(
     """Before you train: is there a gap, do the models think alike, is the teacher reliable, does on-policy pay?"""
     for place in (write, page):
         _require_free(place)
-    more = [f"{key}={value}" for key, value in (("device", device), ("seed", seed)) if value is not None]
+    changes = list(overrides or ())
+    if (
+        recipe is not None and "=" in recipe and (student or teacher or prompts)
+    ):  # no recipe: the first of the overrides
+        changes, recipe = [recipe, *changes], None
+    changes += _options(changes, device=device, seed=seed)
     if recipe is not None:
         if student or teacher or prompts or max_new_tokens:
             raise UserError(
                 "a recipe names its models, prompts and lengths itself: give either RECIPE or --student, --teacher and --prompts."
             )
-        spec = _stage_of(recipe, [*(overrides or ()), *more], stage)
+        spec = _stage_of(recipe, changes, stage)
     else:
-        spec = _stage_around(student, teacher or [], prompts or [], max_new_tokens or 128, more)
+        lengths = {} if max_new_tokens is None else {"rollout.max_new_tokens": max_new_tokens}
+        changes += _options(changes, **lengths)
+        spec = _stage_around(student, teacher or [], prompts or [], changes)
     from opd.diagnose.diagnosis import diagnose
     from opd.diagnose.words import diagnosis_lines
     from opd.files import json_text
 
-    found = diagnose(spec, prompts=n, samples=samples, target=target, given=recipe is not None, say=_to_stderr)
+    given = recipe is not None or any(change.startswith("objective") for change in changes)
+    found = diagnose(spec, prompts=n, samples=samples, target=target, given=given, say=_to_stderr)
     print(json_text(found.to_json(), indent=1) if as_json else "\n".join(diagnosis_lines(found)))
     _write(found, write, page)
+
+
+def _options(changes: Sequence[str], **options: int | str | None) -> list[str]:
+    """Options as the overrides that they stand for. A value that is given both ways is refused."""
+    found = [f"{key}={value}" for key, value in options.items() if value is not None]
+    for option in found:
+        key, _, value = option.partition("=")
+        if twice := [change for change in changes if change.partition("=")[0] == key]:
+            name = key.rpartition(".")[2].replace("_", "-")
+            raise UserError(f"--{name} {value} and {twice[0]}: both set {key}. Give one of them.")
+    return found
 
 
 def _to_stderr(line: str) -> None:
@@ -105,9 +127,7 @@ def _stage_of(recipe: str, overrides: list[str], name: str | None) -> Stage:
     return known[name] if name is not None else loaded.stages[0]
 
 
-def _stage_around(
-    student: str | None, teachers: list[str], prompts: list[str], max_new_tokens: int, overrides: list[str]
-) -> Stage:
+def _stage_around(student: str | None, teachers: list[str], prompts: list[str], overrides: list[str]) -> Stage:
     from opd.config import load_recipe
 
     missing = [
@@ -125,7 +145,7 @@ def _stage_around(
         "student": student,
         "teachers": named,
         "prompts": [{"source": source} for source in prompts],
-        "rollout": {"max_new_tokens": max_new_tokens},
+        "rollout": {"max_new_tokens": MAX_NEW_TOKENS},
     }
     return load_recipe(settings, overrides).stages[0]
 

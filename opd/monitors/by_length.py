@@ -58,8 +58,8 @@ class OtherLength(Monitor):
     )
 
     def alarm(self, history: History) -> Alarm | None:
-        lengths, rewards = history.apart("response_length", self.window), history.apart("reward", self.window)
-        if lengths is None or rewards is None or history.facts.instructed:
+        lengths, rewards = history.apart("response_length", self.window), history.rewards_apart(self.window)
+        if lengths is None or rewards is None or history.facts.instructed or history.score_rose(self.errors):
             return None
         before, now = mean(lengths[0][:START]), mean(lengths[1])
         limit = self.limit(before)

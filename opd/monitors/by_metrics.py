@@ -21,7 +21,9 @@ from opd.monitors.monitor import Alarm, Monitor, RecipeStage, StepProbe
 from opd.settings import Positive
 
 WARMER = 1.25  # than a teacher is by itself
-LEVELS = 20  # steps whose lowest KL a fall is held against
+LEVELS = 20  # steps before a fall of the KL that it is compared with
+DROPPED = 3  # times that distinct pairs or rewards fall where the student has collapsed
+STEPS_OF_A_START = 3  # that a fall of the KL comes after, at least
 PROBES = 5  # at the beginning and at the end that are compared
 SAFE_REFRESH = 40  # steps between two refreshes of a teacher that follows its student (P)
 
@@ -30,9 +32,16 @@ def offered(*stages: RecipeStage | None) -> Iterator[RecipeStage]:
     return (stage for stage in stages if stage is not None)
 
 
+def _dropped(history: History, name: str) -> bool:
+    """Whether the two newest values are a fraction of what the metric was in the steps before."""
+    before, now = history.recent(name)[-LEVELS - 2 : -2], history.last(name, 2)
+    return bool(before) and max(now) < median(before) / DROPPED
+
+
 class DivergenceJump(Monitor):
     """The KL to the teacher falls to a fraction at once, and stays there for a step (P: 2.637 to 0.343 where a teacher was reset to its student),
-    or climbs to several times the lowest it has been (H: 3 times, and half a nat).
+    or climbs to several times the lowest it has been (H: 3 times, and half a nat). A fast start is no failure: a fall counts only where a
+    teacher that follows its student has had the time to become it, or where scores, rewards or distinct pairs of tokens fell as well.
     """
 
     name = "kl"
@@ -44,18 +53,42 @@ class DivergenceJump(Monitor):
     rise: float = Field(3.0, gt=1, description="of kl: times its lowest level, over three steps")
     least: float = Field(0.02, ge=0, description="of kl and diversity: nats below which nothing is a fall")
     margin: float = Field(0.5, ge=0, description="of kl: nats above its lowest level, beside `rise`")
+    errors: float = Field(
+        2.0, gt=0, description="of diversity: standard errors by which pass@k falls; of others likewise"
+    )
 
     def alarm(self, history: History) -> Alarm | None:
+        return self._fall(history) or self._rise(history)
+
+    def _fall(self, history: History) -> Alarm | None:
         earlier, now = history.last("reverse_kl", 3, skip=2), history.last("reverse_kl", 2)
         before = history.recent("reverse_kl")[-LEVELS - 2 : -2]
         fallen = bool(earlier) and median(earlier) > self.least and max(now) < median(earlier) / self.fall
-        if fallen and max(now) < min(before) / 2:  # where it scatters widely, a few low values are none
-            return Alarm(
-                max(now),
-                median(earlier) / self.fall,
-                f"KL to the teacher fell from {median(earlier):.3g} to {max(now):.3g} nats at once: the teacher has become the student, "
-                "or the student writes what is trivial to predict",
-            )
+        if not fallen or max(now) >= min(before) / 2:  # where it scatters widely, a few low values are none
+            return None
+        cause = self._cause(history)
+        if cause is None:
+            return None
+        words = f"KL to the teacher fell from {median(earlier):.3g} to {max(now):.3g} nats at once{cause}"
+        return Alarm(max(now), median(earlier) / self.fall, words)
+
+    def _cause(self, history: History) -> str | None:
+        """What is wrong with a fall of the KL. None: nothing that is known, so the student has learned fast."""
+        if history.score_rose(self.errors, since=history.step - 1):  # an older score does not know of the fall
+            return None
+        within, trivial = history.facts.followed_within, "the student writes what is trivial to predict"
+        if within is not None and history.step > within:
+            return f": the teacher has become the student, or {trivial}"
+        if history.score_fell(self.errors):
+            before, now = history.evaluations[0].mean, history.evaluations[-1].mean
+            return f", and the held-out score from {before:.1%} to {now:.1%}: {trivial}"
+        if _dropped(history, "distinct"):
+            return f", and so did the share of distinct pairs of tokens: {trivial}"
+        if _dropped(history, "reward") and not history.answers_cut(STEPS_OF_A_START):
+            return f", and so did rewards: {trivial}"
+        return None
+
+    def _rise(self, history: History) -> Alarm | None:
         recent, levels = history.last("reverse_kl", 3), self._levels(history)
         if recent and levels:
             highest = max(self.rise * min(levels), min(levels) + self.margin)
@@ -117,8 +150,9 @@ class LostDiversity(Monitor):
         return None
 
     def _entropy(self, history: History) -> Alarm | None:
-        rewards = history.apart("reward", self.window)
-        if rewards is not None and mean(rewards[1]) > mean(rewards[0]):
+        rewards = history.rewards_apart(self.window)
+        risen = rewards is not None and mean(rewards[1]) > mean(rewards[0])
+        if risen or history.score_rose(self.errors):
             return None
         found = {name: history.apart(name, self.window) for name in ("entropy", "distinct")}
         kept = {
@@ -269,6 +303,8 @@ class Miscalibrated(Monitor):
         return {} if probe.step % self.every else probe.teachers_calibration(self.answers)
 
     def alarm(self, history: History) -> Alarm | None:
+        if history.answers_cut(self.window):
+            return None
         for who, name, count in (("the student", "ece", self.window), ("the teacher", "ece/teacher", PROBES)):
             found = history.apart(name, count)
             if found is not None and mean(found[1]) > mean(found[0]) + self.rise:

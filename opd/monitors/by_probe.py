@@ -51,10 +51,11 @@ class FlawedPrefix(Monitor):
 
     def alarm(self, history: History) -> Alarm | None:
         first, late = history.last(AT_FIRST, PROBES), history.last(LATE, PROBES)
-        rewards = history.apart("reward", self.window)
+        rewards = history.rewards_apart(self.window)
         if not first or not late or rewards is None or mean(first) <= self.gap or mean(late) >= self.takeover:
             return None
-        if self._rises(*rewards) or self._scores(history):
+        # rewards of a step also follow which domains it drew, so the held-out score counts as well
+        if self._rises(*rewards) or history.score_rose(self.errors):
             return None
         return Alarm(
             mean(late),
@@ -69,13 +70,6 @@ class FlawedPrefix(Monitor):
             mean(now) > mean(start) + self.errors * (standard_error(start) ** 2 + standard_error(now) ** 2) ** 0.5
             for start in (first[:START], first)
         )
-
-    def _scores(self, history: History) -> bool:
-        """More on held-out prompts than at first, where that is known: rewards of a step also follow which domains it drew."""
-        if len(history.evaluations) < 2:
-            return False
-        before, now = history.evaluations[0], history.evaluations[-1]
-        return now.mean > before.mean + self.errors * (before.mean_stderr**2 + now.mean_stderr**2) ** 0.5
 
     def remedies(self, stage: RecipeStage) -> Iterator[RecipeStage]:
         rollout = stage["rollout"]

@@ -10,6 +10,7 @@ from typing import Any
 
 FIRST = 64  # values of a metric kept from the beginning of a stage
 RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
+MOSTLY_CUT = 0.5  # share of answers cut off at max_new_tokens, above which rewards say nothing about the student
 DOMAINS = "eval/"
 KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
 
@@ -41,6 +42,7 @@ class StageFacts:
 
     self_taught: bool = False  # its teachers are the student itself, and nobody else
     instructed: bool = False  # a teacher reads an instruction, such as to be brief
+    followed_within: int | None = None  # steps after which a teacher may have become the student; None: none ever does
     before: Callable[[], Evaluated | None] = lambda: None  # the evaluation before the first step
 
 
@@ -49,6 +51,7 @@ class History:
 
     def __init__(self, facts: StageFacts | None = None) -> None:
         self.facts = facts or StageFacts()
+        self.step = 0  # the newest
         self._seen: Counter[str] = Counter()  # values of each metric
         self._first: dict[str, list[float]] = {}
         self._recent: dict[str, deque[float]] = {}
@@ -57,6 +60,7 @@ class History:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """The line of a step, as metrics.jsonl has it."""
+        self.step = int(line["step"])
         for name, value in line.items():
             if is_number(value):
                 self._seen[name] += 1
@@ -87,6 +91,14 @@ class History:
         first, last = self.first(name, count), self.last(name, count)
         return (first, last) if first and last and self._seen[name] >= 2 * count else None
 
+    def answers_cut(self, count: int) -> bool:
+        """Whether most answers of the first steps were cut off: nobody knows then whether they would have been right."""
+        return mean(self.first("truncated", count)) > MOSTLY_CUT
+
+    def rewards_apart(self, count: int) -> tuple[list[float], list[float]] | None:
+        """The first rewards and the newest, as `apart`; None also where most answers were cut off from the start."""
+        return None if self.answers_cut(count) else self.apart("reward", count)
+
     def recent(self, name: str) -> list[float]:
         """All its values that are kept."""
         return list(self._recent.get(name, ()))
@@ -96,6 +108,19 @@ class History:
         """With the one before training, if there was any."""
         before = self.facts.before()
         return [*([before] if before is not None else []), *self._evaluations]
+
+    def score_rose(self, errors: float, since: int = 0) -> bool:
+        """Whether the newest held-out score, if it is not older than `since`, is so many standard errors above the first one."""
+        found = self.evaluations
+        if len(found) < 2 or found[-1].step < since:
+            return False
+        return found[-1].mean > found[0].mean + errors * _error_of_difference(found[0], found[-1])
+
+    def score_fell(self, errors: float) -> bool:
+        """Whether it is as far below. Never where the standard error is unknown."""
+        found = self.evaluations
+        error = _error_of_difference(found[0], found[-1]) if len(found) > 1 else 0.0
+        return error > 0 and found[-1].mean < found[0].mean - errors * error
 
 
 def is_number(value: object) -> bool:
@@ -124,6 +149,10 @@ def slope(values: Sequence[float]) -> float:
     centre, middle = mean(values), (len(values) - 1) / 2
     spread = sum((number - middle) ** 2 for number in range(len(values)))
     return sum((number - middle) * (value - centre) for number, value in enumerate(values)) / spread if spread else 0.0
+
+
+def _error_of_difference(before: Evaluated, now: Evaluated) -> float:
+    return math.hypot(before.mean_stderr, now.mean_stderr)
 
 
 def _by_domain(line: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from opd.report.page import page
 LOOPBACK = "127.0.0.1"
 DIGITS = 18  # of a row's number
 EVERY = 2.0  # seconds between two looks at the store
+PATIENCE = 30.0  # seconds for a request to come in, or for its answer to be read
+CONNECTIONS = 128  # at once; each has a thread
 READ = (
     "metrics.jsonl",
     "samples.jsonl",
@@ -66,7 +71,11 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, directory: Path, port: int = 0) -> None:
+    def __init__(self, directory: Path, port: int = 0, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._free = threading.Semaphore(CONNECTIONS)
+        self._deadlines = dict[socket.socket, float]()  # of requests that have not come in yet
+        self._watch = threading.Lock()
         self.facts, self.rollouts, self.token = (
             LiveFacts(directory),
             RolloutBrowser(directory),
@@ -86,6 +95,38 @@ class ViewServer(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
+    def expect(self, connection: socket.socket) -> None:
+        """A request has to come in from now on."""
+        with self._watch:
+            self._deadlines[connection] = time.monotonic() + self.patience
+
+    def arrived(self, connection: socket.socket) -> None:
+        """It has come in, or never will."""
+        with self._watch:
+            self._deadlines.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Several times a second: end connections whose request is late. A byte now and then does not keep one open."""
+        now = time.monotonic()
+        with self._watch:
+            late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
+            for connection in late:
+                del self._deadlines[connection]
+                with suppress(OSError):  # the other side has ended it
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def server_close(self) -> None:
         self._ended.set()
         super().server_close()
@@ -95,8 +136,22 @@ class ViewRequest(BaseHTTPRequestHandler):
     server: ViewServer
     protocol_version = "HTTP/1.1"
 
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.patience)
+
+    def handle_one_request(self) -> None:
+        self.server.expect(self.connection)
+        try:
+            super().handle_one_request()
+        except ConnectionError:  # the browser, or the clock, has ended it
+            self.close_connection = True
+        finally:
+            self.server.arrived(self.connection)
+
     def do_GET(self) -> None:
         """Whoever does not know the token learns nothing, not even that there is one."""
+        self.server.arrived(self.connection)
         if self.headers.get("Host") not in (
             f"{LOOPBACK}:{self.server.server_port}",
             f"localhost:{self.server.server_port}",

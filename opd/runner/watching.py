@@ -45,6 +45,9 @@ class StageWatch:
         facts = StageFacts(
             self_taught=bool(taught) and all(kind.of_student for kind in taught),
             instructed=any(kind.view.instructs for kind in taught),
+            followed_within=min(
+                (steps for kind in taught if (steps := kind.follows_within()) is not None), default=None
+            ),
             before=lambda: _evaluated(result.before),
         )
         self._history = History(facts)

@@ -1,10 +1,11 @@
-"""uvicorn with three habits more: headers have to come in time, half a request is told so, and SIGTERM lets what was accepted be answered."""
+"""uvicorn with four habits more: headers have to come in time and be few, half a request is told so, and SIGTERM lets what was accepted be answered."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
+import re
 import resource
 import socket
 import time
@@ -19,7 +20,25 @@ from opd.serve.app import Front
 
 BACKLOG = 4096  # connections that may wait to be accepted
 CONNECTIONS = 8192
-HEAD_BYTES = 64 << 10  # of a request line and headers
+HEAD_BYTES = 16 << 10  # of a request line and headers
+HEADERS = 100
+BLANK_LINE = re.compile(rb"\n\r?\n")  # after the last header
+
+
+class BoundedConnection(h11.Connection):
+    """Looks at the size of a request's head before h11 parses it, which by itself bounds only heads that come in pieces."""
+
+    head_too_large = False
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            received = self.trailing_data[0]
+            end = BLANK_LINE.search(received)
+            head = received[: end.start()] if end else received
+            if len(head) > HEAD_BYTES or head.count(b"\n") > HEADERS:
+                self.head_too_large = True
+                raise h11.RemoteProtocolError("the head is too large")
+        return super().next_event()
 
 
 class PunctualProtocol(H11Protocol):
@@ -28,6 +47,7 @@ class PunctualProtocol(H11Protocol):
     def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = seconds
+        self.conn = BoundedConnection(h11.SERVER, HEAD_BYTES)
         self._clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -67,7 +87,13 @@ class PunctualProtocol(H11Protocol):
         return waits and not self.transport.is_closing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse("400 Bad Request", msg)
+        if self.conn.head_too_large:
+            limits = f"at most {HEADERS} headers and {HEAD_BYTES} bytes are taken"
+            self._refuse(
+                "431 Request Header Fields Too Large", f"the request has too many headers, or too long ones; {limits}"
+            )
+        else:
+            self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, message: str) -> None:
         """Past the app, where no answer has begun."""
@@ -118,7 +144,6 @@ def run_until_told(
         access_log=False,
         backlog=BACKLOG,
         limit_concurrency=CONNECTIONS,
-        h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_graceful_shutdown=int(drain_seconds),
         server_header=False,
         proxy_headers=False,

@@ -141,6 +141,10 @@ class TeacherKind(Choice):
         """Tokens of one pass; None: it makes none here."""
         return None
 
+    def follows_within(self) -> int | None:
+        """Steps after which its weights are the student's, or nearly so; None: it never follows the student."""
+        return None
+
     def warn(self, view: StageView) -> Iterable[str]:
         """What may be meant as it is, but has gone wrong for others."""
         return ()

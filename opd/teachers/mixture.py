@@ -171,6 +171,10 @@ class BlendKind(TeacherKind):
         name, size = ", ".join(known.name for known in found), min((known.size for known in found), default=0)
         return found[0]._replace(name=name, stop_ids=stop_ids, size=size) if found else None
 
+    def follows_within(self) -> int | None:
+        found = [kind.follows_within() for kind in self.members.values()]
+        return min((steps for steps in found if steps is not None), default=None)
+
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return sum(kind.bytes_per_weight(each, lora) for kind in self.members.values())
 

@@ -5,6 +5,7 @@ They score under a view that shows more than the student is given (a solution, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,9 @@ class EmaTeacher(StudentTeacher):
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return each if each == FLOAT32 else each + FLOAT32  # means are kept in fp32
 
+    def follows_within(self) -> int:
+        return math.ceil(1 / self.rate)
+
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=1, rate=self.rate)
 
@@ -100,6 +104,9 @@ class RefreshTeacher(StudentTeacher):
 
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return each
+
+    def follows_within(self) -> int:
+        return self.every
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         return _following(self, name, supplies, every=self.every, rate=1.0)
@@ -125,6 +132,9 @@ class LiveTeacher(StudentTeacher):
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         return refuse_chasing(self, view, 1, self.force)
+
+    def follows_within(self) -> int:
+        return 1
 
     def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
         from opd.teachers.following import LiveStudent

@@ -31,6 +31,10 @@ WEIGHTS_HEADER, INSTANCE_HEADER = "x-opd-weights", "x-opd-instance"
 INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 LARGEST = 2**31 - 1
 ENTRIES = 1 << 26  # likeliest ids in one answer, half a GiB
+STOP_IDS = 1024
+KEYS = 32  # of a question in JSON, more than it has names for
+HEADER = 64 << 10  # bytes of a frame's header: a few tensors and a question
+DIMENSIONS = 2
 Id = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
@@ -49,7 +53,7 @@ class ScoreQuestion(BaseModel):
 
     want: Literal["hidden", "logprobs", "topk"]
     k: int | None = Field(None, ge=1, le=LARGEST, strict=True)
-    stop_ids: tuple[Id, ...] = Field((), max_length=1024)
+    stop_ids: tuple[Id, ...] = Field((), max_length=STOP_IDS)
     size: int | None = Field(None, ge=1, le=LARGEST, strict=True)
     temperature: float = Field(1.0, ge=0.01, le=100)
     exact: bool = False  # a forward pass of its own: the answer's bits do not depend on who else asks
@@ -70,6 +74,21 @@ class RequestLimits:
     bytes: int = 16 << 20
     tokens: int = 131_072
     sequences: int = 4096
+
+    @property
+    def spans(self) -> int:
+        """Each asks about a token, or is empty; a text has one empty span at most."""
+        return self.tokens + self.sequences
+
+    @property
+    def lists(self) -> int:
+        """In JSON: texts, their spans, and rows of `tokens`."""
+        return 8 + 2 * self.sequences + self.spans + self.tokens
+
+    @property
+    def commas(self) -> int:
+        """In JSON: between ids, spans, their ends, `tokens`, stop ids, and all these lists."""
+        return self.lists + 2 * self.tokens + self.spans + STOP_IDS + KEYS
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +127,10 @@ def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, size
     `rows`: ids that can be read; `size`: those that count where the question does not say. An index beyond them would end the work
     of a GPU for everybody.
     """
-    asked = _from_json(body) if kind == "application/json" else _from_frame(body)
+    asked = _from_json(body, limits) if kind == "application/json" else _from_frame(body, limits)
     if not asked.texts:
         raise WireError(422, "there is no text to score")
-    if len(asked.texts) > limits.sequences:
-        raise WireError(413, f"{len(asked.texts)} texts in one request; at most {limits.sequences} are taken")
+    _at_most(len(asked.texts), limits.sequences, "texts")
     if max(asked.length, asked.count) > limits.tokens:
         raise WireError(
             413, f"{max(asked.length, asked.count)} tokens in one request; at most {limits.tokens} are taken"
@@ -131,6 +149,11 @@ def read_question(body: bytes, kind: str, limits: RequestLimits, rows: int, size
         raise WireError(413, f"{question.k} ids for each of {asked.count} tokens; at most {ENTRIES} come in one answer")
     _check_tokens(asked, limits, counted)
     return asked
+
+
+def _at_most(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise WireError(413, f"{count} {what} in one request; at most {most} are taken")
 
 
 def _check_text(number: int, text: Rendered, rows: int, context: int) -> None:
@@ -169,13 +192,21 @@ def _rendered(ids: np.ndarray, spans: Sequence[tuple[int, int]]) -> Rendered:
     return Rendered(ids, tuple((t0, t1, t0, t1) for t0, t1 in spans))
 
 
-def _from_json(body: bytes) -> ScoreRequest:
+def _from_json(body: bytes, limits: RequestLimits) -> ScoreRequest:
+    """What the body holds is counted before it is parsed: a list takes two bytes there, and a hundred times that in memory."""
+    _at_most(body.count(b"["), limits.lists, "lists")
+    _at_most(body.count(b","), limits.commas, "commas")
+    _at_most(max(body.count(b":"), body.count(b"{")), KEYS, "keys")
     try:
-        found = TextQuestion.model_validate(json.loads(body))
-    except ValidationError as error:
-        raise WireError(422, _first_mistake(error)) from None
+        raw = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise WireError(400, f"the body is no JSON: {plain(error, 200)}") from None
+    if isinstance(raw, dict) and isinstance(raw.get("ids"), list):
+        _at_most(len(raw["ids"]), limits.sequences, "texts")
+    try:
+        found = TextQuestion.model_validate(raw)
+    except ValidationError as error:
+        raise WireError(422, _first_mistake(error)) from None
     spans = found.spans if found.spans is not None else [[(1, max(len(ids), 1))] for ids in found.ids]
     if len(spans) != len(found.ids):
         raise WireError(422, f"{len(found.ids)} texts and spans for {len(spans)}")
@@ -186,7 +217,7 @@ def _from_json(body: bytes) -> ScoreRequest:
     return ScoreRequest(found, texts, tokens)
 
 
-def _from_frame(body: bytes) -> ScoreRequest:
+def _from_frame(body: bytes, limits: RequestLimits) -> ScoreRequest:
     tensors, metadata = _integers(body)
     try:
         question = ScoreQuestion.model_validate_json(metadata.get("question", ""))
@@ -195,10 +226,16 @@ def _from_frame(body: bytes) -> ScoreRequest:
     missing = {"ids", "lengths"} - tensors.keys()
     unknown = tensors.keys() - {"ids", "lengths", "spans", "tokens"}
     if missing or unknown:
-        raise WireError(422, f"a question has the tensors ids, lengths, spans and tokens; this has {sorted(tensors)}")
+        raise WireError(
+            422, f"a question has the tensors ids, lengths, spans and tokens; this has {plain(sorted(tensors), 200)}"
+        )
     ids, lengths = tensors["ids"], tensors["lengths"].astype(np.int64)
-    if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != ids.size:
-        raise WireError(422, f"lengths add up to {lengths.sum()}, and there are {ids.size} ids")
+    if ids.ndim != 1 or lengths.ndim != 1:
+        raise WireError(422, f"ids and lengths have one dimension each, not {ids.ndim} and {lengths.ndim}")
+    _at_most(lengths.size, limits.sequences, "texts")
+    _at_most(ids.size, limits.tokens, "tokens")
+    if ((lengths < 0) | (lengths > ids.size)).any() or lengths.sum() != ids.size:  # so that no sum overflows
+        raise WireError(422, f"lengths are {plain(lengths[:8].tolist())} …, and do not add up to {ids.size} ids")
     if ids.size and not (ids.min() >= 0 and ids.max() <= LARGEST):
         raise WireError(422, f"ids are 0 to {LARGEST}")
     spans = tensors.get("spans")
@@ -206,6 +243,7 @@ def _from_frame(body: bytes) -> ScoreRequest:
         spans = np.array([(number, 1, max(length, 1)) for number, length in enumerate(lengths)]).reshape(-1, 3)
     if spans.ndim != 2 or spans.shape[1] != 3 or ((spans < 0) | (spans > LARGEST)).any():
         raise WireError(422, "spans are rows of three: text, start, end")
+    _at_most(len(spans), limits.spans, "spans")
     if (np.diff(spans[:, 0]) < 0).any() or (spans[:, 0] >= lengths.size).any():
         raise WireError(422, f"spans name texts 0 to {lengths.size - 1}, in order")
     parts = np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if lengths.size else []
@@ -221,15 +259,22 @@ def _integers(body: bytes) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
     """The tensors of a frame and its metadata; its header is checked against its length before anything is read."""
     from safetensors import SafetensorError, deserialize
 
+    size = int.from_bytes(body[:8], "little")
+    if HEADER < size <= len(body) - 8:  # a longer one is no frame at all
+        raise WireError(413, f"a header of {size} bytes; at most {HEADER} are taken")
     try:
         found = deserialize(body)
     except SafetensorError as error:
         raise WireError(400, f"the body is no whole safetensors frame: {plain(error, 200)}") from None
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    header = json.loads(body[8 : 8 + size])
     tensors = {}
     for name, facts in found:
         if facts["dtype"] not in INTEGERS:
             raise WireError(422, f"tensor {plain(name, 60)!r} is of type {facts['dtype']}; questions hold I32 or I64")
+        if len(facts["shape"]) > DIMENSIONS or max(facts["shape"], default=0) > LARGEST:
+            raise WireError(
+                400, f"tensor {plain(name, 60)!r} has the shape {plain(facts['shape'], 100)}, which no question has"
+            )
         tensors[name] = np.frombuffer(facts["data"], dtype=INTEGERS[facts["dtype"]]).reshape(facts["shape"])
     return tensors, header.get("__metadata__") or {}
 
