@@ -19,15 +19,18 @@ from opd.divergences import Projection
 from opd.divergences.crossed import crossed_loss, matched_distance, sorted_distance
 from opd.divergences.formulas import jsd
 from opd.errors import RecipeError, TokenizerMismatch
-from opd.models.load import load_tokenizer
+from opd.models.attention import Packed
+from opd.models.load import load_model, load_tokenizer
 from opd.models.token_bytes import common_spans, matching_ids, pieces, readable, token_bytes
-from opd.objective.batch import beside
+from opd.objective.batch import TrainingBatch, beside
+from opd.objective.gates import Gate
+from opd.objective.prepare import prepare_term
 from opd.runner.plan import make_plan
 from opd.teachers.crossing import BytesView, aligned_bytes
 from opd.teachers.scoring import span_sums
 from opd.teachers.views import Group, texts_for
 from opd.types import Prompt, Signal, StopReason
-from tests.helpers import tiny_model, tiny_tokenizer
+from tests.helpers import term, tiny_model, tiny_tokenizer
 from tests.test_teachers import rollout
 
 
@@ -248,7 +251,67 @@ def test_ids_match_by_bytes_and_special_tokens_by_name() -> None:
     assert [table[number] for number in left] == [token_bytes(byte_level(("4", "3")))[number] for number in right]
 
 
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+@pytest.mark.parametrize("form", ["gold", "uld"])
+def test_a_span_is_one_event_however_many_tokens_it_has(form: str, aggregate: str) -> None:
+    rollouts = [rollout("1", [5], [8, 9, 1], group="a"), rollout("2", [5], [8, 9, 9, 1, 1], group="b")]
+    cut: list[Any] = [((0, 2, 1, 2), (2, 3, 2, 3)), ((0, 1, 1, 2), (1, 4, 2, 3))]  # the last token is in no span
+    signals = {}
+    for one, spans in zip(rollouts, cut, strict=True):
+        mask = np.arange(one.response_ids.size) < spans[-1][1]
+        signals[one.id] = Signal("t", 0, "teacher", "bytes", spans, None, mask, crossed=np.zeros(2))
+    batch = TrainingBatch(rollouts, {("teacher", "hidden"): signals})
+    prepared = prepare_term(term(form=form, aggregate=aggregate), "0", 1.0, batch, 9, 0)
+    weights = prepared.weights(rollouts)
+    sums = [
+        float(weights[one.id][s0:s1].sum()) for one, spans in zip(rollouts, cut, strict=True) for s0, s1, _, _ in spans
+    ]
+    assert sums == pytest.approx([1.0 if aggregate == "constant" else 0.25] * 4)
+    assert weights["2"][-1] == 0
+
+    class Half(Gate):
+        name = "half"
+
+        def factors(self, view: Any) -> list[np.ndarray]:
+            return [np.where(np.arange(one.response_ids.size) == 0, 0.0, 1.0) for one in view.rollouts]
+
+    halved = term(form=form, aggregate=aggregate).model_copy(update={"gate": [Half()]})
+    gated = prepare_term(halved, "0", 1.0, batch, 9, 0).weights(rollouts)
+    total = sum(float(weight.sum()) for weight in gated.values())
+    assert total == pytest.approx(
+        2.5 if aggregate == "constant" else 1
+    )  # half of the first span is closed, and all of the third
+
+
 # Runs
+
+
+def test_uld_is_the_mean_over_spans_of_a_plain_computation(tmp_path: Path) -> None:
+    changes = {"store.hidden": True, "rollout.prompts": 16, "train.steps": 1, "eval.prompts": 0, "device": "cpu"}
+    overrides = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    losses = {}
+    for aggregate in ("token_mean", "sequence_mean"):
+        asked = [*overrides, f"objective=[{{form: uld, aggregate: {aggregate}}}]"]
+        run = opd.run("methods/uld", overrides=asked, out=tmp_path / aggregate)
+        losses[aggregate] = run.metrics[0]["loss"]
+    models = [load_model(name, device="cpu") for name in ("tiny/generalist", "tiny/pairs")]
+    found = run.rollouts.signals(list(run.rollouts.entries), "teacher", "hidden")
+    by_answer = []
+    for name, signal in found.items():
+        (one,) = run.rollouts.load([name])
+        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            every = models[0].project(models[0].hidden(ids, Packed.of([len(ids)]))).logits().softmax(-1)
+        rows, distances = torch.from_numpy(np.asarray(signal.values)), []
+        theirs, at = models[1].project(rows).logits().detach().softmax(-1), 0
+        for s0, _, t0, t1 in signal.spans:
+            p, q = (side.sort(descending=True).values for side in (every[one.prompt_ids.size - 1 + s0], theirs[at]))
+            distances.append(float((torch.nn.functional.pad(p, (0, q.numel() - p.numel())) - q).abs().sum()))
+            at += t1 - t0
+        by_answer.append(distances)
+    assert sum(map(len, by_answer)) < sum(entry.length for entry in run.rollouts.entries.values())
+    assert losses["token_mean"] == pytest.approx(np.mean([value for part in by_answer for value in part]), rel=1e-4)
+    assert losses["sequence_mean"] == pytest.approx(np.mean([np.mean(part) for part in by_answer]), rel=1e-4)
 
 
 def test_a_step_counts_what_was_left_out_of_partly_aligned_and_of_cut_answers(tmp_path: Path) -> None:
