@@ -210,6 +210,18 @@ def test_gold_is_the_jsd_where_all_ids_match(beta: float) -> None:
     assert matched_distance(student, student, some, beta, None).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_gold_has_no_gradient_where_both_agree_on_some_of_their_ids(beta: float) -> None:
+    teacher = random(5, 9, 0)
+    some = (torch.tensor([0, 2, 3]), torch.tensor([0, 2, 3]))
+    logits = teacher.clone().requires_grad_()
+    log_s = logits.log_softmax(-1)
+    value = matched_distance(log_s, log_s.detach(), some, beta, None)
+    assert value.abs().max() < 1e-12
+    assert torch.autograd.grad(value.sum(), logits)[0].abs().max() < 1e-12
+    assert (matched_distance(random(5, 9, 1), teacher, some, beta, (1.0, 0.0)) > 0).all()
+
+
 def test_the_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block, and made again in the backward pass."""
     monkeypatch.setattr("opd.divergences.crossed.BLOCK_BYTES", 4 * 12 * 2)
