@@ -11,6 +11,7 @@ from typing import Any
 FIRST = 64  # values of a metric kept from the beginning of a stage
 RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
 DOMAINS = "eval/"
+ESTIMATES = {"entropy": "entropy_sampled"}  # of metrics that some steps lack; older runs wrote both as `entropy`
 KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
 
 
@@ -56,8 +57,8 @@ class History:
         self._divergences: list[float] = []  # since the newest evaluation
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """The line of a step, as metrics.jsonl has it."""
-        for name, value in line.items():
+        """The line of a step, as metrics.jsonl has it. Where it lacks a metric, an estimate of that stands in."""
+        for name, value in with_estimates(line).items():
             if is_number(value):
                 self._seen[name] += 1
                 self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
@@ -96,6 +97,15 @@ class History:
         """With the one before training, if there was any."""
         before = self.facts.before()
         return [*([before] if before is not None else []), *self._evaluations]
+
+
+def with_estimates(line: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> with_estimates({"entropy": None, "entropy_sampled": 0.3})
+    {'entropy': 0.3, 'entropy_sampled': 0.3}
+    """
+    known = {name: line[other] for name, other in ESTIMATES.items() if line.get(name) is None and other in line}
+    return {**line, **known}
 
 
 def is_number(value: object) -> bool:
