@@ -33,6 +33,7 @@ from opd.config import load_recipe
 from opd.data.tasks import WORDS, Dice, get_task
 from opd.errors import RecipeError
 from opd.models import load_model
+from opd.monitors.history import with_estimates
 
 STUDIES = ("privileged", "concise", "collapse", "control")
 BRIEF = "Be concise."
@@ -165,7 +166,7 @@ def measured(directory: Path, steps: int, before: float) -> dict[str, Any]:
         curve.append([tokens, ended(directory)["after"]])
     result: dict[str, Any] = {"curve": curve, "before": before, "after": curve[-1][1]}
     for name in ("response_length", "entropy", "truncated"):
-        values = [line[name] for line in lines[:steps]]
+        values = [with_estimates(line)[name] for line in lines[:steps]]
         result[name] = [mean(values[:WINDOW]), mean(values[-WINDOW:])]
     result["lengths"] = [line["response_length"] for line in lines[:steps]]
     return result

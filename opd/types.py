@@ -145,6 +145,9 @@ class Rendered:
     spans: tuple[tuple[int, int, int, int], ...]
     view: str = "same"
     crossed: bool = False  # read with another tokenizer: a span pairs what covers the same bytes, and is one event
+    cut: int = (
+        0  # response tokens after the spans that are left out because the text was cut: others might have stood there
+    )
 
     @property
     def length(self) -> int:

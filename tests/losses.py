@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opd.monitors.history import with_estimates
+
 STEPS = 10
 PLAIN = ["eval.prompts=0", "device=cpu", "threads=1"]
 NUMBERS = ("loss", "reverse_kl", "entropy", "mismatch", "grad_norm", "score")
@@ -136,7 +138,8 @@ def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str
 
 
 def _numbers(line: Mapping[str, Any]) -> list[Any]:
-    return [line.get("reward", line.get("score")) if name == "score" else line.get(name) for name in NUMBERS]
+    known = with_estimates(line)  # earlier recordings have estimates of the entropy as `entropy`
+    return [line.get("reward", line.get("score")) if name == "score" else known.get(name) for name in NUMBERS]
 
 
 def _lines(run: Path) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from opd.divergences import Projection
 from opd.divergences.crossed import crossed_loss, matched_distance, sorted_distance
 from opd.divergences.formulas import jsd
 from opd.errors import RecipeError, TokenizerMismatch
+from opd.models.attention import Packed
+from opd.models.load import load_model, load_tokenizer
 from opd.models.token_bytes import common_spans, matching_ids, pieces, readable, token_bytes
-from opd.objective.batch import beside
+from opd.objective.batch import TrainingBatch, beside
+from opd.objective.gates import Gate
+from opd.objective.prepare import prepare_term
 from opd.runner.plan import make_plan
-from opd.teachers.crossing import BytesView
+from opd.teachers.crossing import BytesView, aligned_bytes
 from opd.teachers.scoring import span_sums
 from opd.teachers.views import Group, texts_for
-from opd.types import Prompt, Signal
-from tests.helpers import tiny_model, tiny_tokenizer
+from opd.types import Prompt, Signal, StopReason
+from tests.helpers import term, tiny_model, tiny_tokenizer
 from tests.test_teachers import rollout
 
 
@@ -105,8 +110,10 @@ def test_words_that_hold_no_bytes_are_refused() -> None:
 # The view
 
 
-def rendered(student: Any, teacher: Any, ids: list[int], stop_ids: tuple[int, ...] = (0,), **view: Any) -> Any:
-    one = rollout("1", [1], ids)
+def rendered(
+    student: Any, teacher: Any, ids: list[int], stop_ids: tuple[int, ...] = (0,), stop: StopReason = "stop", **view: Any
+) -> Any:
+    one = replace(rollout("1", [1], ids), stop=stop)
     group = Group([one], teacher, {}, {}, stop_ids, {}, student)
     prompt = Prompt("1", "a", messages=({"role": "user", "content": "1+1"},))
     return texts_for(BytesView(**view), [one], {"1": prompt}, {"1": group}, 99)[0]
@@ -125,12 +132,38 @@ def test_the_stop_is_an_event_of_its_own() -> None:
     assert rendered(student, teacher, []).spans == ()
 
 
+@pytest.mark.parametrize(
+    ("merges", "answer", "kept"),
+    [
+        ([("1", "8")], "718", 3),  # what stands at the cut is no part of a longer token
+        ([("1", "8")], "71", 1),  # the teacher would write "18" as one token, and puts its mass there
+        ([("1", "8")], "1", 0),
+        ([("b", "c"), ("a", "bc")], "zab", 1),  # "abc" is a token: neither "a" nor "b" would be cut like this
+        ([("b", "c"), ("a", "bc")], "abcz", 4),
+    ],
+)
+def test_the_end_of_a_cut_answer_is_left_out_where_more_text_would_change_it(
+    merges: list[tuple[str, str]], answer: str, kept: int
+) -> None:
+    student, teacher = byte_level(), byte_level(*merges)
+    ids = student(answer)["input_ids"]
+    text = rendered(student, teacher, ids, stop="length")
+    assert [span[1] for span in text.spans][-1:] == ([kept] if kept else [])
+    assert text.cut == len(ids) - kept
+    one = replace(rollout("1", [1], ids), stop="length")
+    assert aligned_bytes(one, text, student, (0,)) == (len(answer), len(answer))
+    whole = rendered(student, teacher, [*ids, 0])  # stopped: the text ends there, whatever could follow
+    assert (whole.spans[-1][1], whole.cut) == (len(ids) + 1, 0)
+
+
 def test_what_is_no_text_takes_no_part() -> None:
     student, teacher = byte_level(), byte_level()
     broken = student("a漢")["input_ids"][:-1]
     text = rendered(student, teacher, [*broken, 0])
     assert [span[:2] for span in text.spans] == [(0, 1)]  # neither the half character nor the stop behind it
     assert rendered(student, teacher, student("漢")["input_ids"][:1]) is None
+    joined = byte_level(("a", "æ"))  # "a" and the first byte of the character
+    assert rendered(student, joined, [*student("z")["input_ids"], *broken, 0]).spans[-1][1] == 1
 
 
 def test_sums_over_spans_are_divided_over_the_students_tokens() -> None:
@@ -177,6 +210,18 @@ def test_gold_is_the_jsd_where_all_ids_match(beta: float) -> None:
     assert matched_distance(student, student, some, beta, None).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_gold_has_no_gradient_where_both_agree_on_some_of_their_ids(beta: float) -> None:
+    teacher = random(5, 9, 0)
+    some = (torch.tensor([0, 2, 3]), torch.tensor([0, 2, 3]))
+    logits = teacher.clone().requires_grad_()
+    log_s = logits.log_softmax(-1)
+    value = matched_distance(log_s, log_s.detach(), some, beta, None)
+    assert value.abs().max() < 1e-12
+    assert torch.autograd.grad(value.sum(), logits)[0].abs().max() < 1e-12
+    assert (matched_distance(random(5, 9, 1), teacher, some, beta, (1.0, 0.0)) > 0).all()
+
+
 def test_the_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block, and made again in the backward pass."""
     monkeypatch.setattr("opd.divergences.crossed.BLOCK_BYTES", 4 * 12 * 2)
@@ -218,7 +263,108 @@ def test_ids_match_by_bytes_and_special_tokens_by_name() -> None:
     assert [table[number] for number in left] == [token_bytes(byte_level(("4", "3")))[number] for number in right]
 
 
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+@pytest.mark.parametrize("form", ["gold", "uld"])
+def test_a_span_is_one_event_however_many_tokens_it_has(form: str, aggregate: str) -> None:
+    rollouts = [rollout("1", [5], [8, 9, 1], group="a"), rollout("2", [5], [8, 9, 9, 1, 1], group="b")]
+    cut: list[Any] = [((0, 2, 1, 2), (2, 3, 2, 3)), ((0, 1, 1, 2), (1, 4, 2, 3))]  # the last token is in no span
+    signals = {}
+    for one, spans in zip(rollouts, cut, strict=True):
+        mask = np.arange(one.response_ids.size) < spans[-1][1]
+        signals[one.id] = Signal("t", 0, "teacher", "bytes", spans, None, mask, crossed=np.zeros(2))
+    batch = TrainingBatch(rollouts, {("teacher", "hidden"): signals})
+    prepared = prepare_term(term(form=form, aggregate=aggregate), "0", 1.0, batch, 9, 0)
+    weights = prepared.weights(rollouts)
+    sums = [
+        float(weights[one.id][s0:s1].sum()) for one, spans in zip(rollouts, cut, strict=True) for s0, s1, _, _ in spans
+    ]
+    assert sums == pytest.approx([1.0 if aggregate == "constant" else 0.25] * 4)
+    assert weights["2"][-1] == 0
+
+    class Half(Gate):
+        name = "half"
+
+        def factors(self, view: Any) -> list[np.ndarray]:
+            return [np.where(np.arange(one.response_ids.size) == 0, 0.0, 1.0) for one in view.rollouts]
+
+    halved = term(form=form, aggregate=aggregate).model_copy(update={"gate": [Half()]})
+    gated = prepare_term(halved, "0", 1.0, batch, 9, 0).weights(rollouts)
+    total = sum(float(weight.sum()) for weight in gated.values())
+    assert total == pytest.approx(
+        2.5 if aggregate == "constant" else 1
+    )  # half of the first span is closed, and all of the third
+
+
 # Runs
+
+
+def test_uld_is_the_mean_over_spans_of_a_plain_computation(tmp_path: Path) -> None:
+    changes = {"store.hidden": True, "rollout.prompts": 16, "train.steps": 1, "eval.prompts": 0, "device": "cpu"}
+    overrides = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    losses = {}
+    for aggregate in ("token_mean", "sequence_mean"):
+        asked = [*overrides, f"objective=[{{form: uld, aggregate: {aggregate}}}]"]
+        run = opd.run("methods/uld", overrides=asked, out=tmp_path / aggregate)
+        losses[aggregate] = run.metrics[0]["loss"]
+    models = [load_model(name, device="cpu") for name in ("tiny/generalist", "tiny/pairs")]
+    found = run.rollouts.signals(list(run.rollouts.entries), "teacher", "hidden")
+    by_answer = []
+    for name, signal in found.items():
+        (one,) = run.rollouts.load([name])
+        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            every = models[0].project(models[0].hidden(ids, Packed.of([len(ids)]))).logits().softmax(-1)
+        rows, distances = torch.from_numpy(np.asarray(signal.values)), []
+        theirs, at = models[1].project(rows).logits().detach().softmax(-1), 0
+        for s0, _, t0, t1 in signal.spans:
+            p, q = (side.sort(descending=True).values for side in (every[one.prompt_ids.size - 1 + s0], theirs[at]))
+            distances.append(float((torch.nn.functional.pad(p, (0, q.numel() - p.numel())) - q).abs().sum()))
+            at += t1 - t0
+        by_answer.append(distances)
+    assert sum(map(len, by_answer)) < sum(entry.length for entry in run.rollouts.entries.values())
+    assert losses["token_mean"] == pytest.approx(np.mean([value for part in by_answer for value in part]), rel=1e-4)
+    assert losses["sequence_mean"] == pytest.approx(np.mean([np.mean(part) for part in by_answer]), rel=1e-4)
+
+
+def test_a_step_counts_what_was_left_out_of_partly_aligned_and_of_cut_answers(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "b")  # the teacher rewrites its text
+    teacher = {"model": save(tmp_path / "teacher", tokenizer, seed=1), "view": "bytes"}
+    recipe = {**RECIPE, "student": save(tmp_path / "student"), "train": {"steps": 1}, "eval": {"prompts": 0}}
+    recipe |= {"teachers": {"sums": teacher}, "objective": {"form": "policy_gradient"}}
+    recipe["rollout"] = {"prompts": 8, "samples": 4, "max_new_tokens": 24}
+    run = opd.run(recipe, out=tmp_path / "run")
+    letter = tiny_tokenizer()("a")["input_ids"][0]
+    answers = [run.rollouts.load([name])[0].response_ids.tolist() for name in run.rollouts.entries]
+    scored = [ids for ids in answers if ids[0] != letter]
+    after = [len(ids) - ids.index(letter) for ids in scored if letter in ids]
+    (line,) = run.metrics
+    assert after
+    assert line["unaligned/sums"] == pytest.approx(sum(after) / sum(map(len, scored)))
+    assert line["cut_off/sums"] == 0  # letters are all that it has
+    assert line["unshown/sums"] == pytest.approx(1 - len(scored) / len(answers))
+
+    student, lines = load_tokenizer("tiny/generalist"), {}
+    for limit in (1, 3):
+        overrides = [
+            f"rollout.max_new_tokens={limit}",
+            "rollout.prompts=24",
+            "train.steps=1",
+            "eval.prompts=0",
+            "device=cpu",
+        ]
+        run = opd.run("methods/simct", overrides=overrides, out=tmp_path / str(limit))
+        entries, (lines[limit],) = run.rollouts.entries, run.metrics
+        texts = {name: student.decode(run.rollouts.load([name])[0].response_ids.tolist()) for name in entries}
+        open_ends = {name for name, text in texts.items() if text[-1] == "1"}  # 10 to 19 are tokens of the teacher
+        assert 0 < len(open_ends) < len(texts)
+        found = run.rollouts.signals(list(entries), "teacher", "logprobs_at")
+        assert {name for name in texts if name not in found or not found[name].mask.all()} == open_ends
+        tokens = sum(entry.length for entry in entries.values())
+        assert lines[limit]["cut_off/arithmetic"] == pytest.approx(len(open_ends) / tokens)
+        assert lines[limit]["unaligned/arithmetic"] == 0
+    assert lines[1]["unshown/arithmetic"] == lines[1]["cut_off/arithmetic"]
+    assert lines[3]["unshown/arithmetic"] == 0
 
 
 def save(directory: Path, tokenizer: Any = None, seed: int = 0, order: torch.Tensor | None = None) -> str:

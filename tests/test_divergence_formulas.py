@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.divergences import divergence_advantage
-from opd.divergences.formulas import KINDS, Formula
+from opd.divergences import Projection, divergence, divergence_advantage, statistics
+from opd.divergences.formulas import KINDS, Formula, entropy
 from opd.objective.surrogates import importance_sampling
-from tests.divergence_cases import CASES, SMOOTH, textbook
+from tests.divergence_cases import CASES, SMOOTH, draw, textbook
 
 SEEDS = st.integers(0, 10**6)
 
@@ -66,6 +68,48 @@ def test_zero_at_equality(kind: str, params: dict, seed: int) -> None:
     assert formula.outer(phi.sum(-1))[0].abs().max() < 1e-12
     if kind in SMOOTH:
         assert torch.autograd.grad(value.sum(), student)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_an_id_that_neither_side_can_say_adds_nothing(kind: str, params: dict) -> None:
+    formula, out = Formula.of(kind, params), torch.full((4, 1), -torch.inf, dtype=torch.float64)
+    student, teacher = pair(0)
+    expected = formula(student.log_softmax(-1), teacher.log_softmax(-1))
+    log_s, log_t = (torch.cat([side, out], -1).log_softmax(-1) for side in (student, teacher))
+    found = formula(log_s, log_t)
+    torch.testing.assert_close(found, expected)
+    slopes = [torch.autograd.grad(value.sum(), student, retain_graph=True)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes)
+    torch.testing.assert_close(entropy(log_s), entropy(student.log_softmax(-1)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_a_head_may_rule_ids_out(kind: str, params: dict, backend: Any) -> None:
+    """By a bias of -inf on both sides: as if the id were not there. On one side: nothing becomes NaN."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, theirs = (draw(generator, *shape) for shape in ((5, 4), (8, 4), (8, 4)))
+    ruled_out = torch.zeros(8, dtype=torch.float64)
+    ruled_out[7] = -torch.inf
+
+    def outcome(count: int, ours: Tensor, others: Tensor) -> list[Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        student, teacher = (
+            Projection(leaf, weight[:count], ours[:count]),
+            Projection(hidden, theirs[:count], others[:count]),
+        )
+        found = divergence(kind, student, teacher, backend=backend, **params)
+        plain = statistics(student, teacher)
+        assert plain.reverse_kl is not None
+        found.loss.backward()
+        assert leaf.grad is not None
+        return [found.value, leaf.grad, found.entropy, found.teacher_entropy, found.reverse_kl, plain.reverse_kl]
+
+    for left, right in zip(outcome(8, ruled_out, ruled_out), outcome(7, ruled_out, ruled_out), strict=True):
+        torch.testing.assert_close(left, right)
+    for one_sided in ((ruled_out, torch.zeros_like(ruled_out)), (torch.zeros_like(ruled_out), ruled_out)):
+        if params.get("alpha", 0) <= 1:  # above, the divergence is infinite
+            assert not any(value.isnan().any() for value in outcome(8, *one_sided))
 
 
 @pytest.mark.parametrize(("kind", "params"), CASES)

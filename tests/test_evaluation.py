@@ -21,6 +21,7 @@ from opd.evaluation.passk import Measures, mean_and_stderr, measure, pass_at_k
 from opd.runner.evaluate import evaluate_model, measures_table
 from opd.runner.results import StageResult, results_table, watched
 from opd.types import RewardResult
+from tests.test_teachers import rollout
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
@@ -47,13 +48,13 @@ BROKEN = RewardResult(None, error="its worker could not start")
 
 
 def score(*results: RewardResult) -> Measures:
-    return measure({"greedy": [[result] for result in results]}, [3] * len(results), 0, 10)
+    return measure({"greedy": [[result] for result in results]}, [rollout("1", [5], [6, 7, 1])] * len(results), 0)
 
 
 def test_an_answer_that_brings_its_scorer_down_is_wrong() -> None:
     found = score(*[RewardResult(1.0)] * 2, *[BOMB] * 8)
     assert (found.value, found.n, found.failed, found.unrewarded, found.reward) == (0.2, 10, 8, 0, 0.2)
-    sampled = measure({"sampled": [[RewardResult(1.0), BOMB], [BOMB, BOMB]]}, [3] * 4, 2, 10)
+    sampled = measure({"sampled": [[RewardResult(1.0), BOMB], [BOMB, BOMB]]}, [rollout("1", [5], [6, 7, 1])] * 4, 2)
     assert (sampled.value, sampled.pass_at_k, sampled.failed) == (0.25, 0.5, 3)
 
 
@@ -130,6 +131,10 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
     assert measure(str(path), rewards=str(tmp_path / "rewards.yaml"), count=2).domains["sums"].n == 2
     task = measure("task:addition", count=5)
     assert (task.domains["arithmetic"].n, task.splits) == (5, {"arithmetic": "heldout"})
+    found = {limit: measure("task:addition", count=40, max_new_tokens=limit).domains["arithmetic"] for limit in (3, 4)}
+    assert found[4].length > 3
+    assert found[4].truncated == 0  # three digits and the stop: the last token that there is room for
+    assert 0 < found[3].truncated == pytest.approx(found[4].length - 3)  # two digits and the stop, or three digits
     for changes, words in (
         ({"source": "task:addition", "split": "all"}, "no end"),
         ({"source": str(path), "rewards": "numerical"}, "--rewards"),

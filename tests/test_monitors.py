@@ -95,6 +95,8 @@ FAILING: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
         ({"eval/a": evaluated("a", 0.55), "eval_k/a": evaluated("a", 0.7), "eval_k_stderr/a": evaluated("a", 0.02)}, ACROSS),
         ({"entropy": steps((0.30, 10), (0.20, 10)), "reward": steps((0.5, 20))}, {}),
         ({"entropy": steps((0.30, 10), (0.20, 10)), "distinct": steps((0.5, 10), (0.1, 10))}, {}),
+        ({"entropy": steps((None, 20)), "entropy_sampled": steps((0.30, 10), (0.20, 10)), "reward": steps((0.5, 20))}, {}),
+        ({"entropy": steps((0.30, 10), (None, 10)), "entropy_sampled": steps((None, 10), (0.20, 10)), "reward": steps((0.5, 20))}, {}),
     ],
     "stopping": [
         ({"truncated": [0.0] * 10 + [0.05 * n for n in range(11)], "response_length": steps((10, 21))}, {}),

@@ -159,6 +159,14 @@ def test_answers_with_equal_rewards_make_no_pair() -> None:
     assert not any(grad.any() for grad in grads.values())
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_ties_go_by_the_order_of_sampling(turned: bool) -> None:
+    rollouts = [replace(one, id=f"r/{n}", sample=n, group="g") for n, one in enumerate(some_rollouts(count=12))]
+    rewards = {item.id: float(item.sample in (2, 10)) for item in rollouts}  # "r/10" comes before "r/2" as a word
+    batch = TrainingBatch(rollouts[::-1] if turned else rollouts, rewards=rewards)
+    assert prepare_term(term(form="pairwise"), "0", 1.0, batch, 8, 0).state == [("r/2", "r/11")]
+
+
 def test_a_reward_that_failed_makes_no_pair() -> None:
     found = prepared({**REWARDS, "r0": None})
     assert found.state == [("r3", "r2")]

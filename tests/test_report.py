@@ -268,6 +268,27 @@ def test_a_notebook_shows_a_run_escaped(tmp_path: Path) -> None:
     assert "75.0%" in text
 
 
+def by_policy_gradient(root: Path) -> Path:
+    """A run that has estimates of the entropy alone."""
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        del line["crc"]
+        line |= {"entropy": None, "entropy_sampled": line["entropy"], "distinct": 0.5, "eval_k/a": 0.5}
+    (root / "metrics.jsonl").write_text("".join(map(line_of, lines)), encoding="utf-8")
+    return root
+
+
+def test_an_estimate_of_the_entropy_is_read_where_there_is_no_exact_one(tmp_path: Path) -> None:
+    root = by_policy_gradient(make_run(tmp_path / "run"))
+    resolved = yaml.safe_load((root / "resolved.yaml").read_text(encoding="utf-8"))
+    resolved["stages"][0]["monitors"]["watch"] = [{"kind": "diversity"}]
+    (root / "resolved.yaml").write_text(yaml.safe_dump(resolved), encoding="utf-8")
+    facts = run_facts(root)
+    assert (facts["watched"], facts["unread"]) == (["diversity"], {})
+    assert set(facts["metrics"]["entropy"]) == {None}  # what is shown bears its own name
+    assert None not in facts["metrics"]["entropy_sampled"]
+
+
 @pytest.mark.slow
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -278,6 +299,8 @@ def test_plot(tmp_path: Path) -> None:
     ]
     assert figures[0] == figures[1]
     assert figures[0].startswith(b"<?xml")
+    drawn = plot_runs([one], ["entropy"], tmp_path / "d.svg").read_bytes()
+    assert plot_runs([by_policy_gradient(one)], ["entropy"], tmp_path / "e.svg").read_bytes() == drawn
     with pytest.raises(UserError, match="did you mean 'reward'"):
         plot_runs([one], ["rewardd"], tmp_path / "c.svg")
     with pytest.raises(UserError, match=r"\.svg, \.pdf, \.png"):

@@ -177,6 +177,13 @@ def test_both_forms_approach_the_teacher(models: dict[str, str], tmp_path: Path,
     run = opd.run(recipe(models, eval={"prompts": 0}, sampler={"slots": 32}, **changes), out=tmp_path / "run")
     kl = [line["reverse_kl"] for line in run.metrics]
     assert np.mean(kl[-4:]) < 0.7 * np.mean(kl[:3])
+    line, exact = run.metrics[0], objective["form"] == "direct"
+    assert (line["entropy"] is not None, "entropy_sampled" in line) == (exact, not exact)
+    if not exact:
+        first = [run.rollouts.load([one.id])[0] for one in run.rollouts.entries.values() if one.versions == (0, 0)]
+        assert line["entropy_sampled"] == pytest.approx(
+            -np.concatenate([one.logprob for one in first]).mean(), rel=1e-5
+        )
 
 
 @pytest.mark.slow

@@ -102,16 +102,43 @@ def test_a_sibling_is_right_and_never_the_answer_itself(special: bool) -> None:
         words[member.id] = tokenizer.decode(text.ids[: text.spans[0][2] - 1].tolist())
         assert text.ids[text.spans[0][2] - 1 :].tolist() == member.response_ids.tolist()
         require_aligned(sibling, text, member)
-    assert words == {"0": "one:ef=", "1": "one:ab=", "2": "one:ef=", "3": "one:ab="}  # the next one that is right
+    assert words == {"0": "one:ab=", "1": "one:ab=", "2": "one:ef=", "3": "one:ab="}  # the next one that is right
     assert view(kind="sibling", template="{sibling}{nowhere}").render(ASKED, members[0], group) is None
-    for lone in ({"0": 1.0, "2": 1.0}, {"0": None, "1": 0.5}):
+    for lone in ({"0": 1.0, "2": 0.0}, {"0": None, "1": 0.5}):
         assert sibling.render(ASKED, members[0], replace(group, rewards=lone)) is None
+    silent = replace(rollout("4", [5], [1], group="g"), sample=1)  # right, but there is no text to show
+    shown = sibling.render(
+        ASKED, members[0], replace(group, rollouts=[members[0], silent, members[3]], rewards={"3": 1.0, "4": 1.0})
+    )
+    assert shown is not None
+    assert tokenizer.decode(shown.ids[: shown.spans[0][2] - 1].tolist()) == "one:ef="
     with pytest.raises(ValidationError, match=r"does not name \{sibling\}"):
         view(kind="sibling", template="{prompt}")
     one: dict[str, Any] = {**RECIPE, "teachers": {"a": {"kind": "ema", "view": "sibling"}}}
     assert load_recipe({**one, "rollout": {"samples": 2, "contrast": 2}}).stages[0].uses_rewards
     with pytest.raises(RecipeError, match=r"rollout\.samples is 1"):
         load_recipe(one)
+
+
+def test_the_masks_of_sdpo_are_those_of_the_paper(tmp_path: Path) -> None:
+    """As in the authors' code: sample i is distilled if some sample j != i of its prompt succeeded."""
+    overrides = ["rollout.prompts=16", "train.steps=1", "eval.prompts=0", "device=cpu", "store.hidden=true"]
+    run = opd.run("methods/sdpo", overrides=overrides, out=tmp_path / "run")
+    entries = list(run.rollouts.entries.values())
+    ids = {entry.id: tuple(run.rollouts.load([entry.id])[0].response_ids.tolist()) for entry in entries}
+    expected, alike = set(), 0
+    for i, entry in enumerate(entries):
+        successes = [j for j, other in enumerate(entries) if other.group == entry.group and other.notes["reward"] >= 1]
+        others = [j for j in successes if j != i]
+        if others:
+            expected.add(entry.id)
+            alike += all(ids[entries[j].id] == ids[entry.id] for j in others)
+    assert 0 < len(expected) < len(entries) == 16 * 8
+    assert alike > 10  # right answers to a sum are the same few tokens
+    found = run.rollouts.signals([entry.id for entry in entries], "teacher", "hidden")
+    assert set(found) == expected
+    assert all(signal.mask.all() for signal in found.values())
+    assert run.metrics[0]["unshown/arithmetic"] == 1 - len(expected) / len(entries)
 
 
 def test_feedback_and_a_right_sibling_stand_behind_the_question() -> None:

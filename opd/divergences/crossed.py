@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from opd.divergences.formulas import jsd
+from opd.divergences.formulas import Formula
+from opd.divergences.kinds import Closure
 from opd.divergences.projection import MergeGroups, Projection, log_probs, without_autocast
+from opd.divergences.supports import closed
 
 BLOCK_BYTES = 64 << 20  # of one (block, V) array; a handful of them live at once
 
@@ -44,12 +46,17 @@ def matched_distance(
 ) -> Tensor:
     """(M,) the JSD of events that both vocabularies have, and the sorted distance of the others (GOLD).
 
+    The common events are a part of the vocabulary, so at the ends of `beta` the KL takes the masses along (`closed`, generalised): the
+    sum alone has a gradient where both sides agree.
+
     `ids`: of the common events, on either side; None: the vocabularies are one. `weights` of the two parts; None: the share of
     the teacher's ids that are common, and the rest of 1.
     """
+    formula = Formula.of("jsd", {"beta": beta})
     if ids is None:
-        return jsd(student, teacher, beta)
-    common = jsd(student[:, ids[0]], teacher[:, ids[1]], beta)
+        return formula(student, teacher)
+    closure: Closure = "generalised" if formula.slope_at_one else "none"
+    common = closed(formula, closure, student[:, ids[0]], teacher[:, ids[1]])
     others = [_without(side, some) for side, some in zip((student, teacher), ids, strict=True)]
     share = ids[1].numel() / max(1, teacher.shape[-1])
     first, second = weights or (share, 1 - share)

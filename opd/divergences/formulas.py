@@ -5,7 +5,8 @@ gradient E_S[(f(u) - u f'(u)) grad log S]. The bracket, shifted by a constant so
 g; its negative is the single-sample advantage of the policy-gradient twin. Names say direction:
 `reverse_kl = KL(S || T)`.
 
-Shapes: log-probs (N, K), K events that may be the vocabulary or a truncated support. `LOG_ZERO` stands for log 0.
+Shapes: log-probs (N, K), K events that may be the vocabulary or a truncated support. `LOG_ZERO` stands for log 0, and -inf is read
+as that: an id that neither side can say adds 0.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import torch
 from torch import Tensor
 
 from opd.divergences.kinds import BUILT_IN, PARAMETERS
+from opd.divergences.projection import LOG_ZERO
 
 KINDS: tuple[str, ...] = tuple(kind.name for kind in BUILT_IN)  # kernels know them by their place in this list
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(S || T) = sum S (log S - log T)."""
+    student, teacher = finite(student), finite(teacher)
     return (student.exp() * (student - teacher)).sum(-1)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(T || S) = sum T (log T - log S)."""
+    student, teacher = finite(student), finite(teacher)
     return (teacher.exp() * (teacher - student)).sum(-1)
 
 
@@ -58,6 +62,7 @@ def alpha_divergence(student: Tensor, teacher: Tensor, alpha: float = 0.5) -> Te
         return reverse_kl(student, teacher)
     if alpha == 1.0:
         return forward_kl(student, teacher)
+    student, teacher = finite(student), finite(teacher)
     return ((alpha * teacher + (1 - alpha) * student).exp() - student.exp()).sum(-1) / (alpha * (alpha - 1))
 
 
@@ -73,17 +78,23 @@ def hellinger(student: Tensor, teacher: Tensor) -> Tensor:
 
 def acceptance(student: Tensor, teacher: Tensor) -> Tensor:
     """-log sum min(T, S): the log of the acceptance rate, whose gradient does not fade when S is far from T."""
-    return -torch.minimum(student, teacher).logsumexp(-1)
+    return -torch.minimum(finite(student), finite(teacher)).logsumexp(-1)
 
 
 def blend(first: Tensor, second: Tensor, share: float) -> Tensor:
     """log(share * first + (1 - share) * second), from logs."""
     if share == 0.0:
         return second
-    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))
+    return torch.logaddexp(finite(first) + math.log(share), finite(second) + math.log1p(-share))
+
+
+def finite(logprobs: Tensor) -> Tensor:
+    """Of -inf, the difference of two is no number, and neither is the product with 0."""
+    return logprobs.clamp(min=LOG_ZERO)
 
 
 def entropy(logprobs: Tensor) -> Tensor:
+    logprobs = finite(logprobs)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 

@@ -26,7 +26,10 @@ MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding."""
+    """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding.
+
+    A bias of -inf, with which a model rules an id out, becomes `LOG_ZERO`.
+    """
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -34,6 +37,10 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
     size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bias is not None:
+            object.__setattr__(self, "bias", self.bias.clamp(min=LOG_ZERO))
 
     @property
     def vocabulary(self) -> int:

@@ -13,7 +13,7 @@ from opd.data.render import response_text
 from opd.rewards import verify
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
-from opd.types import Prompt, Rewarding, RewardResult, Sample, SampleRequest, Sampling, TokenSampler
+from opd.types import Prompt, Rewarding, RewardResult, Rollout, Sample, SampleRequest, Sampling, TokenSampler
 
 ROUNDING = 1e-9  # of weighted sums
 FORMER = {"score": "reward", "unjudged": "unrewarded"}  # names in the files of older runs
@@ -45,7 +45,7 @@ class Measures:
     k: int = 0
     unrewarded: int = 0  # answers that could not be rewarded, not for their own sake: left out
     length: float = 0.0
-    truncated: float = 0.0
+    truncated: float = 0.0  # share cut off at the limit; one that stopped with its last token was not
     reward: float | None = None  # mean reward as it is, partial credit included
     failed: int = 0  # answers that brought their reward down: counted as wrong
 
@@ -88,7 +88,7 @@ def evaluate(
             sampling.max_new_tokens, temperature, 1.0, 0, sampling.stop_ids, sampling.stop_strings
         )
     results: dict[str, dict[str, list[list[RewardResult]]]] = {domain: {} for domain in questions}
-    lengths: dict[str, list[int]] = {domain: [] for domain in questions}
+    answered: dict[str, list[Rollout]] = {domain: [] for domain in questions}
     for name, how in runs.items():
         answers = _answers(sampler, questions, how, 1 if name == "greedy" else k, seed, check_stop)
         for domain, asked in questions.items():
@@ -96,12 +96,8 @@ def evaluate(
             if name == next(iter(runs)):
                 firsts = [found[0] for found in results[domain][name]]
                 on_answers(domain, [group[0] for group in samples], firsts)
-            lengths[domain] += [ids.size for question in asked for ids in answers[question.prompt.id]]
-    return {
-        domain: measure(results[domain], lengths[domain], k, sampling.max_new_tokens)
-        for domain in questions
-        if questions[domain]
-    }
+            answered[domain] += [answer for question in asked for answer in answers[question.prompt.id]]
+    return {domain: measure(results[domain], answered[domain], k) for domain in questions if questions[domain]}
 
 
 def _answers(
@@ -111,7 +107,7 @@ def _answers(
     samples: int,
     seed: int,
     check_stop: Callable[[], None],
-) -> dict[str, list[np.ndarray]]:
+) -> dict[str, list[Rollout]]:
     requests = [
         SampleRequest(
             f"eval/{question.prompt.id}/{sample}",
@@ -123,22 +119,25 @@ def _answers(
         for question in asked
         for sample in range(samples)
     ]
-    found: dict[str, list[np.ndarray]] = {}
+    found: dict[str, list[Rollout]] = {}
     for rollout in collect(sampler, requests, check_stop):
-        found.setdefault(rollout.id.removeprefix("eval/").rpartition("/")[0], []).append(rollout.response_ids)
+        found.setdefault(rollout.id.removeprefix("eval/").rpartition("/")[0], []).append(rollout)
     return found
 
 
 def _rewarded(
     asked: Sequence[Question],
-    answers: Mapping[str, Sequence[np.ndarray]],
+    answers: Mapping[str, Sequence[Rollout]],
     tokenizer: Any,
     stop_ids: tuple[int, ...],
     reward: Rewarding,
 ) -> tuple[list[list[Sample]], list[list[RewardResult]]]:
     """Per prompt, the samples and one result for each."""
     samples = [
-        [Sample(question.prompt, response_text(ids, tokenizer, stop_ids)) for ids in answers[question.prompt.id]]
+        [
+            Sample(question.prompt, response_text(answer.response_ids, tokenizer, stop_ids))
+            for answer in answers[question.prompt.id]
+        ]
         for question in asked
     ]
     found = iter(reward([sample for group in samples for sample in group]))  # all at once: rewards work in parallel
@@ -152,7 +151,7 @@ def is_right(result: RewardResult) -> float:
     return float(result.reward >= result.full * (1 - ROUNDING))
 
 
-def measure(results: Mapping[str, list[list[RewardResult]]], lengths: Sequence[int], k: int, limit: int) -> Measures:
+def measure(results: Mapping[str, list[list[RewardResult]]], answers: Sequence[Rollout], k: int) -> Measures:
     found: dict[str, Any] = {}
     marks = {name: [np.array([is_right(one) for one in group]) for group in run] for name, run in results.items()}
     if "greedy" in marks:
@@ -170,8 +169,8 @@ def measure(results: Mapping[str, list[list[RewardResult]]], lengths: Sequence[i
         unrewarded=sum(result.reward is None and not result.by_answer for result in every),
         failed=sum(result.reward is None and result.by_answer for result in every),
         reward=float(np.mean(rewards)) if rewards else None,
-        length=float(np.mean(lengths)),
-        truncated=float(np.mean(np.asarray(lengths) >= limit)),
+        length=float(np.mean([answer.response_ids.size for answer in answers])),
+        truncated=float(np.mean([answer.stop == "length" for answer in answers])),
         **found,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -110,6 +111,26 @@ def _common(left: bytes, right: bytes) -> int:
     size = min(len(left), len(right))
     different = np.frombuffer(left[:size], np.uint8) != np.frombuffer(right[:size], np.uint8)
     return int(np.argmax(different)) if different.any() else size
+
+
+def open_end(tokenizer: Any, data: bytes) -> int:
+    """Where the part of a text begins that could be cut into other tokens if more text followed; its length if none could.
+
+    "1" is such a part where "18" is a token, and " underst" where " understand" is.
+    """
+    words = _sorted_tokens(tokenizer)
+    longest = max(map(len, words), default=0)
+    for start in range(max(0, len(data) - longest + 1), len(data)):
+        rest = data[start:]
+        after = bisect_right(words, rest)
+        if after < len(words) and words[after].startswith(rest):
+            return start
+    return len(data)
+
+
+@lru_cache(maxsize=16)
+def _sorted_tokens(tokenizer: Any) -> tuple[bytes, ...]:
+    return tuple(sorted(token_bytes(tokenizer)))
 
 
 def matching_ids(ours: Any, theirs: Any, leave_out: tuple[set[int], set[int]]) -> tuple[np.ndarray, np.ndarray]:

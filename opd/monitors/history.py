@@ -12,6 +12,7 @@ FIRST = 64  # values of a metric kept from the beginning of a stage
 RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
 MOSTLY_CUT = 0.5  # share of answers cut off at max_new_tokens, above which rewards say nothing about the student
 DOMAINS = "eval/"
+ESTIMATES = {"entropy": "entropy_sampled"}  # of metrics that some steps lack; older runs wrote both as `entropy`
 KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
 
 
@@ -59,9 +60,9 @@ class History:
         self._divergences: list[float] = []  # since the newest evaluation
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """The line of a step, as metrics.jsonl has it."""
+        """The line of a step, as metrics.jsonl has it. Where it lacks a metric, an estimate of that stands in."""
         self.step = int(line["step"])
-        for name, value in line.items():
+        for name, value in with_estimates(line).items():
             if is_number(value):
                 self._seen[name] += 1
                 self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
@@ -121,6 +122,15 @@ class History:
         found = self.evaluations
         error = _error_of_difference(found[0], found[-1]) if len(found) > 1 else 0.0
         return error > 0 and found[-1].mean < found[0].mean - errors * error
+
+
+def with_estimates(line: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> with_estimates({"entropy": None, "entropy_sampled": 0.3})
+    {'entropy': 0.3, 'entropy_sampled': 0.3}
+    """
+    known = {name: line[other] for name, other in ESTIMATES.items() if line.get(name) is None and other in line}
+    return {**line, **known}
 
 
 def is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ With one tokenizer every token is a span: `gold` is the JSD, and `uld` is 0 wher
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opd.divergences import Projection
     from opd.objective.micro import MicroBatch
     from opd.objective.prepare import PreparedTerm
-    from opd.types import Signal
+    from opd.types import Rollout, Signal
 
 
 class CrossingHead(Protocol):
@@ -49,7 +49,7 @@ class SpanEvents:
     """All that one teacher scores in a micro-batch."""
 
     spans: np.ndarray  # (M, 4)
-    weight: np.ndarray  # (M,), the mean over a span's tokens: each span counts once
+    weight: np.ndarray  # (M,), the sum over a span's tokens, which share the weight of one event
     teacher: Any  # its head
     hidden: Tensor  # (rows, D)
     ids: np.ndarray  # (rows,) tokens that the rows predict
@@ -73,7 +73,7 @@ def events_of(micro: MicroBatch, role: str, weight_N: np.ndarray) -> Iterator[Sp
             ids.append(rollout.response_ids if signal.crossed is None else signal.crossed)
             hidden.append(signal.values.to(micro.device))
             at += ids[-1].size
-        weights = np.array([weight_N[span.s0 : span.s1].mean() for span in spans])
+        weights = np.array([weight_N[span.s0 : span.s1].sum() for span in spans])
         kept = np.flatnonzero(weights)
         if kept.size:
             crossed = any(signal.crossed is not None for signal in signals if signal.teacher == name)
@@ -104,6 +104,18 @@ class CrossedTerm(Term):
 
     def form_needs(self, updates: int) -> Needs:
         return Needs(signals=((self.role, "hidden"),))
+
+    def counts(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """A span is one event, and its tokens count for equal parts of it: `aggregate` takes means over spans."""
+        signals = prepared.batch.signals[self.role, "hidden"]
+        found = []
+        for rollout in rollouts:
+            signal, parts = signals[rollout.id], prepared.counted[rollout.id].astype(np.float64)
+            if signal.crossed is not None:
+                for s0, s1, _, _ in signal.spans:
+                    parts[s0:s1] /= s1 - s0
+            found.append(parts)
+        return found
 
     def loss(self, prepared: PreparedTerm, micro: MicroBatch, weight_N: np.ndarray) -> Tensor:
         import torch

@@ -145,12 +145,13 @@ class Pairwise(Term):
         yield from super().refuse(view)
 
     def prepare(self, prepared: PreparedTerm) -> list[Pair]:
-        groups: dict[str, list[tuple[float, str]]] = {}
+        groups: dict[str, list[tuple[int, str, float]]] = {}
         for rollout in prepared.batch.rollouts:
             reward = prepared.batch.rewards.get(rollout.id)
             if reward is not None and prepared.counted[rollout.id].any():
-                groups.setdefault(rollout.group, []).append((reward, rollout.id))
-        pairs = [pair for rewarded in groups.values() for pair in preferences(rewarded, self.pairs)]
+                groups.setdefault(rollout.group, []).append((rollout.sample, rollout.id, reward))
+        in_order = [[(reward, name) for _, name, reward in sorted(members)] for members in groups.values()]
+        pairs = [pair for rewarded in in_order for pair in preferences(rewarded, self.pairs)]
         prepared.metrics[f"pairs/{prepared.name}"] = len(pairs)
         return pairs
 
@@ -196,14 +197,15 @@ class Pairwise(Term):
 
 
 def preferences(rewarded: Sequence[tuple[float, str]], pairs: Literal["best_worst", "all"]) -> list[Pair]:
-    """(preferred, rejected) among the answers to one prompt, given as (reward, id). Equal rewards make no pair.
+    """(preferred, rejected) among the answers to one prompt, given as (reward, id) in the order of sampling. Equal rewards make no
+    pair; of several best the first sampled stands for them, of several worst the last.
 
     >>> preferences([(1.0, "a"), (0.0, "b"), (0.5, "c")], "best_worst")
     [('a', 'b')]
     >>> preferences([(1.0, "a"), (0.0, "b"), (1.0, "c")], "all")
     [('a', 'b'), ('c', 'b')]
     """
-    ordered = sorted(rewarded, key=lambda entry: (-entry[0], entry[1]))
+    ordered = sorted(rewarded, key=lambda entry: -entry[0])
     if pairs == "best_worst":
         ordered = [ordered[0], ordered[-1]]
     return [(name, other) for reward, name in ordered for less, other in ordered if less < reward]

@@ -172,9 +172,13 @@ class Term(Choice):
         """What has to see the whole batch before it is cut up; kept as `prepared.state`."""
         return None
 
+    def counts(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """(T,) per rollout: how much each token adds to what `aggregate` divides by."""
+        return [prepared.counted[rollout.id] for rollout in rollouts]
+
     def weights(self, prepared: PreparedTerm, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         """Of every token of an update's rollouts, by rollout id: `weight_N` of the loss, and its only denominators."""
-        masks, groups = [prepared.counted[rollout.id] for rollout in rollouts], [rollout.group for rollout in rollouts]
+        masks, groups = self.counts(prepared, rollouts), [rollout.group for rollout in rollouts]
         weights = token_weights(masks, groups, self.aggregate, self.denominator)
         return {
             rollout.id: (weight * prepared.factor[rollout.id] * prepared.coefficient).astype(np.float32)

@@ -19,25 +19,28 @@ Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 def token_weights(
     masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0
 ) -> list[np.ndarray]:
-    """Weight of every token of every rollout. `masks` (T,) bool per rollout; `groups` names each rollout's prompt.
+    """Weight of every token of every rollout. `masks` (T,) per rollout: bool, or the part of one that a token counts for; `groups`
+    names each rollout's prompt.
 
     token_mean      every token counts alike
     sequence_mean   every rollout counts alike, tokens alike within it
     prompt_mean     every prompt counts alike, tokens alike within its rollouts
     constant        the sum over tokens, divided by a constant
 
+    Where several tokens are one event (`CrossedTerm`), they count for parts of 1, and these are means over events.
+
     >>> [w.tolist() for w in token_weights([np.ones(1, bool), np.ones(3, bool)], ["a", "b"], "token_mean")]
     [[0.25], [0.25, 0.25, 0.25]]
     """
     counts = np.array([mask.sum() for mask in masks], dtype=np.float64)
     if aggregate == "token_mean":
-        per_token = np.full(len(masks), 1.0 / max(counts.sum(), 1.0))
+        per_token = np.full(len(masks), 1.0 / (counts.sum() or 1.0))
     elif aggregate == "sequence_mean":
-        per_token = 1.0 / np.maximum(counts, 1.0) / max((counts > 0).sum(), 1)
+        per_token = 1.0 / np.where(counts > 0, counts, 1.0) / max((counts > 0).sum(), 1)
     elif aggregate == "prompt_mean":
         names, member = np.unique(np.asarray(groups), return_inverse=True)
         totals = np.bincount(member, weights=counts, minlength=len(names))
-        per_token = 1.0 / np.maximum(totals[member], 1.0) / max((totals > 0).sum(), 1)
+        per_token = 1.0 / np.where(totals > 0, totals, 1.0)[member] / max((totals > 0).sum(), 1)
     else:
         per_token = np.full(len(masks), 1.0 / denominator)
     return [(mask * weight).astype(np.float32) for mask, weight in zip(masks, per_token, strict=True)]

@@ -13,6 +13,7 @@ from opd import families
 from opd.errors import RunDirectoryError
 from opd.files import json_object, lines_checked, read_lines, reading
 from opd.holder import at_work
+from opd.monitors.history import with_estimates
 from opd.monitors.monitor import Monitor
 from opd.report.graph import stage_graph
 from opd.report.measured import so_far, with_newest
@@ -77,7 +78,7 @@ def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) 
             key
             for line in metrics
             if line["stage"] == stage["name"]
-            for key, value in line.items()
+            for key, value in with_estimates(line).items()
             if value is not None
         }
         for one in stage.get("monitors", {}).get("watch", ()) if known else ():  # a stage that has begun

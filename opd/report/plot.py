@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import UserError
+from opd.monitors.history import ESTIMATES
 from opd.report.facts import run_facts
 from opd.settings import nearest
 from opd.text import plain
@@ -78,7 +79,8 @@ def _label(path: Path, runs: Sequence[Path]) -> str:
 
 def _lines(runs: Mapping[str, Mapping[str, list[Any]]], pattern: str) -> list[tuple[str, list[int], list[float]]]:
     lines = []
-    for run, metrics in runs.items():
+    for run, own in runs.items():
+        metrics = {**own, pattern: _or_estimate(own, pattern)} if pattern in ESTIMATES else own
         names = [name for name in metrics if name not in ("at", "step", "stage") and fnmatchcase(name, pattern)]
         for name in names:
             points = [(at, value) for at, value in zip(metrics["at"], metrics[name], strict=True) if value is not None]
@@ -89,6 +91,13 @@ def _lines(runs: Mapping[str, Mapping[str, list[Any]]], pattern: str) -> list[tu
         known = sorted({name for metrics in runs.values() for name in metrics} - {"at", "step", "stage"})
         raise UserError(f"--metric {pattern!r}: no step of these runs has it; {nearest(pattern, known)}")
     return lines
+
+
+def _or_estimate(metrics: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """By step, a metric or the estimate that stands in for it."""
+    nothing = [None] * len(metrics["at"])
+    pairs = zip(metrics.get(name, nothing), metrics.get(ESTIMATES[name], nothing), strict=True)
+    return [estimate if value is None else value for value, estimate in pairs]
 
 
 def smoothed(values: Sequence[float], count: int) -> list[float]:

@@ -2,6 +2,9 @@
 
 The prompt goes through the teacher's own template and tokenizer, and the response is cut into its tokens. Spans pair the tokens of
 both that cover the same bytes; each is one event, whose probability is the product over its tokens. The stop is an event, too.
+
+Where a text was cut, the teacher's tokens at its end are those of the cut text: "1" where it would have written "18". What they
+cover is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from opd.models.token_bytes import Span, common_spans, pieces, readable
+from opd.models.token_bytes import Span, common_spans, open_end, pieces, readable
 from opd.teachers.views import Group, View
 from opd.types import Prompt, Rendered, Rollout
 
@@ -32,15 +35,27 @@ class BytesView(View):
         whole = b"".join(ours)
         text = readable(whole)
         theirs = ids_behind(prompt, text, group.tokenizer, group.template_kwargs) if text else []
-        spans, start = common_spans(ours, pieces(group.tokenizer, theirs)), asked.size
-        complete = _reaches_both_ends(spans, len(ours), len(theirs))
+        read = pieces(group.tokenizer, theirs)
+        spans, start = common_spans(ours, read), asked.size
+        complete, cut = _reaches_both_ends(spans, len(ours), len(theirs)), 0
+        if rollout.stop == "length" or len(text.encode()) < len(whole):
+            kept = _before_open_end(spans, read, group.tokenizer)
+            cut = sum(s1 - max(s0, self.skip) for s0, s1, _, _ in spans[len(kept) :] if s1 > self.skip)
+            spans = kept
         eos = group.tokenizer.eos_token_id
         if stopped and complete and eos is not None:
             spans, theirs = [*spans, (len(ours), len(ours) + 1, len(theirs), len(theirs) + 1)], [*theirs, eos]
-        kept = tuple((s0, s1, start + t0, start + t1) for s0, s1, t0, t1 in spans if s0 >= self.skip)
-        if rollout.response_ids.size and not kept:
+        placed = tuple((s0, s1, start + t0, start + t1) for s0, s1, t0, t1 in spans if s0 >= self.skip)
+        if rollout.response_ids.size and not placed and not cut:
             return None
-        return Rendered(np.concatenate([asked, np.asarray(theirs, dtype=np.int32)]), kept, self.name, crossed=True)
+        ids = np.concatenate([asked, np.asarray(theirs, dtype=np.int32)])
+        return Rendered(ids, placed, self.name, crossed=True, cut=cut)
+
+
+def _before_open_end(spans: list[Span], theirs: list[bytes], tokenizer: object) -> list[Span]:
+    """The spans that the teacher would cut in the same way whatever came next."""
+    ends, last = np.cumsum([len(piece) for piece in theirs]), open_end(tokenizer, b"".join(theirs))
+    return [span for span in spans if ends[span[3] - 1] <= last]
 
 
 def _without_stop(ids: np.ndarray, stop_ids: tuple[int, ...]) -> tuple[np.ndarray, bool]:
@@ -59,4 +74,6 @@ def aligned_bytes(rollout: Rollout, text: Rendered, student: object, stop_ids: t
     inside = np.zeros(sizes.size, dtype=bool)
     for s0, s1, _, _ in text.spans:
         inside[s0 : min(s1, sizes.size)] = True
+    end = text.spans[-1][1] if text.spans else 0
+    inside[end : end + text.cut] = True  # what was left out at a cut is aligned, too
     return int(sizes[inside].sum()), int(sizes.sum())

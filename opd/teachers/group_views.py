@@ -32,7 +32,7 @@ class RewardedView(View):
 
 
 class SiblingView(RewardedView, ShowingView):
-    """Another answer of the group that was right, never the answer itself; its thinking is left out (SDPO)."""
+    """Another sample of the group that was right, even if its tokens are the same; its thinking is left out (SDPO)."""
 
     name = "sibling"
     template: Text = Field(
@@ -117,15 +117,14 @@ class FeedbackView(RewardedView, ShowingView):
 
 
 def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
-    """Another answer of the group that was right, in turn, so that not all see the same one; empty where there is none."""
+    """The text of the next answer of the group that was right, so that not all see the same one; empty where there is none.
 
-    def teaches(other: Rollout) -> bool:
-        same = other.id == rollout.id or np.array_equal(other.response_ids, rollout.response_ids)
-        return not same and view.right(other, group) is True
-
-    others = [other for other in group.rollouts if teaches(other)]
-    later = [other for other in others if other.sample > rollout.sample]
-    return group.answer((later or others)[0]) if others else ""
+    An answer is excluded by its index alone: two samples with the same tokens teach each other.
+    """
+    others = [other for other in group.rollouts if other.id != rollout.id and view.right(other, group) is True]
+    others.sort(key=lambda other: other.sample <= rollout.sample)  # stable: later ones first, then from the beginning
+    texts = (group.answer(other) for other in others)
+    return next((text for text in texts if text), "")
 
 
 class RevisionView(RewardedView):

@@ -12,13 +12,13 @@ from opd.data.stream import Visit
 from opd.objective.batch import Signals
 from opd.teachers.router import by_teacher
 from opd.teachers.scoring import ScoringTeacher
-from opd.teachers.views import Group, texts_for
+from opd.teachers.views import Group, View, texts_for
 from opd.trainer.experience import write_experience
 from opd.trainer.metrics import Clock
 from opd.trainer.rescue import rescue
 from opd.trainer.signal_store import ask
 from opd.trainer.trajectories import as_trained
-from opd.types import Prompt, Rollout, Signal, SignalKind
+from opd.types import Prompt, Rendered, Rollout, Signal, SignalKind
 
 if TYPE_CHECKING:
     from opd.runner.stage import StageRun
@@ -128,7 +128,8 @@ def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -
 def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str, float]]:
     """Ask the teacher of each rollout for what the objective needs of its role. One teacher works at a time, and once.
 
-    With the signals, the share of rollouts for which a teacher's view had nothing to show, or more than it can read.
+    With the signals, the share of rollouts for which a teacher's view had nothing to show, or more than it can read; and of
+    tokens that one with another tokenizer was not compared at.
     """
     needs = run.objective.needs(step, run.spec.train.updates)
     signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {need: {} for need in needs}
@@ -139,6 +140,9 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
         for name, rollouts in asked.items():
             view, teacher = run.spec.teachers[name].view, run.teachers[name]
             seen = texts_for(view, rollouts, batch.prompts, run.groups_for(name, batch.groups), teacher.context)
+            if view.crosses:
+                metrics |= _left_out(name, view, rollouts, seen)
+                seen = [text if text is not None and (text.spans or not text.cut) else None for text in seen]
             unshown = sum(text is None for text in seen)
             if unshown or not view.as_sampled:
                 metrics[f"unshown/{name}"] = unshown / len(seen)
@@ -155,6 +159,15 @@ def score(run: StageRun, batch: Gathered, step: int) -> tuple[Signals, dict[str,
                 run.check_stop()
     run.tell_unshown(step, metrics)
     return signals, metrics
+
+
+def _left_out(name: str, view: View, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None]) -> dict[str, float]:
+    """Of answers that a teacher with another tokenizer can read, the shares of tokens in no span, and left out at a cut."""
+    shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
+    every = sum(max(rollout.response_ids.size - view.skip, 0) for rollout, _ in shown)
+    inside = sum(s1 - s0 for _, text in shown for s0, s1, _, _ in text.spans)
+    cut = sum(text.cut for _, text in shown)
+    return {f"unaligned/{name}": (every - inside - cut) / max(every, 1), f"cut_off/{name}": cut / max(every, 1)}
 
 
 def _by_model(run: StageRun, batch: Gathered, roles: Sequence[str]) -> dict[str, list[Rollout]]:

@@ -43,7 +43,11 @@ def step_metrics(
     rewards: Mapping[str, float | None], seconds: Mapping[str, float], extra: Mapping[str, float],
     updates: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher scored."""
+    """The line for `metrics.jsonl`. `reverse_kl` is in nats per token, over the tokens the teacher scored.
+
+    `entropy` is exact, over the tokens at which a term compared distributions; `entropy_sampled` is the mean of -log p of the
+    student's sampled tokens, where there is no exact one.
+    """
     lengths = np.array([rollout.response_ids.size for rollout in rollouts])
     sampled = [rollout for rollout in rollouts if (rollout.author != Author.DATA).any()]
     metrics: dict[str, Any] = {
@@ -66,8 +70,8 @@ def step_metrics(
     divergences = _joined(list(joined.values()))
     metrics["reverse_kl"] = _mean(divergences)
     metrics["entropy"] = _mean(_joined([found.entropy for _, found in statistics]))
-    if metrics["entropy"] is None and sampled:  # what the sampler saw of its own surprise
-        metrics["entropy"] = _mean(
+    if metrics["entropy"] is None and sampled:  # no term looked at whole distributions: an estimate
+        metrics["entropy_sampled"] = _mean(
             np.concatenate([-rollout.logprob[rollout.author == Author.STUDENT] for rollout in sampled])
         )
     metrics["tokens"] = int(lengths.sum())

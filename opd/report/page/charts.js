@@ -46,10 +46,10 @@ addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout
 }, 120); });
 
 const TITLES = {
-  reverse_kl: "KL(student ‖ teacher), nats per token", reward: "Mean reward of what was sampled", entropy: "Entropy of the student, nats",
+  reverse_kl: "KL(student ‖ teacher), nats per token", reward: "Mean reward of what was sampled", entropy: "Entropy of the student, nats", entropy_sampled: "Entropy of the student, estimated from sampled tokens, nats",
   response_length: "Tokens per answer", loss: "Loss", truncated: "Share cut off at the limit", grad_norm: "Gradient norm", lr: "Learning rate", mismatch: "|log trainer − log sampler|",
 };
-const FIRST = ["reverse_kl", "reward", "entropy", "response_length"];
+const FIRST = ["reverse_kl", "reward", "entropy", "entropy_sampled", "response_length"];
 
 function curves(runs) {
   const holder = el("div", { className: "grid" });
