@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.files import FORMAT, SEALS, sha256, sync, write_sealed, write_whole
+from opd.files import FORMAT, SEALS, sync, write_sealed, write_whole
 from opd.holder import NAME
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import moved as plugin_moved
+from opd.plugins import source_of as plugin_source
 from opd.plugins import versions as plugin_versions
 from opd.runner.given import FOLDER as INPUTS
 from opd.version import this_version
@@ -54,18 +56,22 @@ def withdraw(directory: Path, made: bool, found: set[str]) -> None:
             directory.rmdir()
 
 
-def _copy_plugins(directory: Path, plugins: list[str]) -> list[str]:
-    """The files of plugins go into the run, which goes on with them; as `resolved.yaml` names them, beside it."""
-    names = []
+def _copy_plugins(directory: Path, plugins: list[str]) -> dict[str, bytes | None]:
+    """The files of plugins go into the run, which goes on with them: name in `resolved.yaml`, next to it -> the bytes.
+
+    The bytes are those that were run when the recipe was read. None: a module of a package.
+    """
+    copies: dict[str, bytes | None] = {}
     for plugin in plugins:
         if plugin.endswith(".py"):
             (directory / PLUGINS).mkdir(exist_ok=True)
-            write_whole(directory / PLUGINS / Path(plugin).name, Path(plugin).read_text(encoding="utf-8"))
-            plugin_moved(directory / PLUGINS / Path(plugin).name)
-            names.append(f"{PLUGINS}/{Path(plugin).name}")
+            name, source = f"{PLUGINS}/{Path(plugin).name}", plugin_source(plugin)
+            write_whole(directory / name, source)
+            plugin_moved(plugin, directory / name)
+            copies[name] = source
         else:
-            names.append(plugin)
-    return names
+            copies[plugin] = None
+    return copies
 
 
 def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
@@ -75,11 +81,12 @@ def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[
     write_whole(directory / "recipe.yaml", given)
     write_whole(directory / "graph.mmd", mermaid(resolved))
     copies = _copy_plugins(directory, resolved.plugins)
-    write_whole(directory / "resolved.yaml", resolved.model_copy(update={"plugins": copies}).to_yaml())
-    sealed = ["resolved.yaml", *(name for name in copies if name.endswith(".py"))]
-    files = {name: sha256(directory / name) for name in sealed}
+    text = resolved.model_copy(update={"plugins": list(copies)}).to_yaml().encode()
+    write_whole(directory / "resolved.yaml", text)
+    sealed = {"resolved.yaml": text, **copies}
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in sealed.items() if content is not None}
     facts = {"format": FORMAT, "opd": this_version(), "files": files, "inputs": inputs}
-    if versions := plugin_versions(copies):
+    if versions := plugin_versions(list(copies)):
         facts["packages"] = versions
     write_sealed(directory / SEALS, facts)
     sync(directory.parent)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from opd.errors import Preempted, RunDirectoryError, Stopped
 from opd.files import SEALS, disk_errors, read_sealed, sha256
 from opd.holder import NAME
-from opd.plugins import plugin_errors
+from opd.plugins import plugin_errors, sealed_files
 from opd.plugins import versions as plugin_versions
 from opd.runner.beginning import EARLY, withdraw, write_recipe
 from opd.runner.directory import Run
@@ -326,9 +326,10 @@ def verified_recipe(directory: Path) -> Recipe:
         if sha256(path) != digest:
             raise RunDirectoryError(
                 f"{path} has been altered since the run started (its sha256 does not match {SEALS}). A changed recipe is a new run: "
-                f"opd run {path}"
+                f"opd run {directory / 'resolved.yaml'}"
             )
-    loaded = load_recipe(directory / "resolved.yaml")
+    with sealed_files({directory / name: digest for name, digest in expected["files"].items()}):
+        loaded = load_recipe(directory / "resolved.yaml")
     recorded = expected.get("packages", {})
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
