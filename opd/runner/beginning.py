@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.files import FORMAT, SEALS, sync, write_sealed, write_whole
+from opd.files import FORMAT, SEALS, partial_of, sync, write_sealed, write_whole
 from opd.holder import NAME
 from opd.plugins import FOLDER as PLUGINS
 from opd.plugins import moved as plugin_moved
@@ -28,14 +29,15 @@ EARLY = {
     "recipe.yaml",
     "resolved.yaml",
     "graph.mmd",
-    ".graph.mmd.partial",
-    ".recipe.yaml.partial",
-    ".resolved.yaml.partial",
-    f".{SEALS}.partial",
 }
-WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", ".summary.json.partial",
-           "start.json", ".start.json.partial", "sizes.json", ".sizes.json.partial",
-           "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "report.html", ".report.html.partial", SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
+WRITTEN = ("rollouts", "checkpoints", "merged", "teachers", "tensorboard", "wandb", "log.txt", "summary.json", "start.json",
+           "sizes.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "report.html",
+           SEALS, *sorted(EARLY - {NAME, INPUTS}), NAME)  # fmt: skip
+
+
+def is_early(name: str) -> bool:
+    """Whether a process that was killed before it wrote `run.json` may have left a file of this name."""
+    return name in EARLY or partial_of(name) in {*EARLY, SEALS}
 
 
 def withdraw(directory: Path, made: bool, found: set[str]) -> None:
@@ -43,7 +45,8 @@ def withdraw(directory: Path, made: bool, found: set[str]) -> None:
 
     What it `found` there stays, and with it the lock, which says that it is left over from a start.
     """
-    for name in WRITTEN:
+    left = [name for name in os.listdir(directory) if partial_of(name) in WRITTEN] if directory.is_dir() else []
+    for name in (*left, *WRITTEN):
         if name in found or (name == NAME and found):
             continue
         path = directory / name

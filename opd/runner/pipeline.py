@@ -15,8 +15,9 @@ from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, lines_checked
+from opd.files import disk_errors, lines_checked, remove_partials
 from opd.plugins import plugin_errors
+from opd.runner.beginning import WRITTEN
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.ending import early_stop, good_enough, spent
 from opd.runner.hub import push, require_access
@@ -139,6 +140,7 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
+        remove_partials(self._directory, set(WRITTEN) - {"report.html"})  # which `opd report` writes without the lock
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
         ended = summary.is_file() and '"status": "done"' in summary.read_text(encoding="utf-8", errors="replace")

@@ -9,7 +9,7 @@ from typing import Any
 
 from opd.config import Recipe, Stage
 from opd.errors import UserError
-from opd.files import line_of
+from opd.files import append_text, line_of
 from opd.report.page import write_report
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult
@@ -103,5 +103,4 @@ class Reports:
         self._append(name, line_of(values))
 
     def _append(self, name: str, line: str) -> None:
-        with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(line)
+        append_text(self._directory / name, line)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.config.runs import RESULT, output_of
 from opd.errors import RunDirectoryError, StoreError
-from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
+from opd.files import line_of, partial_of, read_lines, read_sealed, sync, write_sealed, write_whole
 from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.runner.results import StageResult
 from opd.store import Position, RolloutStore
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 BEFORE = "before.json"
-TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
+TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)")
 
 
 @dataclass
@@ -204,7 +204,7 @@ def _set_aside(path: Path) -> Path:
 def tidy(folder: Path) -> None:
     """Remove what an interrupted save left under a temporary name of ours."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if not TEMPORARY.fullmatch(path.name):
+        if not TEMPORARY.fullmatch(path.name) and partial_of(path.name) not in (RESULT, BEFORE):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

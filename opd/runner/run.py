@@ -17,7 +17,7 @@ from opd.files import SEALS, disk_errors, read_sealed, sha256
 from opd.holder import NAME
 from opd.plugins import plugin_errors, sealed_files
 from opd.plugins import versions as plugin_versions
-from opd.runner.beginning import EARLY, withdraw, write_recipe
+from opd.runner.beginning import is_early, withdraw, write_recipe
 from opd.runner.directory import Run
 from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
@@ -365,7 +365,7 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
         except Gone:  # made by another one, who took it away again; or a link to nowhere
             if attempt == ATTEMPTS - 1:
                 raise
-    foreign = sorted(set(os.listdir(wanted)) - (EARLY if begun else {NAME}))
+    foreign = sorted(name for name in os.listdir(wanted) if not (is_early(name) if begun else name == NAME))
     if foreign and not (wanted / SEALS).exists():
         if not begun:
             lock.path.unlink()
