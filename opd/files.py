@@ -187,7 +187,7 @@ class Lines:
 
     whole: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)  # their numbers, from 1
-    torn: bool = False
+    torn: int = 0  # bytes behind the last line end
 
 
 def line_of(values: Mapping[str, Any]) -> str:
@@ -208,7 +208,7 @@ def read_lines(path: Path, *, checked: bool) -> Lines:
         return found
     with reading(path):
         *ended, rest = path.read_bytes().split(b"\n")
-    found.torn = bool(rest)
+    found.torn = len(rest)
     for number, raw in enumerate(ended, start=1):
         values = _line(raw, checked)
         if values is None:

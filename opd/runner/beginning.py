@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from opd.errors import OpdError
 from opd.files import FORMAT, SEALS, partial_of, sync, write_sealed, write_whole
 from opd.holder import NAME
 from opd.plugins import FOLDER as PLUGINS
@@ -75,6 +79,42 @@ def _copy_plugins(directory: Path, plugins: list[str]) -> dict[str, bytes | None
         else:
             copies[plugin] = None
     return copies
+
+
+def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
+    """Write a `resolved.yaml` that was cut off again from `recipe.yaml`, if that gives exactly the bytes that were sealed.
+
+    A file that was edited is left as it is. The text cannot be made again if the recipe has paths relative to another folder
+    than the current one, or prompts that were given in memory.
+    """
+    from opd.config import load_recipe
+
+    cut = (
+        (directory / "resolved.yaml").read_bytes().rstrip(b"\0")
+    )  # a power failure may leave zeros in place of the rest
+    began = re.match(rb"name: ([^\n]+)\n", cut)
+    names = [began[1].decode("utf-8", "replace").strip("'\"")] if began else [directory.name, "run"]
+    copies = [name for name in files if name.startswith(f"{PLUGINS}/")]
+    try:
+        text, _, comment = (directory / "recipe.yaml").read_text(encoding="utf-8").partition("\n# Overrides:\n")
+        given = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return False
+    if not isinstance(given, dict):
+        return False
+    if copies:
+        given["plugins"] = [str(directory / name) for name in copies]
+    for name in names:
+        try:
+            found = load_recipe({"name": name, **given}, [line.removeprefix("#   ") for line in comment.splitlines()])
+        except OpdError:  # this text is not the one that the run began with
+            continue
+        packages = [one for one in found.plugins if not one.endswith(".py")]
+        resolved = found.model_copy(update={"plugins": [*copies, *packages]}).to_yaml().encode()
+        if hashlib.sha256(resolved).hexdigest() == files["resolved.yaml"] and resolved.startswith(cut):
+            write_whole(directory / "resolved.yaml", resolved)
+            return True
+    return False
 
 
 def write_recipe(directory: Path, given: str, resolved: Recipe, inputs: Mapping[str, Any]) -> None:
