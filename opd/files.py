@@ -14,8 +14,12 @@ import hashlib
 import json
 import math
 import os
+import re
+import secrets
+import shutil
+import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +42,9 @@ DENIED = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
+PARTIAL_BYTES = 8  # random ones in a temporary name
+PARTIAL = re.compile(rf"\.(?P<name>.+?)(?:\.[0-9a-f]{{{2 * PARTIAL_BYTES}}})?\.partial", re.S)
+STALE = 3600.0  # seconds after which a temporary file counts as left behind by a writer that was killed
 HASH_CHUNK = 16 << 20
 HASH_CACHED = 16 << 20  # bytes; smaller files are read each time, which takes no time and cannot be fooled
 
@@ -78,14 +85,67 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """A reader, now or after a power cut, sees what was there before or all of the new, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """A reader, now or after a power cut, sees what was there before or all of the new, never a part.
+
+    The temporary name is random and the file must be new, so a link that somebody has put there is never followed.
+    """
+    remove_partials(path.parent, {path.name}, older=STALE)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(PARTIAL_BYTES)}.partial")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)
+
+
+def partial_of(name: str) -> str | None:
+    """The file that a temporary name of `write_whole` stands for; earlier versions put no random part into it.
+
+    >>> partial_of(".run.json.0123456789abcdef.partial"), partial_of(".run.json.partial"), partial_of("run.json")
+    ('run.json', 'run.json', None)
+    """
+    found = PARTIAL.fullmatch(name)
+    return found["name"] if found else None
+
+
+def remove_partials(folder: Path, names: Collection[str], *, older: float = 0.0) -> None:
+    """Remove what killed writers of these files left in a folder, if it is `older` than so many seconds."""
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if partial_of(entry.name) in names]
+    for entry in found:
+        with suppress(OSError):  # another user's, or a process was faster
+            if not older or time.time() - entry.stat(follow_symlinks=False).st_mtime > older:
+                os.unlink(entry.path)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add to the end of a file, which is made if need be. A link in its place is refused: the text would go elsewhere."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RunDirectoryError(
+            f"{path} is a symbolic link. A run writes only into files of its own: delete the link, then continue."
+        ) from None
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def fresh_directory(path: Path) -> Path:
+    """An empty directory of one's own. What is there under this name, such as the rest of an earlier attempt, is removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    return path
 
 
 def sha256(path: Path) -> str:
@@ -127,7 +187,7 @@ class Lines:
 
     whole: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)  # their numbers, from 1
-    torn: bool = False
+    torn: int = 0  # bytes behind the last line end
 
 
 def line_of(values: Mapping[str, Any]) -> str:
@@ -148,7 +208,7 @@ def read_lines(path: Path, *, checked: bool) -> Lines:
         return found
     with reading(path):
         *ended, rest = path.read_bytes().split(b"\n")
-    found.torn = bool(rest)
+    found.torn = len(rest)
     for number, raw in enumerate(ended, start=1):
         values = _line(raw, checked)
         if values is None:

@@ -4,6 +4,9 @@ A plugin is a module that registers classes (`@opd.register`); its choices then 
 plan beside ours. A package announces its modules as entry points of the group `opd.plugins`, or a recipe names one:
 `plugins: [package.module]`. A run copies the files into its directory and goes on with those copies; of packages it
 records the version.
+
+A file is read once: the bytes that are hashed are the bytes that are compiled, copied into the run directory and sent to
+workers. `__pycache__` is not used, because Python trusts it by time and size alone.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
 
-from opd.errors import OpdError, RecipeError, Stopped, TrainingError
+from opd.errors import OpdError, RecipeError, RunDirectoryError, Stopped, TrainingError
 
 GROUP = "opd.plugins"
 FOLDER = "plugins"  # of a run directory
 NAMES = "opd_plugins"  # files are modules below this name
 _loaded: dict[str, str] = {}  # module -> sha256 of the file it was made from
 _files: dict[str, str] = {}  # module -> the file it was last asked for as: a run's own copy, once there is one
+_sources: dict[str, bytes] = {}  # file -> the bytes that were last run from it
+_sealed: dict[Path, str] | None = None  # file -> the only sha256 it may have; None: files may be anything
 _modules: set[str] = set()  # of packages: those that recipes name or packages announce
 _announced = False
 
@@ -41,6 +48,48 @@ def load_plugins(plugins: Sequence[str]) -> None:
             _load_file(Path(name))
         else:
             _load_module(name)
+
+
+class SourceBytes(SourceFileLoader):
+    """Runs bytes that were read before, whatever the file and its `__pycache__` hold by now."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self._source, self.path)
+        return code
+
+
+def run_source(name: str, path: str, source: bytes, submodules: list[str] | None = None) -> ModuleType:
+    """A new module made of these bytes. `submodules`: where a package looks for its own."""
+    loader = SourceBytes(name, path, source)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader, submodule_search_locations=submodules)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+@contextmanager
+def sealed_files(digests: Mapping[Path, str]) -> Iterator[None]:
+    """While a run is taken up, a plugin file is run only if its bytes have the sha256 that the run directory recorded."""
+    global _sealed  # noqa: PLW0603
+    _sealed = {path.resolve(): digest for path, digest in digests.items()}
+    try:
+        yield
+    finally:
+        _sealed = None
 
 
 def load_announced() -> None:
@@ -73,9 +122,23 @@ def origin(kind: type) -> str | None:
     return _files.get(module) or (None if module.split(".")[0] == "opd" else module)
 
 
-def moved(path: Path) -> None:
-    """The run has its own copy of a file that is loaded: from now on other processes import that."""
+def source_of(file: str) -> bytes:
+    """The bytes that were run from a file. They are what a run copies and what workers run; the file may have changed since."""
+    if file not in _sources:
+        _load_file(Path(file))
+    return _sources[file]
+
+
+def moved(file: str, path: Path) -> None:
+    """The run has its own copy of a file that is loaded: from now on it is named in place of the file."""
     _files[f"{NAMES}.{path.stem}"] = str(path)
+    _sources[str(path)] = source_of(file)
+
+
+def load_source(file: str, source: bytes) -> None:
+    """A plugin file whose bytes were read by another process. Runs them unless they were run before."""
+    load_announced()
+    _run_file(Path(file), source)
 
 
 @contextmanager
@@ -102,7 +165,6 @@ def _is_plugin(module: str) -> bool:
 
 
 def _load_file(path: Path) -> None:
-    """A file is run again only if it has changed: its classes stay the same objects from one recipe to the next."""
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -111,19 +173,23 @@ def _load_file(path: Path) -> None:
         ) from None
     if not re.fullmatch(r"[A-Za-z_]\w*", path.stem):
         raise RecipeError(f"plugins: {path.name} is not the name of a Python module. Use letters, digits and `_`.")
+    if _sealed is not None and _sealed.get(path.resolve()) != hashlib.sha256(source).hexdigest():
+        raise RunDirectoryError(
+            f"{path} has been altered since the run started: its sha256 is not the one recorded. It was not run. "
+            "Restore it, or start a new run."
+        )
+    _run_file(path, source)
+
+
+def _run_file(path: Path, source: bytes) -> None:
+    """A file is run again only if it has changed: its classes stay the same objects from one recipe to the next."""
     name, digest = f"{NAMES}.{path.stem}", hashlib.sha256(source).hexdigest()
-    _files[name] = str(path)
+    _files[name], _sources[str(path)] = str(path), source
     if _loaded.get(name) == digest:
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        run_source(name, str(path), source)
     except Exception as error:  # a user's own file may raise anything
-        sys.modules.pop(name)
         raise RecipeError(f"plugins: {path} cannot be imported: {_told(error, path)}") from None
     _loaded[name] = digest
 

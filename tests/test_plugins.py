@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import importlib.util
 import json
+import marshal
+import os
 import re
 import shutil
 import sys
@@ -21,6 +25,7 @@ from opd.config import load_recipe, recipe_schema
 from opd.errors import DataError, RecipeError, RunDirectoryError, TrainingError
 from opd.files import read_sealed
 from opd.rewards import Rewarder
+from opd.runner.beginning import write_recipe
 from opd.runner.evaluate import evaluate_model
 from opd.runner.plan import make_plan
 from opd.types import Prompt, Sample
@@ -49,7 +54,8 @@ def forgotten() -> object:
     yield
     families._registered.clear()
     families._registered.update(known)
-    plugins._loaded.clear()
+    for known_of in (plugins._loaded, plugins._files, plugins._sources):
+        known_of.clear()
     for name in [name for name in sys.modules if name.startswith(plugins.NAMES)]:
         del sys.modules[name]
 
@@ -194,6 +200,74 @@ def test_an_edited_file_is_read_again(recipe: Path) -> None:
     assert families.find("gate", "late").model_fields["after"].default == 4
 
 
+EDITED = """
+import opd
+
+@opd.register
+class Edited(opd.Reward):
+    name = "edited"
+    level: int = {level}
+
+    def reward(self, sample):
+        return self.level
+"""
+
+
+def _plant(file: Path, source: str) -> None:
+    """Bytecode of other source in the `__pycache__` of a file, which Python would take for the file's own."""
+    facts, cached = file.stat(), Path(importlib.util.cache_from_source(str(file)))
+    cached.parent.mkdir(exist_ok=True)
+    header = importlib.util.MAGIC_NUMBER + bytes(4) + int(facts.st_mtime).to_bytes(4, "little")
+    code = marshal.dumps(compile(source, str(file), "exec"))
+    cached.write_bytes(header + facts.st_size.to_bytes(4, "little") + code)
+
+
+def test_what_is_read_is_what_runs(tmp_path: Path) -> None:
+    """Neither bytecode of the edit before, of the same size and second, nor planted bytecode stands in for a plugin's source."""
+    file = tmp_path / "edited.py"
+    for level in range(3):
+        file.write_text(EDITED.format(level=level))
+        os.utime(file, (1e9, 1e9))
+        plugins.load_plugins([str(file)])
+        assert families.find("reward", "edited").model_fields["level"].default == level
+    assert not list(tmp_path.rglob("*.pyc"))
+    file.write_text(EDITED.format(level=3))
+    os.utime(file, (1e9, 1e9))
+    _plant(file, EDITED.format(level=9))
+    plugins.load_plugins([str(file)])
+    assert families.find("reward", "edited").model_fields["level"].default == 3
+
+
+def test_a_run_copies_the_code_that_ran(tmp_path: Path) -> None:
+    """An edit between reading the recipe and the first step changes neither the copy, nor its seal, nor what workers run."""
+    file, run = tmp_path / "edited.py", tmp_path / "run"
+    first = EDITED.format(level=1)
+    file.write_text(first)
+    recipe = load_recipe({"student": "s", "prompts": "p", "rewards": {"kind": "edited"}, "plugins": [str(file)]})
+    file.write_text(first.replace("return self.level", "return 0"))
+    run.mkdir()
+    write_recipe(run, "", recipe, {})
+    assert (run / "plugins" / "edited.py").read_text() == first
+    digest = hashlib.sha256(first.encode()).hexdigest()
+    assert read_sealed(run / "run.json")["files"]["plugins/edited.py"] == digest
+    (run / "plugins" / "edited.py").write_text("raise RuntimeError('not what ran')")
+    (found,) = Rewarder(recipe.stages[0].rewards)([Sample(Prompt("p", "d"), "x")])
+    assert found.reward == 1.0, found
+
+
+def test_altered_copies_are_refused_before_they_run(tmp_path: Path) -> None:
+    file, ran = tmp_path / "edited.py", tmp_path / "ran"
+    file.write_text(f"open({str(ran)!r}, 'w')")
+    with pytest.raises(RunDirectoryError, match=r"edited\.py has been altered"), plugins.sealed_files({file: "0" * 64}):
+        plugins.load_plugins([str(file)])
+    with pytest.raises(RunDirectoryError, match="It was not run"), plugins.sealed_files({}):
+        plugins.load_plugins([str(file)])
+    assert not ran.exists()
+    with plugins.sealed_files({file: hashlib.sha256(file.read_bytes()).hexdigest()}):
+        plugins.load_plugins([str(file)])
+    assert ran.exists()
+
+
 def test_packages_announce_theirs_and_are_recorded_by_version(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +319,7 @@ def test_a_reward_runs_in_workers_that_import_the_runs_copy(tmp_path: Path) -> N
     rewards = load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}).stages[0].rewards
     with pytest.raises(RecipeError, match=r"rewards\.default\.0: calm 2\.0 is no mood"):
         load_recipe({**recipe, "plugins": [str(tmp_path / "recipe" / "mine.py")]}, ["rewards.default.calm=2"])
-    plugins.moved(tmp_path / "run" / "mine.py")
+    plugins.moved(str(tmp_path / "recipe" / "mine.py"), tmp_path / "run" / "mine.py")
     (tmp_path / "recipe" / "mine.py").write_text("raise RuntimeError('not the copy')")
     texts = ("fine", "hang", "die", "nan", "huge", "none", "well")
     asked = [Sample(Prompt("p", "endless" if text == "hang" else "d"), text) for text in texts]

@@ -24,7 +24,7 @@ import yaml
 
 from opd.errors import RunDirectoryError, RunLocked, UserError
 from opd.evaluation import Measures
-from opd.files import line_of
+from opd.files import line_of, sha256, write_sealed
 from opd.holder import at_work, myself
 from opd.models.catalog import TINY_ROOT
 from opd.report.browse import RolloutBrowser
@@ -124,7 +124,7 @@ def test_a_run_that_has_not_ended_shows_what_was_measured_so_far(tmp_path: Path)
     )
     folder = root / "checkpoints" / "main"
     folder.mkdir(parents=True)
-    (folder / "before.json").write_text(json.dumps(result.state()), encoding="utf-8")
+    write_sealed(folder / "before.json", result.state())
     (stage,) = run_facts(root)["stages"]
     whole = result.to_json()
     for domain, found in stage["evals"].items():  # as the summary has them
@@ -141,8 +141,12 @@ def test_a_run_that_has_not_ended_shows_what_was_measured_so_far(tmp_path: Path)
     result.after = {"a": Measures(50, greedy=0.8, greedy_stderr=0.05)}
     (folder / "step-000013").mkdir()  # a checkpoint on its way out
     (folder / "step-000012").mkdir()
-    (folder / "step-000012" / "trainer.json").write_text(json.dumps({"result": result.state()}), encoding="utf-8")
+    state = folder / "step-000012" / "trainer.json"
+    state.write_text(json.dumps({"result": result.state()}), encoding="utf-8")
+    write_sealed(state.with_name("manifest.json"), {"files": {"trainer.json": sha256(state)}})
     assert run_facts(root)["stages"][0]["evals"]["a"]["after"] == 0.8
+    state.write_text(json.dumps({"result": result.state()}).replace("0.8", "0.9"), encoding="utf-8")
+    assert run_facts(root)["stages"][0]["evals"]["a"]["after"] == 0.65  # what was altered is not shown
 
 
 def test_only_monitors_that_had_what_they_read_are_said_to_have_watched(tmp_path: Path) -> None:

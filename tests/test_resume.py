@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
 import pkgutil
 import random
+import re
 import shutil
 import signal
 import time
@@ -20,10 +22,13 @@ import pytest
 import torch
 
 import opd
-from opd.errors import DataError, OpdError, RunDirectoryError, RunLocked, Stopped, TrainingError
+from opd.config import load_recipe
+from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError, RunLocked, Stopped, TrainingError
 from opd.holder import myself
+from opd.report.facts import run_facts
 from opd.runner import lock as run_lock
 from opd.runner.lock import RunLock
+from opd.runner.run import verified_recipe
 from opd.runner.stage import StageRun
 from opd.store import RolloutStore
 from opd.teachers.local import LocalTeacher
@@ -258,6 +263,88 @@ def test_what_is_carried_out_cannot_change_unnoticed(
     assert [line["step"] for line in opd.resume(tmp_path / "run").metrics] == [1, 2, 3, 4]
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         opd.resume(tmp_path / "nowhere")
+
+
+def test_answers_are_written_once(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the answers of an evaluation, before the first step or after the last, and its result."""
+    whole = opd.run(small(models, train={"steps": 2}), out=tmp_path / "whole").answers
+    for place, call in (("opd.runner.pipeline:write_before", 1), ("opd.runner.pipeline:write_result", 1)):
+        out = tmp_path / place.rpartition("_")[2]
+        with monkeypatch.context() as patch:
+            strike(patch, place, call, Crash)
+            with pytest.raises(Crash):
+                opd.run(small(models, train={"steps": 2}), out=out)
+        assert opd.resume(out).answers == whole, place
+        log = (out / "log.txt").read_text()
+        assert re.search(r"answers\.jsonl: [24] lines that were written after the last durable state are removed", log)
+
+
+def test_lines_that_are_missing_or_cut_are_told(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike(monkeypatch, SAMPLED, 4, Crash)
+    with pytest.raises(Crash):
+        opd.run(small(models, log={"samples": 2, "samples_every": 1}), out=tmp_path / "run")
+    files = {name: tmp_path / "run" / f"{name}.jsonl" for name in ("samples", "tokens", "answers")}
+    for path in files.values():
+        *kept, last = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(kept) + last[:7])
+    opd.resume(tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    for name, path in files.items():
+        assert f"{path.name}: 7 bytes of an unfinished last line are removed" in log, name
+        assert f"{path.name} lacks 1 of the " in log, name
+
+
+def test_a_summary_that_the_results_contradict_is_not_believed(models: dict[str, str], tmp_path: Path) -> None:
+    run = opd.run(small(models, train={"steps": 1}), out=tmp_path / "run")
+    path, good = run.directory / "summary.json", run.summary
+    forged = copy.deepcopy(good)
+    forged["stages"][0]["evals"]["a"]["after"] = 1.0
+    forged["stages"][0]["steps"] = 100
+    path.write_text(json.dumps(forged))
+    with pytest.warns(UserWarning, match=r"summary\.json was altered: evals, steps of stage 'main'"):
+        assert [run.summary["stages"][0][key] for key in ("steps", "tokens")] == [1, good["stages"][0]["tokens"]]
+    facts = run_facts(run.directory)
+    assert facts["stages"][0]["evals"]["a"]["after"] == good["stages"][0]["evals"]["a"]["after"]
+    assert "The values of result.json are used." in facts["words"]
+    for text in (json.dumps(forged), '{"status": "done"'):
+        path.write_text(text)
+        opd.resume(run.directory)
+        assert run.summary["stages"][0]["evals"] == good["stages"][0]["evals"]
+        assert "summary.json is written again" in (run.directory / "log.txt").read_text()
+
+
+def test_a_recipe_that_was_cut_off_is_written_again(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike(monkeypatch, SAMPLED, 2, Crash)
+    with pytest.raises(Crash):
+        opd.run(small(models), overrides=["train.steps=2"], out=tmp_path / "run")
+    path = tmp_path / "run" / "resolved.yaml"
+    good = path.read_bytes()
+    for cut in (b"", good[:5], good[: len(good) // 2], good[:-1], good[:500] + bytes(300)):
+        path.write_bytes(cut)
+        assert verified_recipe(tmp_path / "run").stages[0].train.steps == 2
+        assert path.read_bytes() == good
+        assert "resolved.yaml was cut off. It was written again" in capsys.readouterr().err
+    for edited in (good.replace(b"steps: 2", b"steps: 3"), b"stages: [1, 2]", b"name: x\n", b"- 1"):
+        path.write_bytes(edited)
+        with pytest.raises(RunDirectoryError, match=r"resolved\.yaml has been altered"):
+            opd.resume(tmp_path / "run")
+        assert path.read_bytes() == edited  # somebody's own change is not overwritten
+    (tmp_path / "run" / "recipe.yaml").write_text("")
+    path.write_bytes(good[:300])
+    with pytest.raises(RunDirectoryError, match=r"resolved\.yaml has been altered"):
+        opd.resume(tmp_path / "run")
+    for text in (b"", b"stages: 3", b"stages: [1]", b"stages: [{name: 3}]", b"\xff", b"- 1", b"2026-99-99"):
+        path.write_bytes(text)
+        with pytest.raises(RunDirectoryError, match=r"resolved\.yaml was altered or cut off"):
+            run_facts(tmp_path / "run")
+        with pytest.raises(RunDirectoryError, match=r"resolved\.yaml was altered or cut off"):
+            _ = opd.Run(tmp_path / "run").checkpoints
+        with pytest.raises(RecipeError, match=r"resolved\.yaml was altered or cut off"):
+            load_recipe(small(models, student=f"run:{tmp_path / 'run'}"))
 
 
 def test_prompts_that_changed_are_refused(

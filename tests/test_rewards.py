@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import py_compile
 import signal
 import subprocess
 import sys
@@ -255,6 +256,22 @@ def test_functions_of_ones_own(own_module: str) -> None:
     assert only({"kind": "custom", "function": f"{own_module}:detailed"}, "x") == RewardResult(
         0.5, (0.25, 0.75), "so so"
     )
+
+
+def test_an_edited_file_runs_as_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers outlive a rewarder, and bytecode may match an edit by size and second: neither makes them run other code."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited_reward.py"
+    for kind in (f"{file}:level", "edited_reward:level"):
+        for level in (0.25, 0.75):
+            file.write_text(f"def level(sample):\n    return {level}\n")
+            os.utime(file, (1e9, 1e9))
+            if level == 0.25:
+                py_compile.compile(str(file))  # Python takes it for the code of the next edit, too
+            found = rewarder(kind)
+            assert [result.reward for result in found([sample("a")])] == [level]
+            file.write_text("def level(sample):\n    return 0.5\n")  # between two samples: other code than was read
+            assert [result.reward for result in found([sample("b")])] == [level]
 
 
 def test_a_kept_process_is_one_and_ends_with_the_rewarder(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ import pytest
 import opd
 from opd.config import Stage
 from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError
-from opd.files import json_text, line_of, read_lines
+from opd.files import append_text, json_text, line_of, read_lines, remove_partials, write_whole
+from opd.models import load_model
 from opd.runner import inputs
 from opd.runner.beginning import withdraw
+from opd.runner.checkpoint import save_checkpoint
 from opd.runner.lock import RunLock, claim
+from opd.store.files import AppendFile
 from tests.crash import FORKS, ended, same_run
 from tests.helpers import save_tiny
 from tests.test_resume import SAMPLED, Crash, small, strike
@@ -36,6 +39,47 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def finished(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> opd.Run:
     return opd.run(small(models, train={"steps": 2}), out=tmp_path_factory.mktemp("finished") / "run")
+
+
+# Links in the place of files
+
+
+def test_a_planted_link_is_never_written_through(tmp_path: Path, models: dict[str, str]) -> None:
+    """Under every temporary name that was ever used, and in place of files that are appended to and of directories."""
+    others = tmp_path / "others.txt"
+    others.write_text("mine")
+    for name in (".report.html.partial", ".report.html.0123456789abcdef.partial", "log.txt", "segment.log"):
+        (tmp_path / name).symlink_to(others)
+    write_whole(tmp_path / "report.html", "<p>")
+    assert (tmp_path / "report.html").read_text() == "<p>"
+    with pytest.raises(RunDirectoryError, match=r"log\.txt is a symbolic link.*delete the link"):
+        append_text(tmp_path / "log.txt", "line")
+    with pytest.raises(OSError, match="symbolic links"):
+        AppendFile(tmp_path / "segment.log")
+    assert others.read_text() == "mine"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / ".step-000001.partial").symlink_to(theirs)
+    save_checkpoint(tmp_path / "main" / "step-000001", load_model(models["student"]), (1,), "card", {}, {"step": 1})
+    assert (tmp_path / "main" / "step-000001").is_dir()
+    assert not (tmp_path / "main" / "step-000001").is_symlink()
+    assert list(theirs.iterdir()) == []
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / ".a.json.partial", tmp_path / ".a.json.0123456789abcdef.partial"
+    for path in (old, new, tmp_path / ".b.json.partial", tmp_path / ".a.json.mine"):
+        path.touch()
+    os.utime(old, (0, 0))
+    write_whole(tmp_path / "a.json", "{}")  # another writer may be at work on the newer one
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", new.name, ".b.json.partial", ".a.json.mine"}
+    remove_partials(tmp_path, {"a.json"})
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", ".b.json.partial", ".a.json.mine"}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "text")
+    assert not list(tmp_path.glob(".folder*"))  # a writer that fails takes its own away
 
 
 # Two at once
@@ -104,7 +148,13 @@ def test_a_run_is_where_it_was_when_the_program_changes_its_folder(
 def test_start_or_go_on_is_one_call(models: dict[str, str], finished: opd.Run, tmp_path: Path) -> None:
     spec, where = small(models, train={"steps": 2}), tmp_path / "run"
     where.mkdir()
-    for name in ("run.lock", "recipe.yaml", ".resolved.yaml.partial"):  # killed before there was a run.json
+    random_name = ".run.json.0123456789abcdef.partial"
+    for name in (
+        "run.lock",
+        "recipe.yaml",
+        ".resolved.yaml.partial",
+        random_name,
+    ):  # killed before there was a run.json
         (where / name).write_text("half")
     same_run(opd.run(spec, out=where, resume=True), finished)
     before = (where / "metrics.jsonl").read_bytes()

@@ -107,7 +107,8 @@ def marked(directory: Path) -> Iterator[Path]:
     """A file that only a machine with this very directory sees."""
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / f".opd-{secrets.token_hex(8)}"
-    mark.write_text(secrets.token_hex(16), encoding="ascii")
+    with mark.open("x", encoding="ascii") as file:
+        file.write(secrets.token_hex(16))
     try:
         yield mark
     finally:

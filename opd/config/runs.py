@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from opd.config.plain_data import shown
 from opd.errors import RecipeError, RunDirectoryError
-from opd.files import SEALS, read_sealed
+from opd.files import SEALS, read_sealed, reading
 
 RESULT = "result.json"  # what the runner writes when a stage has ended
+
+
+def read_resolved(directory: Path) -> dict[str, Any]:
+    """`resolved.yaml` of a run as plain data. One that was altered or cut, so that it names no stages, is an error."""
+    path = directory / "resolved.yaml"
+    with reading(path):
+        text = path.read_bytes()
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # not YAML, not UTF-8, or a date that does not exist
+        found = None
+    stages = found.get("stages") if isinstance(found, dict) else None
+    named = isinstance(stages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in stages
+    )
+    if not isinstance(found, dict) or not stages or not named:
+        raise RunDirectoryError(
+            f"{path} was altered or cut off: it does not name the run's stages. Restore it, or try `opd resume {directory}`, which "
+            "can write it again where recipe.yaml is intact."
+        )
+    return found
 
 
 def model_of_run(directory: Path, stage: str | None) -> str:
@@ -18,7 +40,10 @@ def model_of_run(directory: Path, stage: str | None) -> str:
     what = f"model {shown(f'run:{directory}' + (f'#{stage}' if stage else ''))}"
     if not (directory / SEALS).is_file() or not (directory / "resolved.yaml").is_file():
         raise RecipeError(f"{what}: no run directory. Name one that `opd run` made.")
-    names = [one["name"] for one in yaml.safe_load((directory / "resolved.yaml").read_text(encoding="utf-8"))["stages"]]
+    try:
+        names = [one["name"] for one in read_resolved(directory)["stages"]]
+    except RunDirectoryError as error:
+        raise RecipeError(f"{what}: {error}") from None
     name = names[-1] if stage is None else stage
     if name not in names:
         raise RecipeError(f"{what}: the run has no stage {name!r}; it has {', '.join(names)}.")

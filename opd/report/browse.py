@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from opd.config.runs import read_resolved
 from opd.config.stage import MERGED
-from opd.errors import OpdError, UserError
+from opd.errors import OpdError, RunDirectoryError, UserError
 from opd.models.load import tokenizer_file
 from opd.store import RolloutStore
 from opd.store.index import STOPS
@@ -150,7 +150,9 @@ class RolloutBrowser:
         saved = sorted((self._root / "checkpoints").glob("*/step-*/tokenizer.json"))
         if saved:
             return saved[-1]
-        student = yaml.safe_load((self._root / "resolved.yaml").read_bytes())["stages"][0]["student"]
+        student = read_resolved(self._root)["stages"][0].get("student")
+        if not isinstance(student, dict) or "model" not in student:
+            raise RunDirectoryError(f"{self._root / 'resolved.yaml'} was altered: it does not name the student.")
         model = str(student["model"])
         if model.startswith(MERGED):  # made when the stage began
             model = str(self._root / "merged" / model.removeprefix(MERGED))

@@ -7,16 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from opd import families
+from opd.config.runs import read_resolved
 from opd.errors import RunDirectoryError
-from opd.files import json_object, lines_checked, read_lines, reading
+from opd.files import json_object, lines_checked, read_lines
 from opd.holder import at_work
 from opd.monitors.history import with_estimates
 from opd.monitors.monitor import Monitor
 from opd.report.graph import stage_graph
-from opd.report.measured import so_far, with_newest
+from opd.report.measured import checked_stages, so_far, with_newest
 from opd.report.words import gains, in_words
 
 POINTS = 1000  # of a curve
@@ -30,14 +29,15 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """Everything that the page shows of a run, dead or alive. `whole`: nothing is thinned out, as when it is drawn for print."""
     _require_run(Path(directory))
     root = Path(directory).absolute()
-    resolved = _yaml(root / "resolved.yaml")
+    resolved = read_resolved(root)
     checked = lines_checked(root)
     metrics, samples, tokens, answers, monitors = (
         read_lines(root / f"{name}.jsonl", checked=checked).whole
         for name in ("metrics", "samples", "tokens", "answers", "monitors")
     )
     summary = _json(root / "summary.json")
-    stages = _stages(root, resolved, summary, metrics)
+    ended, differences = checked_stages(root, summary)
+    stages = _stages(root, resolved, ended, metrics)
     shown = samples if whole else _spread(samples, SAMPLES)
     found = {
         "name": root.name,
@@ -55,7 +55,8 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
     }
-    return {**found, "words": in_words(found), "gains": [gain._asdict() for gain in gains(found)]}
+    words = " ".join([in_words(found), *differences])
+    return {**found, "words": words, "gains": [gain._asdict() for gain in gains(found)]}
 
 
 def _require_run(directory: Path) -> None:
@@ -110,31 +111,18 @@ def _lacking(name: str, known: Collection[str]) -> list[str]:
     ]
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    with reading(path):
-        text = path.read_bytes()
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    stages = found.get("stages") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(stages, list) or not stages:
-        raise RunDirectoryError(f"{path} was altered: it does not name the run's stages.")
-    return found
-
-
 def _json(path: Path) -> dict[str, Any]:
     return json_object(path) if path.is_file() else {}
 
 
 def _stages(
-    root: Path, resolved: Mapping[str, Any], summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
+    root: Path,
+    resolved: Mapping[str, Any],
+    summarised: Sequence[Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """What was planned, with what came of it. A run that is at work has no summary yet: its lines are counted."""
-    stages = summary.get("stages", [])
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) and "name" in stage for stage in stages):
-        raise RunDirectoryError(f"{root / 'summary.json'} was altered: it does not name the run's stages.")
-    ended = {stage["name"]: stage for stage in stages}
+    ended = {stage["name"]: stage for stage in summarised}
     found = []
     for spec in resolved["stages"]:
         name = spec["name"]

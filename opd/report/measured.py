@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RunDirectoryError
-from opd.files import json_object
+from opd.files import json_object, read_sealed, sha256
 
 VALUE, ERROR = "eval/", "eval_stderr/"  # of a domain, in metrics.jsonl
 
@@ -16,13 +16,68 @@ def so_far(folder: Path) -> dict[str, Any]:
     """Of a stage that no summary tells of, in the summary's words: its folder in `checkpoints` has what was measured. Nothing where nothing was."""
     for path, key in _places(folder):
         try:
-            state = json_object(path)
+            state = _checked(path)
         except (RunDirectoryError, OSError):
-            continue  # it has just made room for a newer one
+            continue  # it was altered, or has just made room for a newer one
         found = state.get(key) if key else state
         if isinstance(found, dict) and found.get("before"):
             return {"evals": {domain: _domain(found, domain) for domain in found["before"]}, "teachers": _values(found)}
     return {}
+
+
+def checked_stages(directory: Path, summary: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The stages of a run's summary, and what was wrong with them: `summary.json` has no checksum, the result of a stage has one.
+
+    Where both know a number and differ, the result counts.
+    """
+    stages = summary.get("stages", [])
+    known = isinstance(stages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in stages
+    )
+    if not known:
+        raise RunDirectoryError(f"{directory / 'summary.json'} was altered: it does not name the run's stages.")
+    found, differences = [], []
+    for stage in stages:
+        path = directory / "checkpoints" / stage["name"] / "result.json"
+        try:
+            sealed = _in_words_of_summary(read_sealed(path)["result"]) if path.is_file() else {}
+        except (RunDirectoryError, OSError) as error:
+            differences.append(f"stage {stage['name']!r}: {error} summary.json could not be compared with it.")
+            sealed = {}
+        wrong = [key for key in sealed if key in stage and _differs(sealed[key], stage[key])]
+        if wrong:
+            differences.append(
+                f"summary.json was altered: {', '.join(wrong)} of stage {stage['name']!r} are not what its result.json, which has a "
+                "checksum, says. The values of result.json are used."
+            )
+        found.append({**stage, **{key: sealed[key] for key in wrong}})
+    return found, differences
+
+
+def _in_words_of_summary(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a finished stage; without what the end of a run may still change."""
+    evals = {domain: _domain(state, domain) for domain in state["before"]}
+    rest = {key: state[key] for key in ("history", "steps", "tokens") if key in state}
+    return {"evals": evals, "teachers": _values(state), **rest}
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Keys that only one of them has do not count: they come and go with versions of opd."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(_differs(one[key], other[key]) for key in one if key in other) or (bool(one) != bool(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) != len(other) or any(_differs(*pair) for pair in zip(one, other, strict=True))
+    return bool(one != other)
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """A file whose checksum holds: its own, or that in the manifest of its checkpoint."""
+    if path.name != "trainer.json":
+        return read_sealed(path)
+    files = read_sealed(path.parent / "manifest.json")["files"]
+    if files.get(path.name) != sha256(path):
+        raise RunDirectoryError(f"{path} was altered or cut: its checksum does not match.")
+    return json_object(path)
 
 
 def _places(folder: Path) -> Iterator[tuple[Path, str]]:

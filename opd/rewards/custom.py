@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from opd.errors import RecipeError
+from opd.plugins import run_source
 from opd.rewards.reward import Reward, importable
 from opd.types import RewardResult, Sample
 
@@ -25,6 +26,14 @@ class Custom(Reward):
     name = "custom"
     function: str = Field(description="module:function or file.py:function, called with one sample")
     fresh: bool = Field(True, description="a fresh process per answer; false: one that keeps a model or a connection")
+    _code: bytes | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        """By its settings: whether its file was read already makes no difference."""
+        return isinstance(other, Custom) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return hash(self.function)
 
     @model_validator(mode="before")
     @classmethod
@@ -70,28 +79,52 @@ class Custom(Reward):
             return None  # the check of rewards says so
         return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
+    def read_code(self) -> bytes | None:
+        path = self.file()
+        if path is None or path.suffix != ".py":  # an extension module, or one without its source
+            return None
+        try:
+            self._code = path.read_bytes()
+        except OSError as error:
+            raise RecipeError(
+                f"rewards: function {self.function!r}: {path} cannot be read: {error.strerror}. Check its permissions."
+            ) from None
+        return self._code
+
+    @property
+    def code(self) -> bytes | None:
+        return self._code if self._code is not None else self.read_code()
+
+    def take_code(self, code: bytes) -> None:
+        self._code = code
+
     def load(self) -> None:
-        find_function(self.function)
+        find_function(self.function, self.code)
 
     def reward(self, sample: Sample) -> RewardResult | float | None:
-        return find_function(self.function)(sample)
+        return find_function(self.function, self.code)(sample)
 
 
 @cache
-def find_function(name: str) -> Callable[[Sample], RewardResult | float | None]:
-    """`module:function`, or `file.py:function`, which finds the modules beside its file too."""
+def find_function(name: str, code: bytes | None) -> Callable[[Sample], RewardResult | float | None]:
+    """`module:function`, or `file.py:function`, which finds the modules next to its file too.
+
+    `code` is what runs, not the file and not its `__pycache__`; None: a module without source, which Python imports.
+    """
     module_name, _, attribute = name.rpartition(":")
     if module_name.endswith(".py"):
-        path = Path(module_name).resolve()
-        spec = importlib.util.spec_from_file_location(f"opd_reward_{path.stem}", path)
-        if spec is None or spec.loader is None or not path.is_file():
+        path = Path(module_name).expanduser().resolve()
+        if code is None:
             raise FileNotFoundError(f"there is no file {path}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        sys.path.append(os.fspath(path.parent))
-        spec.loader.exec_module(module)
+        if (folder := os.fspath(path.parent)) not in sys.path:
+            sys.path.append(folder)
+        module = run_source(f"opd_reward_{path.stem}", os.fspath(path), code)
     else:
-        module = importlib.import_module(module_name)
+        spec = importlib.util.find_spec(module_name) if code is not None else None
+        if code is not None and spec is not None and spec.origin is not None:
+            module = run_source(module_name, spec.origin, code, spec.submodule_search_locations)
+        else:
+            module = importlib.import_module(module_name)
     found = vars(module).get(attribute)
     if not callable(found):
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

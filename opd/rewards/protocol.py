@@ -12,6 +12,7 @@ from opd.rewards.reward import FAMILY, RewardKind
 from opd.types import Prompt, RewardResult, Sample
 
 SHORT = 1 << 63  # longer integers travel in hexadecimal: decimal digits of one are limited
+BYTES = "latin-1"  # code travels as text, a character for each byte: workers run what this process has read
 READY = b"ready\n"  # a worker has started, or has loaded what the sample at hand needs
 
 
@@ -94,10 +95,13 @@ def failure(error: str, *, timed_out: bool = False) -> Reply:
 def write_request(request: Request) -> bytes:
     """Raises ValueError, TypeError or RecursionError for fields that cannot travel."""
     kind, sandbox, sample, limit = request
-    prompt = sample.prompt
+    prompt, plugin, code = sample.prompt, plugins.origin(type(kind)), kind.code
+    file = plugin is not None and plugin.endswith(".py")
     body = {
         "kind": kind.model_dump(mode="json"),
-        "plugin": plugins.origin(type(kind)),
+        "code": None if code is None else code.decode(BYTES),
+        "plugin": plugin,
+        "plugin_code": plugins.source_of(plugin).decode(BYTES) if file and plugin is not None else None,
         "sandbox": sandbox,
         "limit": limit,
         "prompt": {"id": prompt.id, "domain": prompt.domain, "text": prompt.text, "messages": tagged(prompt.messages)},
@@ -109,13 +113,17 @@ def write_request(request: Request) -> bytes:
 
 def read_request(line: bytes) -> Request:
     body = json.loads(line)
-    if body["plugin"] is not None:
+    if body["plugin_code"] is not None:
+        plugins.load_source(body["plugin"], body["plugin_code"].encode(BYTES))
+    elif body["plugin"] is not None:
         plugins.load_plugins([body["plugin"]])
     prompt = Prompt(
         **{**body["prompt"], "messages": untagged(body["prompt"]["messages"])}, fields=untagged(body["fields"])
     )
     kind = FAMILY.read(body["kind"])
     assert isinstance(kind, RewardKind)
+    if body["code"] is not None:
+        kind.take_code(body["code"].encode(BYTES))
     return Request(kind, body["sandbox"], Sample(prompt, body["text"]), body["limit"])
 
 

@@ -113,6 +113,18 @@ class RewardKind(Choice):
         """The user's own file that it reads, if any: a run notices when it changes."""
         return None
 
+    def read_code(self) -> bytes | None:
+        """The Python code of the user's own file, read now and kept in `code`; None: it has none."""
+        return None
+
+    @property
+    def code(self) -> bytes | None:
+        """What workers run for it: the bytes that were read, and hashed where a run is sealed."""
+        return None
+
+    def take_code(self, code: bytes) -> None:
+        """In a worker: the bytes that the process which asks has read."""
+
     def load(self) -> None:
         """Everything it imports, so that it is not the sample's time. What an answer may reach is guarded first."""
         if self.package:

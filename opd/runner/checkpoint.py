@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunDirectoryError
-from opd.files import json_text, read_sealed, reading, sha256, sync, write_sealed
+from opd.files import fresh_directory, json_text, read_sealed, reading, sha256, sync, write_sealed
 
 if TYPE_CHECKING:  # naming checkpoints needs no torch
     from opd.models.language_model import LanguageModel
@@ -44,8 +44,7 @@ def save_checkpoint(
     """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
     from safetensors.torch import save_file
 
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = fresh_directory(directory.with_name(f".{directory.name}.partial"))
     student.save(partial, stop_ids)
     (partial / "README.md").write_text(card, encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)

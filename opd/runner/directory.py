@@ -6,6 +6,7 @@ run.summary["stages"][0]["evals"], run.metrics[-1]["reverse_kl"], run.model
 
 from __future__ import annotations
 
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,25 +76,25 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
+        """What `summary.json` says. Where the sealed result of a finished stage differs, that one counts, with a warning."""
+        from opd.report.measured import checked_stages
+
         path = self.directory / "summary.json"
         if not path.exists():
             raise RunDirectoryError(f"{self.directory}: no summary.json yet; the run has not ended.")
-        return json_object(path)
+        found = json_object(path)
+        stages, differences = checked_stages(self.directory, found)
+        for line in differences:
+            warnings.warn(line, stacklevel=2)
+        return {**found, "stages": stages}
 
     @property
     def checkpoints(self) -> list[Path]:
         """Oldest first; each is a Hugging Face model directory."""
-        import yaml
-
+        from opd.config.runs import read_resolved
         from opd.runner.checkpoint import steps_in
 
-        path = self.directory / "resolved.yaml"
-        with reading(path):
-            text = path.read_bytes()
-        try:
-            order = [stage["name"] for stage in yaml.safe_load(text)["stages"]]
-        except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
-            raise RunDirectoryError(f"{path} was altered: it does not name the run's stages.") from None
+        order = [stage["name"] for stage in read_resolved(self.directory)["stages"]]
         return [path for name in order for path in steps_in(self.directory / "checkpoints" / name)]
 
     @property

@@ -6,6 +6,7 @@ went on with other prompts or another teacher would be neither of the two. Hub m
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from opd.errors import DataError, RunDirectoryError
 from opd.files import content_hash
 from opd.models.identity import hub_commit, model_files
 from opd.models.load import Location, locate, require_hub
+from opd.rewards.reward import RewardKind
 
 HUB = "hub:"
+DECIDES = "demonstrations: reward"  # what the record calls the reward of `rollout.demonstrations.by`
 THREADS = 8  # that read and hash side by side: a dozen large teachers would take minutes on one
 LONG, EVERY = 1 << 30, 5.0  # bytes from which on reading is announced, and how often progress is, in seconds
 Inputs = dict[str, dict[str, str]]  # what is read -> {"for": …, "sha256" | "commit" | "fingerprint": …}
@@ -42,6 +45,10 @@ def inputs_of(
         here = found[stage.name] = {
             name: {"for": what, "sha256": reader.hash(path)} for path, name, what in files[stage.name]
         }
+        for reward, what in _rewards(stage):  # workers run the very bytes that are hashed here
+            if (file := reward.file()) is not None and (code := reward.read_code()) is not None:
+                name = _inside(str(file.absolute()), directory)
+                here[name] = {"for": what, "sha256": hashlib.sha256(code).hexdigest()}
         for model, revision, what in _models(stage):
             if hub and (location := locate(model, revision)).on_hub:
                 require_hub(model, location)
@@ -66,7 +73,7 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, plu
     changed += [
         f"{name} ({facts['for']}) did not exist then"
         for name, facts in now.items()
-        if name not in recorded and "fingerprint" not in facts  # earlier runs did not know it of all datasets
+        if name not in recorded and not _recorded_later(facts)
     ]
     if changed:
         reuse = f" --reuse {directory}" if not plugins and any(directory.glob(f"checkpoints/*/{RESULT}")) else ""
@@ -106,6 +113,11 @@ def revision_read(
     return revision_begun_with(inputs.get(stage, {}), model, revision)
 
 
+def _recorded_later(facts: Mapping[str, str]) -> bool:
+    """Whether earlier runs did not record it: fingerprints of some datasets, and the reward of demonstrations."""
+    return "fingerprint" in facts or facts["for"].startswith(DECIDES)
+
+
 def _difference(then: Mapping[str, str], now: Mapping[str, str] | None) -> str:
     if now is None:
         return "is missing"
@@ -135,9 +147,17 @@ def _files(stage: Stage) -> Iterator[tuple[Path, str, str]]:
         yield from ((path, str(path.absolute()), f"teacher {name}") for path in kind.files())
     for model, _, what in _models(stage):
         yield from ((path, name, what) for path, name in model_files(model))
-    for reward in (reward for rewards in stage.rewards.domains.values() for reward in rewards):
-        if (module := reward.file()) is not None:
-            yield module, str(module.absolute()), f"reward {reward.label.rpartition(':')[2]}"
+    for reward, what in _rewards(stage):
+        if (file := reward.file()) is not None:
+            yield file, str(file.absolute()), what
+
+
+def _rewards(stage: Stage) -> Iterator[tuple[RewardKind, str]]:
+    """(reward, what it is for)."""
+    found = [(reward, "reward") for rewards in stage.rewards.domains.values() for reward in rewards]
+    if stage.rollout.demonstrations is not None and stage.rollout.demonstrations.by is not None:
+        found.append((stage.rollout.demonstrations.by, DECIDES))
+    yield from ((reward, f"{what} {reward.label.rpartition(':')[2]}") for reward, what in found)
 
 
 def _models(stage: Stage) -> Iterator[tuple[str, str | None, str]]:

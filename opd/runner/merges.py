@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.files import sync
+from opd.files import fresh_directory, sync
 from opd.models.load import locate
 from opd.models.merging import same_directory
 from opd.runner.inputs import Inputs, revision_begun_with
@@ -63,8 +62,7 @@ def merge_start(stage: Stage, directory: Path, resolve: Callable[[str], str], re
         return resolve(name), revision_begun_with(recorded, name, None)
 
     merge.require(named)
-    partial = where.with_name(f".{where.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = fresh_directory(where.with_name(f".{where.name}.partial"))
     merge.make(named).save(partial)
     for path in partial.rglob("*"):
         sync(path)

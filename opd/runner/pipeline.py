@@ -14,9 +14,11 @@ from rich.console import Console
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
 from opd.config.stage import MERGED
-from opd.errors import OpdError, Preempted, RecipeError, Stopped, TrainingError
-from opd.files import disk_errors, lines_checked
+from opd.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
+from opd.files import disk_errors, json_object, lines_checked, remove_partials
 from opd.plugins import plugin_errors
+from opd.report.measured import checked_stages
+from opd.runner.beginning import WRITTEN
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.ending import early_stop, good_enough, spent
 from opd.runner.hub import push, require_access
@@ -37,6 +39,7 @@ from opd.runner.resume import (
     find_standings,
     require_rollouts,
     restore,
+    sync_lines,
     write_before,
     write_passed_over,
     write_result,
@@ -139,21 +142,36 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
+        remove_partials(self._directory, set(WRITTEN) - {"report.html"})  # which `opd report` writes without the lock
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
-        ended = summary.is_file() and '"status": "done"' in summary.read_text(encoding="utf-8", errors="replace")
-        if ended and all(standing.output for standing in standings):
+        if all(standing.output for standing in standings) and self._summary_says_done():
             self._progress.say(f"{self._directory} is finished; its model is {standings[-1].output}")
             return []
         stages = [(spec, standing) for spec, standing in zip(self._recipe.stages, standings, strict=True)]
         self._check_inputs([spec for spec, standing in stages if standing.output is None])
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
-        upto = {spec.name: standing.reported for spec, standing in stages}
+        by_name = {spec.name: standing for spec, standing in stages}
         for name in LINES:
-            for line in cut_lines(self._directory / name, upto, checked=lines_checked(self._directory)):
+            said, left = cut_lines(self._directory / name, by_name, checked=lines_checked(self._directory))
+            self._reports.written[name] = left
+            for line in said:
                 self._progress.say(line)
         return standings
+
+    def _summary_says_done(self) -> bool:
+        """Of a run whose stages are all finished. A summary that their sealed results contradict is written again."""
+        if not (self._directory / "summary.json").is_file():
+            return False
+        try:
+            found = json_object(self._directory / "summary.json")
+            differences = checked_stages(self._directory, found)[1]
+        except RunDirectoryError as error:
+            found, differences = {}, [str(error)]
+        for line in differences:
+            self._progress.say(f"{line} summary.json is written again.")
+        return not differences and found.get("status") == "done"
 
     def _check_inputs(self, stages: Sequence[Stage]) -> None:
         """Runs from before inputs were written down have none to compare with."""
@@ -196,6 +214,7 @@ class Pipeline:
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
+        saved.lines = partial(self._reports.lines, spec.name)
         if self.world.leads:
             self._reports.open(spec, result)
         self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
@@ -336,6 +355,7 @@ class Pipeline:
         result.before = before
         if self.world.leads:
             self._reports.answers(run, 0)
+            sync_lines(self._directory)
             write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
 
     def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:

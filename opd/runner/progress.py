@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from opd.files import append_text
 from opd.text import cell, plain
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -110,8 +111,7 @@ class Progress:
     def _write(self, line: str) -> None:
         if self._log is None:
             return
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        append_text(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def _print(self, line: str) -> None:
         if not self._quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 from opd.config import Recipe, Stage
 from opd.errors import UserError
-from opd.files import line_of
+from opd.files import append_text, line_of
 from opd.report.page import write_report
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult
+from opd.runner.resume import LINES
 from opd.runner.stage import StageRun
 from opd.runner.token_lines import TOKENS, room_for, token_line
 from opd.runner.trackers import Experiment, Write, open_trackers
@@ -29,6 +31,7 @@ class Reports:
         self._track: Write | None = None
         self._watch: StageWatch | None = None  # of the stage at work
         self._opened = ExitStack()
+        self.written: dict[str, Counter[tuple[str, int]]] = {name: Counter() for name in LINES}  # by stage and step
 
     def open(self, spec: Stage, result: StageResult) -> None:
         """A stage begins. Trackers see a run once its first one has loaded: a start that fails is nobody's experiment."""
@@ -41,6 +44,13 @@ class Reports:
 
     def close(self) -> None:
         self._opened.close()
+
+    def lines(self, stage: str, step: int) -> dict[str, int]:
+        """How many lines of a stage each file has up to a step: by this a run that is resumed notices which are missing."""
+        return {
+            name: sum(count for (of, at), count in counts.items() if of == stage and at <= step)
+            for name, counts in self.written.items()
+        }
 
     def step(self, run: StageRun, metrics: Mapping[str, Any], earlier: int) -> None:
         """`earlier`: the steps of the stages before. Trackers count on through a run; wandb drops what goes back."""
@@ -97,11 +107,11 @@ class Reports:
             if (trace := run.traces.get(entry.id)) is not None:
                 tokens = line_of(token_line(run, step, rollout, trace))
                 if len(tokens) <= room_for(self._directory / TOKENS, progress):
-                    self._append(TOKENS, tokens)
+                    self._append(TOKENS, tokens, run.spec.name, step)
 
     def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
-        self._append(name, line_of(values))
+        self._append(name, line_of(values), values["stage"], values["step"])
 
-    def _append(self, name: str, line: str) -> None:
-        with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(line)
+    def _append(self, name: str, line: str, stage: str, step: int) -> None:
+        append_text(self._directory / name, line)
+        self.written[name][stage, step] += 1

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.config.runs import RESULT, output_of
 from opd.errors import RunDirectoryError, StoreError
-from opd.files import line_of, read_lines, read_sealed, sync, write_sealed, write_whole
+from opd.files import line_of, partial_of, read_lines, read_sealed, sync, write_sealed, write_whole
 from opd.runner.checkpoint import NAME, TEACHERS, TENSORS, read_state, step_of, steps_in, verify_checkpoint
 from opd.runner.results import StageResult
 from opd.store import Position, RolloutStore
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from opd.runner.stage import StageRun
 
 BEFORE = "before.json"
-TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)|\.(result|before)\.json\.partial")
+TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)")
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Standing:
     checkpoint: Path | None = None  # the newest whole one
     result: StageResult | None = None  # as of then
     unreported: dict[str, Any] | None = None  # metrics of its last step, where it was not yet evaluated and written
+    lines: Mapping[str, int] = field(default_factory=dict)  # file -> lines that it had when the checkpoint was saved
 
     def to_plain(self) -> list[Any]:
         """For other ranks."""
@@ -82,6 +84,19 @@ class Standing:
     def reported(self) -> int:
         """The last step that belongs into metrics.jsonl."""
         return 0 if self.result is None else self.result.steps - (self.unreported is not None)
+
+    @property
+    def evaluates_last(self) -> bool:
+        """Whether the evaluation after the last step is still to come, though some of its answers may be written already."""
+        return self.output is None and self.result is not None and not self.result.after
+
+    @property
+    def answered(self) -> int:
+        """The last step that belongs into answers.jsonl. An evaluation whose result is not durable is done again: -1 is before step 0."""
+        if self.result is None:
+            return -1
+        known = any(line["step"] == self.reported for line in self.result.history)
+        return self.reported - (self.evaluates_last and self.reported > 0 and not known)
 
 
 def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) -> list[Standing]:
@@ -116,12 +131,12 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
             raise damaged.get(output) or RunDirectoryError(
                 f"checkpoint {output}: the model that its stage ended with is missing."
             )
-        found = Standing(output, output, StageResult.restored(ended["result"], folder))
+        result = StageResult.restored(ended["result"], folder)
+        found = Standing(output, output, result, lines=whole[output].get("lines", {}))
     elif whole:
-        newest = max(whole)
-        found = Standing(
-            None, newest, StageResult.restored(whole[newest]["result"], folder), whole[newest]["unreported"]
-        )
+        newest, state = max(whole), whole[max(whole)]
+        result = StageResult.restored(state["result"], folder)
+        found = Standing(None, newest, result, state["unreported"], state.get("lines", {}))  # older ones have no lines
     elif damaged:
         raise RunDirectoryError(
             f"{damaged[max(damaged)]} No other checkpoint of this stage is intact. Delete {folder} to start the stage again: the rollouts in "
@@ -204,7 +219,7 @@ def _set_aside(path: Path) -> Path:
 def tidy(folder: Path) -> None:
     """Remove what an interrupted save left under a temporary name of ours."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if not TEMPORARY.fullmatch(path.name):
+        if not TEMPORARY.fullmatch(path.name) and partial_of(path.name) not in (RESULT, BEFORE):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -302,23 +317,57 @@ LINES = ("samples.jsonl", "tokens.jsonl", "answers.jsonl", "monitors.jsonl", "me
 IN_EVERY_RUN = ("samples.jsonl", "metrics.jsonl")  # older runs have no others
 
 
-def cut_lines(path: Path, upto: Mapping[str, int], *, checked: bool) -> list[str]:
-    """Keep each stage's lines up to its step; those that are damaged go, too. Returns what is to be said of the latter."""
-    if not path.exists():
-        return (
-            [f"{path.name} is missing, so the lines written so far are lost"]
-            if path.name in IN_EVERY_RUN and any(upto.values())
-            else []
-        )
-    found = read_lines(path, checked=checked)
+def cut_lines(
+    path: Path, stages: Mapping[str, Standing], *, checked: bool
+) -> tuple[list[str], Counter[tuple[str, int]]]:
+    """Keep each stage's lines up to where it stands; those that are damaged go, too.
+
+    Returns what is to be said of lines that were removed or are missing, and how many are left of each stage and step.
+    """
+    found, answers = read_lines(path, checked=checked), path.name == "answers.jsonl"
+    upto = {name: standing.answered if answers else standing.reported for name, standing in stages.items()}
     kept = [line for line in found.whole if line["step"] <= upto.get(line["stage"], 0)]
-    write_whole(path, "".join(line_of(line) for line in kept))
+    after = len(found.whole) - len(kept)
+    if answers:
+        kept = _once(kept, [name for name, standing in stages.items() if standing.evaluates_last])
+    twice = len(found.whole) - after - len(kept)
+    if path.exists():
+        write_whole(path, "".join(line_of(line) for line in kept))
+    left = Counter((line["stage"], line["step"]) for line in kept)
     said = [f"{path}, line {number}: the line was altered or cut off; it is dropped" for number in found.damaged]
-    if path.name == "metrics.jsonl":
-        for stage, last in upto.items():
-            steps = {line["step"] for line in kept if line["stage"] == stage}
-            if lost := sorted(set(range(1, last + 1)) - steps):
+    if found.torn:
+        said.append(f"{path.name}: {found.torn} bytes of an unfinished last line are removed")
+    if after:
+        said.append(f"{path.name}: {after} lines that were written after the last durable state are removed")
+    if twice:
+        said.append(f"{path.name}: {twice} lines that were there twice are removed")
+    return said + _missing(path, stages, left), left
+
+
+def _once(lines: Sequence[dict[str, Any]], stages: Sequence[str]) -> list[dict[str, Any]]:
+    """Without answers that stand twice: these stages evaluate again what an evaluation that was cut off has written already."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        again = line["stage"] in stages
+        names = (line["stage"], line["step"], line.get("who"), line.get("domain"), line.get("prompt_id"))
+        kept.setdefault(names if again else (number,), line)
+    return list(kept.values())
+
+
+def _missing(path: Path, stages: Mapping[str, Standing], left: Mapping[tuple[str, int], int]) -> list[str]:
+    """Lines that had been written, durably, and are not there."""
+    if not path.exists() and path.name in IN_EVERY_RUN and any(one.reported for one in stages.values()):
+        return [f"{path.name} is missing, so the lines written so far are lost"]
+    said = []
+    for stage, standing in stages.items():
+        if path.name == "metrics.jsonl":
+            lost = [step for step in range(1, standing.reported + 1) if not left.get((stage, step))]
+            if lost:
                 said.append(f"{path.name} lacks {len(lost)} lines of stage {stage}, the first of step {lost[0]}")
+            continue
+        there = sum(count for (name, _), count in left.items() if name == stage)
+        if there < (wrote := standing.lines.get(path.name, 0)):
+            said.append(f"{path.name} lacks {wrote - there} of the {wrote} lines that stage {stage} had written")
     return said
 
 

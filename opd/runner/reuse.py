@@ -18,7 +18,7 @@ from opd.config import Recipe, Stage, load_recipe
 from opd.config.graph import edges
 from opd.config.stage import MERGED
 from opd.errors import RunDirectoryError, UserError
-from opd.files import SEALS, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
+from opd.files import SEALS, append_text, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
 from opd.rewards.callables import callables
 from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
@@ -144,8 +144,8 @@ def _take(run: EarlierStages, name: str, there: str, directory: Path) -> None:
     for file in LINES:
         if (run.directory / file).is_file():
             lines = read_lines(run.directory / file, checked=lines_checked(run.directory)).whole
-            with (directory / file).open("a", encoding="utf-8") as out:
-                out.writelines(line_of({**line, **_without_recipe(line)}) for line in lines if line["stage"] == there)
+            taken = (line_of({**line, **_without_recipe(line)}) for line in lines if line["stage"] == there)
+            append_text(directory / file, "".join(taken))
     write_sealed(partial / REUSED, {"run": str(run.directory.absolute()), "stage": there})
     write_sealed(partial / RESULT, ended)
     partial.rename(target)

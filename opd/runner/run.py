@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from opd.errors import Preempted, RunDirectoryError, Stopped
 from opd.files import SEALS, disk_errors, read_sealed, sha256
 from opd.holder import NAME
-from opd.plugins import plugin_errors
+from opd.plugins import plugin_errors, sealed_files
 from opd.plugins import versions as plugin_versions
-from opd.runner.beginning import EARLY, withdraw, write_recipe
+from opd.runner.beginning import is_early, recover_resolved, withdraw, write_recipe
 from opd.runner.directory import Run
 from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
@@ -321,14 +321,15 @@ def verified_recipe(directory: Path) -> Recipe:
             f"opd run {directory / 'resolved.yaml'}"
         )
     expected = read_sealed(directory / SEALS)
-    for name, digest in expected["files"].items():
-        path = directory / name
-        if sha256(path) != digest:
+    sealed = {directory / name: digest for name, digest in expected["files"].items()}
+    for path, digest in sealed.items():
+        if sha256(path) != digest and not (path.name == "resolved.yaml" and _recovered(directory, sealed, expected)):
             raise RunDirectoryError(
                 f"{path} has been altered since the run started (its sha256 does not match {SEALS}). A changed recipe is a new run: "
-                f"opd run {path}"
+                f"opd run {directory / 'resolved.yaml'}"
             )
-    loaded = load_recipe(directory / "resolved.yaml")
+    with sealed_files(sealed):
+        loaded = load_recipe(directory / "resolved.yaml")
     recorded = expected.get("packages", {})
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
@@ -337,6 +338,17 @@ def verified_recipe(directory: Path) -> Recipe:
                 f"start a new run: opd run {directory / 'resolved.yaml'}"
             )
     return loaded
+
+
+def _recovered(directory: Path, sealed: Mapping[Path, str], expected: Mapping[str, Any]) -> bool:
+    """Whether a `resolved.yaml` that was cut off could be written again as it was, which is said."""
+    with sealed_files(sealed), disk_errors(directory, lambda: f"continue: opd resume {directory}"):
+        recovered = recover_resolved(directory, expected["files"])
+    if recovered:
+        from opd.remote import to_stderr
+
+        to_stderr(f"{directory / 'resolved.yaml'} was cut off. It was written again from recipe.yaml, as it was.")
+    return recovered
 
 
 def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
@@ -364,7 +376,7 @@ def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:
         except Gone:  # made by another one, who took it away again; or a link to nowhere
             if attempt == ATTEMPTS - 1:
                 raise
-    foreign = sorted(set(os.listdir(wanted)) - (EARLY if begun else {NAME}))
+    foreign = sorted(name for name in os.listdir(wanted) if not (is_early(name) if begun else name == NAME))
     if foreign and not (wanted / SEALS).exists():
         if not begun:
             lock.path.unlink()

@@ -54,6 +54,7 @@ class StageCheckpoints:
         self._untold: list[Path] = []  # saved or being saved, and not yet announced
         self.metrics: dict[str, Any] = {}  # of the newest step
         self.unreported: dict[str, Any] | None = None  # the same, until it is evaluated and written
+        self.lines: Callable[[int], dict[str, int]] = lambda _: {}  # file -> lines of the stage up to a step
 
     def step_ended(self, metrics: dict[str, Any]) -> None:
         self._boundary = Boundary.of(self._run)
@@ -132,6 +133,7 @@ class StageCheckpoints:
             **vars(self._boundary),
             "store": run.store.position.to_json(),
             "unreported": self.unreported,
+            "lines": self.lines(result.steps - (self.unreported is not None)),
             "newest": run.trajectories.newest if self.unreported else [],  # whose samples are not written yet
             "result": result.state(),
             "teachers": {name: teacher.version for name, teacher in run.teachers.items()},

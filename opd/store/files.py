@@ -12,7 +12,8 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link would lead to another's file
+        self._descriptor = os.open(path, flags, 0o644)
         self.size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:

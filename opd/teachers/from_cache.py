@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opd.divergences import Projection
 from opd.errors import DataError, RecipeError
-from opd.files import sync
+from opd.files import fresh_directory, sync
 from opd.sampling.replay import EarlierRun
 from opd.teachers.cache import ScoredStage, text_key
 from opd.teachers.kinds import Supplies
@@ -147,10 +147,11 @@ def _write_head(scored: ScoredStage, name: str, head: Any) -> dict[str, Any]:
     path = scored.head_file(facts)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial)
-        sync(partial)
-        partial.replace(path)
+        own = fresh_directory(path.with_name(f".{path.name}.partial"))
+        save_file(tensors, own / path.name)
+        sync(own / path.name)
+        (own / path.name).replace(path)
+        own.rmdir()
         sync(path.parent)
     return facts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -200,9 +199,7 @@ class ServedScorer(ScoringTeacher):
                 raise self._strange("a head that is not what its hash says")
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                own = file.with_name(f"{digest}.{os.getpid()}")  # several ranks write the same
-                write_whole(own, frame)
-                os.replace(own, file)
+                write_whole(file, frame)  # several ranks may write the same
         tensors = read_answer(frame)
         weight, bias = tensors["weight"].to(self.device), tensors.get("bias")
         if weight.shape[1] != self._facts.width or weight.shape[0] < self._facts.rows:
