@@ -231,7 +231,7 @@ def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> 
 
 def _explain(detail: Any, where: str) -> str:
     parts = [str(part) for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
-    path = cut(where + ".".join(parts), 200)
+    path = cut(where + ".".join(_as_written(parts)), 200)
     if detail["type"] == "extra_forbidden":
         return f"{path}: unknown key. {_meant(detail, parts)}"
     if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
@@ -245,6 +245,16 @@ def _explain(detail: Any, where: str) -> str:
         return f"{where}{message}."
     got = UNSAFE.sub("//…@", shown(detail["input"]))
     return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
+
+
+def _as_written(parts: list[str]) -> list[str]:
+    """`rewards.domains.default.0` is what `rewards: numeric` is short for."""
+    match parts:
+        case ["rewards", "domains", "default", "0", *rest]:
+            return ["rewards", *rest]
+        case ["rewards", "domains", "default", *rest] | ["rewards", "domains", *rest]:
+            return ["rewards", *rest]
+    return parts
 
 
 def _meant(detail: Any, parts: Sequence[str]) -> str:

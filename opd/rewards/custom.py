@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from opd.errors import RecipeError
-from opd.rewards.reward import Reward, importable
+from opd.rewards.reward import Reward, function_missing, importable
 from opd.types import RewardResult, Sample
 
 
@@ -37,6 +37,8 @@ class Custom(Reward):
     @classmethod
     def _function(cls, value: str) -> str:
         if not re.fullmatch(r"([\w.]+|[^\x00-\x1f]+\.py):\w+", value):
+            if value.endswith(".py"):
+                raise ValueError(f"expected file.py:function. {function_missing(value)}")
             raise ValueError("expected module:function, for example my_rewards:brevity, or file.py:function")
         return value
 
