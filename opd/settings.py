@@ -73,7 +73,8 @@ def by_hand(what: str, kind: Any, given: Any) -> Any:
             place = ".".join([what, *map(str, detail["loc"])])
             message = detail["msg"].removeprefix("Value error, ")
             if detail["type"] == "extra_forbidden":
-                known = kind.model_fields if isinstance(kind, type) and len(detail["loc"]) == 1 else ()
+                alone = isinstance(kind, type) and issubclass(kind, BaseModel) and len(detail["loc"]) == 1
+                known = kind.model_fields if alone else ()
                 hint = key_hint([what, *map(str, detail["loc"])], list(known))
                 message = f"unknown key; {hint}" if hint else "unknown key"
             lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")

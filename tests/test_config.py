@@ -210,6 +210,31 @@ def test_broken_yaml(tmp_path) -> None:
     path.write_text("- a\n- b\n")
     with pytest.raises(RecipeError, match="mapping"):
         load_recipe(path)
+    path.write_text("---\nstudent: a\n---\nstudent: b\n")
+    with pytest.raises(RecipeError, match=r"a second document begins \(`---`\), and a recipe is one\. .*in line 3"):
+        load_recipe(path)
+
+
+def test_keys_that_hold_anchors_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "anchors.yaml"
+    path.write_text(
+        "x-short: &short {steps: 7, lr: 1e-5}\nx-models: [&base tiny/generalist]\n"
+        "student: *base\nprompts: task:addition\ntrain: {<<: *short, warmup: 2}\n"
+    )
+    loaded = load_recipe(path)
+    stage = loaded.stages[0]
+    assert (stage.student.model, stage.train.steps, stage.train.lr, stage.train.warmup) == (
+        "tiny/generalist",
+        7,
+        1e-5,
+        2,
+    )
+    assert "x-" not in loaded.to_yaml()
+    assert [re.search(pattern, "x-short") is not None for pattern in recipe_schema()["patternProperties"]] == [True]
+    with pytest.raises(RecipeError, match="keys that begin with x- are ignored"):
+        load_recipe(path, ["x-short.steps=9"])
+    with pytest.raises(RecipeError, match=r"train\.x-short: unknown key"):
+        load_recipe({**MINIMAL, "train": {"x-short": 1}})
 
 
 def test_schema_knows_every_key_of_a_recipe() -> None:

@@ -39,6 +39,7 @@ EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
     "float_type": "expected a number", "float_parsing": "expected a number", "string_type": "expected text",
     "bool_type": "expected true or false", "bool_parsing": "expected true or false",
 }  # fmt: skip
+IGNORED = "x-"  # keys at the top that hold anchors, for aliases elsewhere
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -71,6 +72,11 @@ def load_recipe(
     raw = anchored(raw, base)
     if prompts is not None:
         raw["prompts"] = [dict(source) for source in prompts]
+    ignored = next((override for override in overrides if override.startswith(IGNORED)), None)
+    if ignored is not None:
+        raise RecipeError(
+            f"override {shown(ignored)}: keys that begin with {IGNORED} are ignored. Set the key that uses it."
+        )
     apply_overrides(raw, overrides, here)
     return resolve(raw, name)
 
@@ -99,6 +105,7 @@ def read_text(path: Path) -> str:
 
 def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
+    raw = {key: value for key, value in raw.items() if not key.startswith(IGNORED)}
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
     plugins = raw.get("plugins") or []
     plugins = plugins if isinstance(plugins, list) else [plugins]

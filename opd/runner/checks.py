@@ -23,6 +23,7 @@ from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
 from opd.models.tokenizers import require_same
+from opd.remote import token_of
 from opd.rewards import Rewarder, check_rewards
 from opd.rewards.check import doubts
 from opd.runner.hub import require_access
@@ -63,10 +64,8 @@ def check_stage(
     told: Told = silent,
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
-    *,
-    planning: bool = False,
 ) -> Checked:
-    """Refuse what cannot work; what takes longest comes last. `planning`: servers need not be there yet."""
+    """Refuse what cannot work; what takes longest comes last. Servers may be away for now, but have to take our tokens."""
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
@@ -78,12 +77,12 @@ def check_stage(
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
     tokenizer, config = tokenizers[names[own]], configs[names[own]]
-    adapted = _adapter_notes(spec, config)
+    sampled = _sampler_notes(spec, config)
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    outlooks = _require_teachers(spec, tokenizer, planning)
+    outlooks = _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
@@ -114,18 +113,24 @@ def check_stage(
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
     inputs = look_at_prompts(spec, sources, beside, tokenizer, rewarder.covers, context, told)
     warned = _warnings(spec, outlooks, doubts(rewarder, [*examples, *further]))
-    inputs = replace(inputs, notes=(*inputs.notes, *adapted, *warned))
+    inputs = replace(inputs, notes=(*inputs.notes, *sampled, *warned))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
 
 
-def _adapter_notes(spec: Stage, config: Any) -> list[str]:
-    """How the student's adapters get to the sampler, where it has a choice; `config`: the student's."""
+def _sampler_notes(spec: Stage, config: Any) -> list[str]:
+    """Whether what samples is there, and how the student's adapters get to it where there is a choice; `config`: the student's."""
+    wanted = spec.rollout.demonstrations
+    if wanted is not None:
+        token_of(wanted.endpoint.token_env, wanted.endpoint.address)
+        if wanted.by is not None:
+            wanted.by.require(spec.rewards.sandbox)
+    found = list(spec.sampler.inquire())
     if spec.student.lora is None:
-        return []
+        return found
     if importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    return list(spec.sampler.adapter_notes(config, spec.student.lora))
+    return [*found, *spec.sampler.adapter_notes(config, spec.student.lora)]
 
 
 def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
@@ -136,7 +141,7 @@ def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
     return places
 
 
-def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
+def _require_teachers(spec: Stage, tokenizer: Any) -> list[Outlook]:
     """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
 
     def with_hidden(role: str) -> bool:
@@ -145,7 +150,7 @@ def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlo
     needs = [need for term in spec.objective for need in term.needs(spec.train.updates).settled(with_hidden)]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
-    return [kind.inquire(name, tokenizer, spec.student.model, planning) for name, kind in spec.teachers.items()]
+    return [kind.inquire(name, tokenizer, spec.student.model) for name, kind in spec.teachers.items()]
 
 
 def _train_warnings(spec: Stage) -> Iterator[str]:
