@@ -100,7 +100,10 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example train.steps=50")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME, never overwritten.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Run directory; default runs/NAME. One that is taken becomes NAME-2, never overwritten."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, and stop.")
     ] = False,
@@ -189,6 +192,16 @@ def graph(
     print(printable(mermaid(load_recipe(recipe, overrides or ()))), end="")
 
 
+def _model(name: str) -> str:
+    """A model, or the last checkpoint of the run directory that is named in its place, which is said."""
+    from opd.runner.directory import model_named
+
+    found = model_named(name)
+    if found != name:
+        print(plain(f"{name} is a run: its last checkpoint is {found}"), file=sys.stderr)
+    return found
+
+
 class Split(StrEnum):
     all = "all"
     heldout = "heldout"
@@ -197,7 +210,12 @@ class Split(StrEnum):
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory (its last checkpoint), a model directory, hub id, .gguf file, smol or tiny/NAME."
+        ),
+    ],
     prompts: Annotated[list[str], typer.Option(help="A file, a folder, a task or a dataset; repeat for several.")],
     k: Annotated[int, typer.Option(min=0, max=65_536, help="Samples per prompt for pass@k; 0: greedy only.")] = 0,
     n: Annotated[
@@ -226,6 +244,7 @@ def evaluate(
     from opd.files import json_text
     from opd.runner.evaluate import evaluate_model
 
+    model = _model(model)
     measured = evaluate_model(
         model,
         prompts,
@@ -253,7 +272,12 @@ def evaluate(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="A model directory, hub id, .gguf file, smol or tiny/NAME.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory (its last checkpoint), a model directory, hub id, .gguf file, smol or tiny/NAME."
+        ),
+    ],
     against: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="A teacher, who scores the answer as it is written, and answers too."),
@@ -269,6 +293,7 @@ def chat(
     from opd.runner.checks import pick_device
     from opd.runner.talk import Talk, converse, questions
 
+    model, against = _model(model), None if against is None else _model(against)
     place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     talk = Talk(model, against, console=Console(highlight=False), device=place, **said)  # type: ignore[arg-type]
     converse(talk, questions(lambda: input("you> " if sys.stdin.isatty() else "")))

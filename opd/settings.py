@@ -30,6 +30,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from opd import families
 from opd.errors import RecipeError
+from opd.glossary import translate
 from opd.types import SignalKind
 
 if TYPE_CHECKING:
@@ -70,9 +71,12 @@ def by_hand(what: str, kind: Any, given: Any) -> Any:
         lines = []
         for detail in error.errors(include_url=False):
             place = ".".join([what, *map(str, detail["loc"])])
-            message = (
-                "unknown key" if detail["type"] == "extra_forbidden" else detail["msg"].removeprefix("Value error, ")
-            )
+            message = detail["msg"].removeprefix("Value error, ")
+            if detail["type"] == "extra_forbidden":
+                alone = isinstance(kind, type) and issubclass(kind, BaseModel) and len(detail["loc"]) == 1
+                known = kind.model_fields if alone else ()
+                hint = key_hint([what, *map(str, detail["loc"])], list(known))
+                message = f"unknown key; {hint}" if hint else "unknown key"
             lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")
         raise RecipeError("\n".join(lines)) from None
 
@@ -341,6 +345,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def key_hint(path: Sequence[str], known: Sequence[str]) -> str:
+    """What an unknown key is called here if another framework has it; else the nearest of the known ones."""
+    return translate(path) or (nearest(path[-1], known) if known else "")
+
+
 def family_of(model: type[BaseModel], field: str) -> Family:
     return next(mark for mark in model.model_fields[field].metadata if isinstance(mark, Family))
 
@@ -381,7 +390,7 @@ def _without_nesting(error: ValidationError, chosen: type[Choice]) -> Validation
         kind: str | PydanticCustomError = detail["type"]
         context = detail.get("ctx", {})
         if kind == "extra_forbidden":
-            hint = nearest(str(place[-1]), sorted(_keys_at(chosen, place[:-1])))
+            hint = key_hint([str(part) for part in place], sorted(_keys_at(chosen, place[:-1])))
             kind = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint})
         elif kind == "unknown_key":
             kind = PydanticCustomError("unknown_key", "unknown key; {hint}", context)

@@ -88,6 +88,30 @@ def test_dry_run_prints_the_plan_and_loads_no_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.warmup=100", "train.warmup 100 is longer than train.steps 60: the learning rate ends at 0.0006"),
+        ("train.warmup=60", None),
+        ("train.lr=10", "train.lr 10 will very likely destroy the student"),
+        ("train.lr=1e-12", "train.lr 1e-12 will hardly move the student"),
+    ],
+)
+def test_a_plan_warns_of_settings_that_can_hardly_be_meant(override: str, words: str | None) -> None:
+    (plan,) = make_plan(load_recipe("methods/gkd", [override, "eval.prompts=0"]))
+    warned = [note for note in plan.notes if note.startswith("WARNING: train.")]
+    assert len(warned) == (words is not None)
+    assert words is None or words in warned[0]
+
+
+def test_a_plan_warns_of_worked_solutions_as_references(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} + 1", "answer": f"so\n#### {number + 1}"} for number in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = {"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": str(tmp_path / "rows.jsonl")}
+    assert any("Set `rewards: numeric`" in note for note in make_plan(load_recipe(recipe))[0].notes)
+    assert not any("WARNING" in note for note in make_plan(load_recipe(recipe, ["rewards=numeric"]))[0].notes)
+
+
 def test_a_plan_counts_no_more_tokens_than_a_step_has() -> None:
     recipes = [
         load_recipe("quickstart", [f"train.micro_tokens={size}", "rollout.prompts=4"]) for size in (5_000, 500_000)

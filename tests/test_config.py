@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from opd.config import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
 from opd.config.overrides import merge
+from opd.config.places import below, family_at
 from opd.errors import RecipeError
+from opd.glossary import GLOSSARY, table
+from opd.settings import Family, keys_of
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
 
@@ -207,6 +210,31 @@ def test_broken_yaml(tmp_path) -> None:
     path.write_text("- a\n- b\n")
     with pytest.raises(RecipeError, match="mapping"):
         load_recipe(path)
+    path.write_text("---\nstudent: a\n---\nstudent: b\n")
+    with pytest.raises(RecipeError, match=r"a second document begins \(`---`\), and a recipe is one\. .*in line 3"):
+        load_recipe(path)
+
+
+def test_keys_that_hold_anchors_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "anchors.yaml"
+    path.write_text(
+        "x-short: &short {steps: 7, lr: 1e-5}\nx-models: [&base tiny/generalist]\n"
+        "student: *base\nprompts: task:addition\ntrain: {<<: *short, warmup: 2}\n"
+    )
+    loaded = load_recipe(path)
+    stage = loaded.stages[0]
+    assert (stage.student.model, stage.train.steps, stage.train.lr, stage.train.warmup) == (
+        "tiny/generalist",
+        7,
+        1e-5,
+        2,
+    )
+    assert "x-" not in loaded.to_yaml()
+    assert [re.search(pattern, "x-short") is not None for pattern in recipe_schema()["patternProperties"]] == [True]
+    with pytest.raises(RecipeError, match="keys that begin with x- are ignored"):
+        load_recipe(path, ["x-short.steps=9"])
+    with pytest.raises(RecipeError, match=r"train\.x-short: unknown key"):
+        load_recipe({**MINIMAL, "train": {"x-short": 1}})
 
 
 def test_schema_knows_every_key_of_a_recipe() -> None:
@@ -233,3 +261,63 @@ def test_an_empty_recipe_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(RecipeError, match="a recipe is a mapping of keys, got nothing"):
         load_recipe(tmp_path / "empty.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learning_rate=1e-5", r"learning_rate: unknown key\. .*TRL.*`train\.lr` here\.$"),
+        ("rollout.num_generations=4", r"rollout\.num_generations: .*`rollout\.samples` here\.$"),
+        ("train.num_train_epochs=3", r"`train\.steps` here: .*`train\.epochs` are passes over one batch"),
+        ("actor_rollout_ref.rollout.n=8", r"verl's `actor_rollout_ref\.rollout\.n` is `rollout\.samples` here"),
+        ("+trainer.total_epochs=3", r"verl's `trainer\.total_epochs` is `train\.steps` here"),
+        ("data.train_batch_size=64", r"data\.train_batch_size: .*`rollout\.prompts` here"),
+        ("trainer={project_name: x, logger: y}", r"`log\.project` here; .*`log\.to` here"),
+        ("objective.0.lmbda=0.5", r"objective\.0\.lmbda: .*`rollout\.data_share` here, which is 1 - lmbda"),
+        ("teachers.arithmetic.teacher_model_revision=x", r"`teachers\.NAME\.revision` here"),
+        ("sampler.vllm_gpu_memory_utilization=0.5", r"`sampler\.memory` here"),
+        (
+            "objective.0={form: policy_gradient, advantage: {kl_penalty_coef: 1}}",
+            r"`objective\.advantage\.teacher_weight` here",
+        ),
+        ("packing=true", r"has no counterpart here: sequences are always packed"),
+        ("lr=1e-5", r"Did you mean 'train\.lr'\?$"),
+        ("rank=8", r"Did you mean 'student\.lora\.rank'\?$"),
+        ("rollout.lr=1e-5", r"Did you mean 'train\.lr'\?$"),
+        ("trian.steps=3", r"Did you mean 'train'\?$"),
+    ],
+)
+def test_keys_of_other_frameworks_are_translated(override: str, words: str) -> None:
+    raw = {**MINIMAL, "teachers": {"arithmetic": "tiny/arithmetic"}, "objective": [{"form": "direct"}]}
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(raw, [override])
+
+
+def resolves(key: str) -> bool:
+    """Whether a recipe has such a key."""
+    place: tuple = (Stage,)
+    *parents, last = key.split(".")
+    for part in parents:
+        place = below(place, part)
+    family = Family("advantage") if parents[-1:] == ["advantage"] else family_at(place)
+    if family is not None and any(last in keys_of(choice) for choice in family.classes().values()):
+        return True
+    return bool(below(place, last)) or (family is not None and family.key == last)
+
+
+def test_the_glossary_names_keys_that_a_recipe_has() -> None:
+    known = {
+        row: re.findall(r"`([a-z_]+(?:\.\w+)*)(?:: \w+)?`", row.here) for rows in GLOSSARY.values() for row in rows
+    }
+    for row, keys in known.items():
+        assert bool(row.here) != bool(row.why), row
+        assert row.keys(), row
+        assert not row.here or keys or row.here.startswith("`opd "), row
+        assert [key for key in keys if not resolves(key)] == [], row
+    named = [(framework, key) for row in known for framework, keys in row.keys().items() for key in keys]
+    assert len(set(named)) == len(named), "a key has two translations"
+
+
+def test_the_page_for_those_who_come_from_elsewhere_is_the_glossary() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    assert page.endswith(table()), "write it again: python -m opd.glossary"

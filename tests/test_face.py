@@ -94,6 +94,10 @@ def test_mistakes_in_settings_given_by_hand_are_told() -> None:
         opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"lr": -1})
     with pytest.raises(opd.RecipeError, match=r"train\.rate: unknown key"):
         opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"rate": 1})
+    with pytest.raises(opd.RecipeError, match=r"train\.learning_rate: unknown key; .*`train\.lr` here"):
+        opd.Trainer(tiny_model(), opd.Objective({"form": "cross_entropy"}), {"learning_rate": 1})
+    with pytest.raises(opd.RecipeError, match=r"loss_top_k: unknown key; TRL's `loss_top_k` is `objective\.k` here"):
+        opd.Objective({"divergence": "jsd", "loss_top_k": 8})
     with pytest.raises(opd.RecipeError, match=r"sampler\.slots"):
         opd.Sampler(tiny_model(), settings={"slots": 0})
 

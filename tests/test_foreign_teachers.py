@@ -377,12 +377,13 @@ def test_a_plan_says_what_the_server_says_and_does_not_need_it(
 ) -> None:
     def noted(address: str, **settings: Any) -> str:
         kind = OpenAITeacher(address=address, model=NAME, tokenizer=directory, **settings)
-        return "\n".join(kind.inquire("t", None, "student", planning=True).notes)
+        return "\n".join(kind.inquire("t", None, "student").notes)
 
     with serving(app_of(model, runner="generate")) as address:
         assert "texts of up to 63 tokens" in noted(address)
         monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
-        assert "NO_SUCH_TOKEN (token_env) is not set" in noted(address, token_env="NO_SUCH_TOKEN")
+        with pytest.raises(RemoteError, match="token_env 'NO_SUCH_TOKEN': this variable is not set"):
+            noted(address, token_env="NO_SUCH_TOKEN")
         with pytest.raises(RemoteError, match="has no model 'other'"):
-            OpenAITeacher(address=address, model="other").inquire("t", None, "student", planning=True)
+            OpenAITeacher(address=address, model="other").inquire("t", None, "student")
     assert "not reachable now" in noted(f"http://127.0.0.1:{free_port()}")

@@ -25,6 +25,7 @@ from opd import sandbox
 from opd.config import load_recipe
 from opd.errors import RecipeError, TrainingError
 from opd.rewards import Rewarder, answers, check_rewards, verify
+from opd.rewards.check import doubts
 from opd.rewards.custom import Custom
 from opd.rewards.pool import Errand, Pool, Worker, pool
 from opd.rewards.protocol import Request, read_request, tagged, untagged, write_request
@@ -486,6 +487,7 @@ def test_the_prompts_own_verifier_is_the_default() -> None:
         ({"kind": "format", "pattern": "("}, "not a regular expression"),
         ({"kind": "custom"}, "needs a function"),
         ("a b:c", "expected module:function"),
+        ("my_rewards.brevity", "write module:function or file.py:function"),
         ("no_such_module_anywhere:f", "no module 'no_such_module_anywhere'"),
         ({"sums": {"kind": "code", "time_limt": 1}}, "did you mean 'time_limit'"),
         ({"elsewhere": "numeric"}, "no prompt has this domain"),
@@ -494,6 +496,38 @@ def test_the_prompts_own_verifier_is_the_default() -> None:
 def test_mistakes_are_named(rewards: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         rewarder(rewards, domains=["sums"])
+
+
+@pytest.mark.parametrize(
+    "rewards", ["mine.py", {"kind": "custom", "function": "mine.py"}, {"sums": ["exact", "mine.py"]}]
+)
+def test_a_file_without_its_function_is_answered_with_those_it_has(rewards: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit\ndef brevity(sample): ...\ndef _inner(sample): ...\n")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps({"student": "tiny/generalist", "prompts": "task:addition", "rewards": rewards}))
+    with pytest.raises(RecipeError, match=r"Name the function, too: mine\.py:brevity; it has brevity; got"):
+        load_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "answer", "fits"),
+    [
+        (None, "12 * 12 = 144\n144 + 4 = 148\n#### 148", "numeric"),  # rows with an answer are compared with it exactly
+        ("exact", "#### 148", "numeric"),
+        ("exact", r"so it is \boxed{x^2}", "maths"),
+        ("exact", "148", None),
+        ("numeric", "#### 148", None),
+        ({"kind": "exact", "extract": "last_line"}, "#### 148", None),
+        ({"kind": "exact", "ignore": ["punctuation"]}, "#### 148", None),
+    ],
+)
+def test_worked_solutions_as_exact_references_are_doubted(rewards: Any, answer: str, fits: str | None) -> None:
+    prompts = [sample("", answer=answer, verifier="exact").prompt]
+    found = doubts(rewarder(rewards, domains=[prompts[0].domain]), prompts)
+    assert [f"`rewards: {fits}`" in line and line.startswith("WARNING: ") for line in found] == [True] * (
+        fits is not None
+    )
+    assert doubts(rewarder("exact"), [*prompts, sample("", answer="148").prompt]) == []
 
 
 BROKEN = """

@@ -169,15 +169,21 @@ def test_requests_that_the_server_does_not_take_are_told_with_the_remedy(
         teacher.score(rollouts(student.size, [(2, 3)] * 20), SignalNeed("hidden"))
 
 
-def test_a_plan_does_not_need_the_server(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_does_not_need_the_server_but_its_token(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(teacher: dict[str, Any]) -> str:
         return "\n".join(line for plan in make_plan(load_recipe(recipe(teacher))) for line in plan.lines())
 
     assert "arithmetic at http" in notes(served(server))
     assert "weights" in notes(served(server))
     assert "not reachable now" in notes({**served(server), "address": f"http://127.0.0.1:{free_port()}"})
-    monkeypatch.delenv(TOKEN_ENV)
-    assert f"{TOKEN_ENV} (token_env) is not set" in notes(served(server))
+    for token, said in (
+        ("wrong", "401"),
+        ("\u00e9t\u00e9", "only visible ASCII"),
+        ("", f"token_env '{TOKEN_ENV}': this variable is not set"),
+    ):
+        monkeypatch.setenv(TOKEN_ENV, token)
+        with pytest.raises(RemoteError, match=said):
+            notes(served(server))  # as the run would
 
 
 def test_recipes_that_cannot_be_meant() -> None:

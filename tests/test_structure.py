@@ -25,6 +25,7 @@ LAYERS = [
         "settings",
         "shorthand",
         "families",
+        "glossary",
         "plugins",
         "overrides",
         "files",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,15 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import opd
+from opd import cli
 from opd.config import load_recipe
-from opd.errors import DataError, ModelError, RecipeError, Stopped, TokenizerMismatch, TrainingError
+from opd.errors import DataError, ModelError, RecipeError, RunDirectoryError, Stopped, TokenizerMismatch, TrainingError
 from opd.objective.stopping import STOP_RULES, EvaluationHistory
 from opd.runner import pipeline
 from opd.runner.checkpoint import verify_checkpoint
+from opd.runner.directory import model_named
 from opd.runner.plan import make_plan
 from opd.store import iterate
 from opd.types import Author
@@ -117,10 +122,32 @@ def test_micro_batches_do_not_change_the_run(models: dict[str, str], tmp_path: P
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_an_existing_directory_is_never_overwritten(models: dict[str, str], tmp_path: Path) -> None:
-    first = opd.run(recipe(models, train={"steps": 1}), out=tmp_path / "run")
-    second = opd.run(recipe(models, train={"steps": 1}), out=tmp_path / "run")
+def test_an_existing_directory_is_never_overwritten(
+    models: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = [Console(file=io.StringIO(), width=500) for _ in range(2)]
+    spec = recipe(models, train={"steps": 1})
+    first, second = (opd.run(spec, out=tmp_path / "run", quiet=False, console=console) for console in told)
     assert (first.directory.name, second.directory.name) == ("run", "run-2")
+    lines = [console.file.getvalue().splitlines() for console in told]  # type: ignore[attr-defined]
+    assert "is taken" not in "".join(lines[0])
+    assert lines[1][0].startswith(f"{tmp_path / 'run'} is taken, so this run goes into {tmp_path / 'run-2'}.")
+    assert lines[1][-1] == f"run directory: {tmp_path / 'run-2'} ({tmp_path / 'run'} is taken)"
+
+    for command in (["eval", "--prompts", "task:addition", "--n", "2", "--max-new-tokens", "2"], ["chat"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        monkeypatch.setattr(sys, "argv", ["opd", command[0], str(first.directory), *command[1:], "--device", "cpu"])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not leaving.value.code
+        assert f"is a run: its last checkpoint is {first.model}" in capsys.readouterr().err
+    shutil.rmtree(first.directory / "checkpoints")
+    with pytest.raises(RunDirectoryError, match="no checkpoint has been saved"):
+        model_named(str(first.directory))
+    assert model_named("tiny/generalist") == "tiny/generalist"
 
 
 @pytest.mark.parametrize(

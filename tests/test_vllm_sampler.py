@@ -115,6 +115,35 @@ def test_a_python_without_vllm_is_named(tmp_path: Path) -> None:
         VllmEngine(model, spec, LENGTH, merge_stop=model.stop_ids)
 
 
+def test_a_plan_is_refused_where_the_engines_could_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(**sampler: Any) -> list[str]:
+        return list(make_plan(load_recipe({**RECIPE, "sampler": {"engine": "vllm", **sampler}}))[0].notes)
+
+    (tmp_path / "python").symlink_to(sys.executable)  # outside of the environment, which may have vLLM
+    with pytest.raises(RemoteError, match=r"has no vLLM\. Install it there, name a Python that has it"):
+        planned(python=str(tmp_path / "python"))
+    with pytest.raises(RemoteError, match="Name the Python that has vLLM"):
+        planned(python=str(tmp_path / "absent"))
+    address = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.delenv("OPD_TOKEN", raising=False)
+    with pytest.raises(RemoteError, match="token_env 'OPD_TOKEN': this variable is not set"):
+        planned(address=address)
+    monkeypatch.setenv("OPD_TOKEN", TOKEN)
+    assert [note for note in planned(address=address) if "not reachable now" in note]
+    environment = {**os.environ, "OPD_TOKEN": "another"}
+    command = [sys.executable, str(SERVER), "--port", "0"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        address = f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        try:
+            with pytest.raises(RemoteError, match="401: the token is missing or wrong"):
+                planned(address=address)
+            monkeypatch.setenv("OPD_TOKEN", "another")
+            assert not [note for note in planned(address=address) if "not reachable" in note]
+        finally:
+            process.kill()
+
+
 def test_an_engine_is_no_rank_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -174,8 +203,10 @@ def test_an_engine_that_takes_no_weights_of_this_size_or_has_no_vllm_says_so(tmp
     ids=["by itself", "too large", "merged", "merged and shared"],
 )
 def test_the_plan_says_how_adapters_get_to_the_engines(
-    lora: dict[str, Any], sampler: dict[str, Any], said: str
+    lora: dict[str, Any], sampler: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "vllm.py").touch()  # a plan looks whether it is there, and imports nothing of it
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spec = {**RECIPE, "student": {"model": "tiny/spelling", "lora": lora}, "sampler": {"engine": "vllm", **sampler}}
     (plan,) = make_plan(load_recipe(spec))
     assert [note for note in plan.notes if re.match(said, note)]

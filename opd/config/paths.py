@@ -128,6 +128,8 @@ def _absolute(value: str, base: Path, suffixes: tuple[str, ...]) -> str:
 def _function(value: str, base: Path) -> str:
     """`rewards.py:brevity`, and `rewards:brevity` where rewards.py is beside the recipe: the file by its absolute path."""
     module, separator, function = value.rpartition(":")
+    if value.endswith(".py"):  # the function is missing, and the error says which ones there are
+        return os.path.abspath(base / os.path.expanduser(value))
     if not separator or not module:
         return value
     if module.endswith(".py"):

@@ -65,7 +65,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        node = super().get_single_node()
+        self.get_event()  # the stream begins
+        node = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
+        if not self.check_event(yaml.StreamEndEvent):
+            second = (
+                "a second document begins (`---`), and a recipe is one. Put it into a file of its own, or use `stages`"
+            )
+            raise _wrong(second, self.peek_event().start_mark)
+        self.get_event()
         if node is not None:
             _weigh(node, {})
         return node

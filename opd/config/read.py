@@ -18,16 +18,19 @@ from opd.config.graph import STAGE_PREFIX, in_order
 from opd.config.names import folded, name_of_file
 from opd.config.overrides import apply_overrides, merge
 from opd.config.paths import anchored
+from opd.config.places import below
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.config.refusals import refuse_recipe, refuse_stage
 from opd.config.stage import ALONE, Recipe, Stage
 from opd.errors import RecipeError
 from opd.files import is_directory, is_file
+from opd.glossary import translate_below
 from opd.plugins import load_plugins
 from opd.remote import UNSAFE
 from opd.settings import nearest
 
 MISTAKES = 10  # named in one message
+ELSEWHERE = 3  # places of a key that are named; one that stands in more says little
 _BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
 SECRET = "token_env"  # whoever puts the token itself there does not want to read it again
 EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
@@ -36,6 +39,7 @@ EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
     "float_type": "expected a number", "float_parsing": "expected a number", "string_type": "expected text",
     "bool_type": "expected true or false", "bool_parsing": "expected true or false",
 }  # fmt: skip
+IGNORED = "x-"  # keys at the top that hold anchors, for aliases elsewhere
 CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -68,6 +72,11 @@ def load_recipe(
     raw = anchored(raw, base)
     if prompts is not None:
         raw["prompts"] = [dict(source) for source in prompts]
+    ignored = next((override for override in overrides if override.startswith(IGNORED)), None)
+    if ignored is not None:
+        raise RecipeError(
+            f"override {shown(ignored)}: keys that begin with {IGNORED} are ignored. Set the key that uses it."
+        )
     apply_overrides(raw, overrides, here)
     return resolve(raw, name)
 
@@ -96,6 +105,7 @@ def read_text(path: Path) -> str:
 
 def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
+    raw = {key: value for key, value in raw.items() if not key.startswith(IGNORED)}
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
     plugins = raw.get("plugins") or []
     plugins = plugins if isinstance(plugins, list) else [plugins]
@@ -228,13 +238,9 @@ def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> 
 
 def _explain(detail: Any, where: str) -> str:
     parts = [str(part) for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
-    path = cut(where + ".".join(parts), 200)
+    path = cut(where + ".".join(_as_written(parts)), 200)
     if detail["type"] == "extra_forbidden":
-        *parents, key = detail["loc"]
-        known = _fields_at(parents)
-        near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
-        return f"{path}: unknown key. {hint}"
+        return f"{path}: unknown key. {_meant(detail, parts)}"
     if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
         return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
@@ -246,6 +252,41 @@ def _explain(detail: Any, where: str) -> str:
         return f"{where}{message}."
     got = UNSAFE.sub("//…@", shown(detail["input"]))
     return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
+
+
+def _as_written(parts: list[str]) -> list[str]:
+    """`rewards.domains.default.0` is what `rewards: numeric` is short for."""
+    match parts:
+        case ["rewards", "domains", "default", "0", *rest]:
+            return ["rewards", *rest]
+        case ["rewards", "domains", "default", *rest] | ["rewards", "domains", *rest]:
+            return ["rewards", *rest]
+    return parts
+
+
+def _meant(detail: Any, parts: Sequence[str]) -> str:
+    """What an unknown key may have been meant to be: a key of another framework, one that stands elsewhere, or a misspelt one."""
+    if translated := translate_below(parts, detail["input"]):
+        return f"{translated}."
+    *parents, key = detail["loc"]
+    if elsewhere := _places_of(str(key)):
+        return f"Did you mean {' or '.join(map(repr, elsewhere))}?"
+    known = _fields_at(parents)
+    near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
+
+
+def _places_of(key: str) -> list[str]:
+    """Sections of a recipe that have such a key."""
+    sections = [(name,) for name in Stage.model_fields if name not in CLEARED]  # where any key may stand
+    found = []
+    for section in (*sections, ("student", "lora"), ("teachers", "NAME")):
+        place: tuple[Any, ...] = (Stage,)
+        for part in section:
+            place = below(place, part)
+        if below(place, key):
+            found.append(".".join((*section, key)))
+    return found if len(found) <= ELSEWHERE else []
 
 
 def _fields_at(location: Iterable[Any]) -> list[str]:

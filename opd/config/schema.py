@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opd.config.names import NAME_PATTERN
+from opd.config.read import IGNORED
 from opd.config.stage import Stage
 from opd.plugins import load_announced
 from opd.settings import Family
@@ -38,6 +39,7 @@ def recipe_schema() -> Schema:
     schema["$defs"]["StageInFile"] = stage
     schema["properties"] = keys | {"name": _or(NULL, name), "stages": _or(NULL, stages)}
     schema["properties"]["plugins"] = _or(NULL, TEXT, {"type": "array", "items": TEXT})
+    schema["patternProperties"] = {f"^{IGNORED}": {}}
     schema["title"] = "opd recipe"
     schema["description"] = "Top-level keys are the defaults of every stage."
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

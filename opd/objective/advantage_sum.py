@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 from opd import families
 from opd.objective.advantages import AdvantagePart, AnyAdvantage, SampledTokens, TeacherAdvantage
 from opd.objective.batch import require_per_token
-from opd.settings import SETTINGS, Family, Needs, changed, nearest, schema_of
+from opd.settings import SETTINGS, Family, Needs, changed, key_hint, schema_of
 from opd.shorthand import WrittenAs
 
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
@@ -51,7 +51,7 @@ class Advantage(BaseModel):
         added = [part for part in cast("list[AdvantagePart]", parts) if part.acts]
         unknown = next((key for key in rest if key != "student"), None)
         if unknown is not None:
-            raise ValueError(f"unknown key {unknown!r}; {nearest(str(unknown), known)}")
+            raise ValueError(f"unknown key {unknown!r}; {key_hint([str(unknown)], known)}")
         return {**rest, "parts": added}
 
     @model_validator(mode="after")

@@ -52,6 +52,16 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def solution_end(text: str) -> str | None:
+    r"""What a worked solution says at its end: after `####`, as in GSM8K, or in \boxed{…}. None: the text is no such solution.
+
+    >>> solution_end("3 * 4 = <<3*4=12>>12\n#### 12")
+    '12'
+    """
+    marked = text.rpartition("####")
+    return marked[2].strip() if marked[1] else boxed(text)
+
+
 def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 

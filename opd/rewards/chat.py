@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from opd.chat import CallLog, Chat, ChatQuestion, Endpoint
 from opd.data.questions import field_texts, fields_of, filled, question, well_formed
 from opd.errors import RecipeError
-from opd.remote import nothing
+from opd.remote import nothing, token_of
 from opd.rewards.reward import RewardKind
 from opd.types import Prompt, RewardResult, Sample
 
@@ -74,6 +74,7 @@ class ChatReward(RewardKind):
     def require(self, sandbox: str) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise RecipeError("rewards: kind chat needs the httpx package: pip install 'opd[remote]'.")
+        token_of(self.endpoint.token_env, self.endpoint.address)
 
     def covers(self, prompt: Prompt) -> bool:
         return not self._missing(prompt)

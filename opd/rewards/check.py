@@ -49,6 +49,21 @@ def check_rewards(
     return rewarder
 
 
+def doubts(rewarder: Rewarder, prompts: Sequence[Prompt]) -> list[str]:
+    """Warnings, one per domain: rewards whose every answer will very likely be wrong, by the looks of the prompts."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for prompt in prompts:
+        for kind in rewarder.kinds(prompt) if rewarder.covers(prompt) else ():
+            chosen = kind.chosen(prompt.fields)
+            if not isinstance(chosen, str):
+                found.setdefault(prompt.domain, []).append((chosen.label, chosen.doubt(prompt)))
+    return [
+        f"WARNING: rewards: {reasons[0][0]} in domain {plain(domain)!r}: {plain(reasons[0][1])}"
+        for domain, reasons in found.items()
+        if all(reason for _, reason in reasons)
+    ]
+
+
 def likely_answer(prompt: Prompt) -> str:
     """What a good answer might be: the dataset's completion, or the reference."""
     entry = prompt.fields.get("entry")

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from opd.errors import RecipeError
 from opd.plugins import run_source
-from opd.rewards.reward import Reward, importable
+from opd.rewards.reward import Reward, function_missing, importable
 from opd.types import RewardResult, Sample
 
 
@@ -46,6 +46,8 @@ class Custom(Reward):
     @classmethod
     def _function(cls, value: str) -> str:
         if not re.fullmatch(r"([\w.]+|[^\x00-\x1f]+\.py):\w+", value):
+            if value.endswith(".py"):
+                raise ValueError(f"expected file.py:function. {function_missing(value)}")
             raise ValueError("expected module:function, for example my_rewards:brevity, or file.py:function")
         return value
 

@@ -6,6 +6,7 @@ wrong, reward 0. A check that could not be made (no reference answer, a library 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import math
@@ -21,7 +22,7 @@ from pydantic import Field
 from opd import sandbox
 from opd.chat import CallLog
 from opd.errors import RecipeError
-from opd.settings import Choice, Family
+from opd.settings import Choice, Family, nearest
 from opd.types import Prompt, RewardResult, Sample
 
 MISSING = RewardResult(None, error="the prompt has no reference answer")
@@ -87,6 +88,10 @@ class RewardKind(Choice):
         """Is there anything to reward this prompt's answers by?"""
         return True
 
+    def doubt(self, prompt: Prompt) -> str:
+        """Why no answer to this prompt is likely to be right, and what to do about it; empty: no reason is known."""
+        return ""
+
     def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
         """The reward that answers to such a prompt get, or why there is none."""
         return self
@@ -150,6 +155,15 @@ class Reward(RewardKind):
 class RewardFamily(Family):
     """`numeric`, `{kind: numeric, …}`, and `module:function` or `file.py:function` for a function of one's own."""
 
+    def find(self, name: object) -> type[Choice]:
+        if isinstance(name, str) and name.endswith(".py"):
+            raise ValueError(f"a reward is a function, and this is a file. {function_missing(name)}")
+        if isinstance(name, str) and name not in self.names():
+            known = [one for one in self.names() if one.isidentifier()]  # a recipe cannot name a Python callable
+            own = "" if name.isidentifier() else "write module:function or file.py:function for your own; "
+            raise ValueError(f"unknown reward {name!r}; {own}{nearest(name, known)}")
+        return super().find(name)
+
     def spelled_out(self, value: Any) -> Any:
         if isinstance(value, str) and ":" in value:
             return {"kind": "custom", "function": value}
@@ -165,6 +179,17 @@ class RewardFamily(Family):
 
 
 FAMILY = RewardFamily("reward", default="verifier")
+
+
+def function_missing(file: str) -> str:
+    """How to name a function of a file of Python, with those that it defines; nothing of it is run."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the file is not there, or is no Python
+        return f"Name the function, too: {Path(file).name}:FUNCTION"
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    found = f"; it has {', '.join(names[:10])}" if names else "; it has none"
+    return f"Name the function, too: {Path(file).name}:{names[0] if names else 'FUNCTION'}{found}"
 
 
 def right(found: bool, feedback: str = "") -> RewardResult:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opd.rewards import answers
 from opd.rewards.reward import MISSING, RewardKind, right
-from opd.types import RewardResult, Sample
+from opd.types import Prompt, RewardResult, Sample
 
 Extract = Literal["auto", "all", "last_line", "boxed"]
 WHERE = "where the answer stands; auto: all of it (exact), the boxed or else last number (numeric)"
@@ -39,6 +39,23 @@ class Exact(Referenced):
     ignore: list[Literal["case", "space", "punctuation", "articles"]] = Field(
         default_factory=list, description="differences an exact match overlooks"
     )
+
+    def doubt(self, prompt: Prompt) -> str:
+        known = [answers.written(reference) for reference in self.references(Sample(prompt, ""))]
+        ends = [answers.solution_end(text) for text in known]
+        if not known or any(self._can_match(text, end) for text, end in zip(known, ends, strict=True)):
+            return ""
+        number = answers.last_number(ends[0] or "", alone="####" not in known[0])
+        fits = "maths" if number is None else "numeric"
+        return (
+            f"the prompts' {self.field!r} is a worked solution that ends in {known[0].strip()[-20:]!r}, and an answer is right only "
+            f"if it is that whole text. Set `rewards: {fits}`, which compares what they end in, or give rows the final answer alone"
+        )
+
+    def _can_match(self, text: str, end: str | None) -> bool:
+        """Whether a reference is something that an answer can be expected to be; `end`: what a worked solution ends in."""
+        on_its_line = self.extract == "last_line" and "\n" not in text.strip()
+        return not end or on_its_line or answers.normalise(text, self.ignore) == answers.normalise(end, self.ignore)
 
     def reward(self, sample: Sample) -> RewardResult:
         wanted = self.references(sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,16 +23,19 @@ from opd.models import load_config, load_tokenizer, parameter_shapes
 from opd.models.language_model import context_of
 from opd.models.load import locate
 from opd.models.tokenizers import require_same
+from opd.remote import token_of
 from opd.rewards import Rewarder, check_rewards
+from opd.rewards.check import doubts
 from opd.runner.hub import require_access
 from opd.runner.prompts import Looked, look_at_prompts, open_beside, open_prompts
-from opd.runner.shown import require_shown
+from opd.runner.shown import require_asked, require_shown
 from opd.settings import MANY, StageView
 from opd.teachers.kinds import ModelRef, Outlook
 from opd.teachers.quantised import require_quantiser
 from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
 from opd.types import Prompt
 
+LR_LEAST, LR_MOST = 1e-9, 1e-2  # AdamW moves every weight by about this much in a step; weights are about 0.02
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
 
 
@@ -61,10 +64,8 @@ def check_stage(
     told: Told = silent,
     say: Callable[[str], None] | None = None,
     revision_of: RevisionOf = as_named,
-    *,
-    planning: bool = False,
 ) -> Checked:
-    """Refuse what cannot work; what takes longest comes last. `planning`: servers need not be there yet."""
+    """Refuse what cannot work; what takes longest comes last. Servers may be away for now, but have to take our tokens."""
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
@@ -76,12 +77,12 @@ def check_stage(
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
     tokenizer, config = tokenizers[names[own]], configs[names[own]]
-    adapted = _adapter_notes(spec, config)
+    sampled = _sampler_notes(spec, config)
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
         _require_stop_id(spec, names.values())
-    outlooks = _require_teachers(spec, tokenizer, planning)
+    outlooks = _require_teachers(spec, tokenizer)
     sources = open_prompts(spec, told)
     examples = [prompt for source in sources for prompt in source.examples()]
     domains = list(dict.fromkeys(prompt.domain for prompt in examples))
@@ -111,18 +112,25 @@ def check_stage(
         )
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
     inputs = look_at_prompts(spec, sources, beside, tokenizer, rewarder.covers, context, told)
-    inputs = replace(inputs, notes=(*inputs.notes, *adapted, *_warnings(spec, outlooks)))
+    warned = _warnings(spec, outlooks, doubts(rewarder, [*examples, *further]))
+    inputs = replace(inputs, notes=(*inputs.notes, *sampled, *warned))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
 
 
-def _adapter_notes(spec: Stage, config: Any) -> list[str]:
-    """How the student's adapters get to the sampler, where it has a choice; `config`: the student's."""
+def _sampler_notes(spec: Stage, config: Any) -> list[str]:
+    """Whether what samples is there, and how the student's adapters get to it where there is a choice; `config`: the student's."""
+    wanted = spec.rollout.demonstrations
+    if wanted is not None:
+        token_of(wanted.endpoint.token_env, wanted.endpoint.address)
+        if wanted.by is not None:
+            wanted.by.require(spec.rewards.sandbox)
+    found = list(spec.sampler.inquire())
     if spec.student.lora is None:
-        return []
+        return found
     if importlib.util.find_spec("peft") is None:
         raise RecipeError("student.lora needs the peft package: pip install 'opd[lora]'.")
-    return list(spec.sampler.adapter_notes(config, spec.student.lora))
+    return [*found, *spec.sampler.adapter_notes(config, spec.student.lora)]
 
 
 def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
@@ -133,7 +141,7 @@ def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
     return places
 
 
-def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlook]:
+def _require_teachers(spec: Stage, tokenizer: Any) -> list[Outlook]:
     """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
 
     def with_hidden(role: str) -> bool:
@@ -142,12 +150,32 @@ def _require_teachers(spec: Stage, tokenizer: Any, planning: bool) -> list[Outlo
     needs = [need for term in spec.objective for need in term.needs(spec.train.updates).settled(with_hidden)]
     for name, kind in spec.teachers.items():
         kind.require(name, tokenizer, {signal for role, signal in needs if role == kind.role})
-    return [kind.inquire(name, tokenizer, spec.student.model, planning) for name, kind in spec.teachers.items()]
+    return [kind.inquire(name, tokenizer, spec.student.model) for name, kind in spec.teachers.items()]
 
 
-def _warnings(spec: Stage, outlooks: Iterable[Outlook]) -> list[str]:
+def _train_warnings(spec: Stage) -> Iterator[str]:
+    """Settings of the optimiser that can be carried out, and hardly can be meant."""
+    train = spec.train
+    if not train.learn:
+        return
+    if train.warmup > train.steps:
+        yield (
+            f"WARNING: train.warmup {train.warmup} is longer than train.steps {train.steps}: the learning rate ends at "
+            f"{train.lr * train.steps / train.warmup:.2g} and never reaches train.lr {train.lr:g}. Lower warmup."
+        )
+    usual = (
+        "1e-5 to 1e-3 for LoRA adapters" if spec.student.lora is not None else "1e-6 to 1e-4 for all weights of a model"
+    )
+    if not LR_LEAST <= train.lr <= LR_MOST:
+        effect = "will hardly move" if train.lr < LR_LEAST else "will very likely destroy"
+        yield f"WARNING: train.lr {train.lr:g} {effect} the student. Usual are {usual}."
+
+
+def _warnings(spec: Stage, outlooks: Iterable[Outlook], doubtful: Sequence[str]) -> list[str]:
+    """`doubtful`: rewards that hardly any answer can get."""
     view = StageView.of(spec)
     notes = [note for outlook in outlooks for note in outlook.notes]
+    notes += [*_train_warnings(spec), *(doubtful if spec.uses_rewards or spec.eval.prompts else ())]
     return notes + [
         f"WARNING: teachers.{name}: {line}" for name, kind in spec.teachers.items() for line in kind.warn(view)
     ]
@@ -173,12 +201,13 @@ def _require_views(
     templates: Mapping[str, Any],
     contexts: Mapping[str, int],
 ) -> None:
-    """Every teacher's view has something to show that the teacher can read."""
+    """Every teacher's view has something to show that the teacher can read; so has what the student is shown."""
     for name, kind in spec.teachers.items():
         scored = partial(_scores, name, chooser(table[kind.role], spec.route))
         known = kind.reads() or kind.of_student  # what others can read is seen when they are opened
         context, written = contexts[name] if known else MANY, spec.rollout.experience is not None
         require_shown(name, kind.view, scored, sources, templates[name], context, written)
+    require_asked(spec, sources)
 
 
 def _scores(name: str, chosen: Callable[[Prompt], str], prompt: Prompt) -> bool:

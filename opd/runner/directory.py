@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunDirectoryError
-from opd.files import json_object, lines_checked, read_lines, reading
+from opd.files import is_file, json_object, lines_checked, read_lines, reading
 
 if TYPE_CHECKING:  # `import opd` stays instant
     from opd.store import RolloutStore
+
+
+def model_named(name: str) -> str:
+    """A model as it is named, or what a run trained, where a run directory is named in its place: its last checkpoint."""
+    directory = Path(name)
+    is_run = is_file(directory / "resolved.yaml") and not is_file(directory / "config.json")
+    return str(Run(directory).model) if is_run else name
 
 
 class Run:

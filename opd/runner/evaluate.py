@@ -20,6 +20,7 @@ from opd.evaluation import Measures, Question, evaluate
 from opd.models import load_model
 from opd.plugins import load_plugins
 from opd.rewards import Rewards, check_rewards
+from opd.rewards.check import doubts
 from opd.rewards.settings import spelt_out
 from opd.runner.checks import pick_device
 from opd.runner.prompts import HeldOutFilter
@@ -95,7 +96,11 @@ def evaluate_model(
         seed=seed,
         reward=rewarder,
     )
-    notes = [*asked.notes, *(note for domain, measures in found.items() for note in _left_out(domain, measures))]
+    notes = [
+        *doubts(rewarder, examples),
+        *asked.notes,
+        *(note for domain, measures in found.items() for note in _left_out(domain, measures)),
+    ]
     splits = {domain: "+".join(parts) for domain, parts in asked.splits.items()}
     return Evaluation(found, splits, "; ".join(asked.what), tuple(notes))
 

@@ -107,7 +107,7 @@ def make_plan(recipe: Recipe) -> list[Plan]:
 
 
 def _plan(stage: Stage, resolve: Callable[[str], str]) -> Plan:
-    checked = check_stage(stage, resolve, planning=True)
+    checked = check_stage(stage, resolve)
     stage = with_sizes(stage, sizes_for(stage, checked, resolve))
     config, inputs = checked.student, checked.inputs
     student = parameter_count(resolve(stage.student.model), stage.student.revision)

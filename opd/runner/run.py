@@ -104,15 +104,22 @@ def run(
 
 @contextmanager
 def _directory(wanted: Path, resume: bool, console: Console | None) -> Iterator[tuple[RunLock, bool]]:
-    """A run directory, locked, and whether it was made; where it is, is said at the end."""
+    """A run directory, locked, and whether it was made; where it is, is said at the end, and at the start if it is another one."""
     lock, made = _claim_or_return(wanted) if resume else claim(wanted)
+
+    def say(line: str) -> None:
+        if console is not None:
+            console.print(plain(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    taken = f"{wanted} is taken" if lock.directory != wanted else ""
+    if taken:
+        say(f"{taken}, so this run goes into {lock.directory}. To go on with a run that is there: opd resume {wanted}")
     try:
         yield lock, made
     finally:
         lock.release()
-        if console is not None and lock.directory.is_dir():
-            place = plain(f"run directory: {lock.directory}")
-            console.print(place, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        if lock.directory.is_dir():
+            say(f"run directory: {lock.directory}" + (f" ({taken})" if taken else ""))
 
 
 def _start(

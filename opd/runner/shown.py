@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -10,11 +11,13 @@ from itertools import chain, islice
 from typing import Any
 
 from opd.config import Stage
+from opd.data.questions import fields_of
 from opd.data.render import render_prompt
 from opd.data.source import Source
 from opd.errors import DataError, RecipeError
 from opd.sampling.experience import EXPERIENCE, TRAJECTORIES, Experience
-from opd.teachers.views import View, question
+from opd.sampling.rescue import HINT
+from opd.teachers.views import QUESTION, View, question
 from opd.types import Prompt
 
 FIRST = 64  # prompts of a source without end that are looked at
@@ -52,11 +55,42 @@ def require_shown(
             f"teachers.{name}: with the view {view.name} the shortest prompt that it scores has {min(sizes):,} tokens, and the "
             f"teacher reads {context:,} with the answer: every sample would be masked. Show less, or set `longest` where the view has it."
         )
-    fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
     raise RecipeError(
-        f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores. Their fields are "
-        f"{', '.join(fields) or 'none'}. Add a column, or choose another view."
+        f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores"
+        f"{_why_nothing(view.shows() - later.keys(), prompts)}"
     )
+
+
+def _why_nothing(named: Collection[str], prompts: Iterable[Prompt]) -> str:
+    """The end of a sentence: the field that is missing, the one that may have been meant, and those that rows have."""
+    fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
+    missing = [name for name in sorted(named) if name not in fields]
+    near = difflib.get_close_matches(missing[0], [QUESTION, *fields], n=1) if missing else []
+    which = f": none has the field {missing[0]!r}" if missing else ""
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    remedy = "Correct the name, or add a column." if missing else "Add a column, or choose another view."
+    return f"{which}{meant} Their fields are {', '.join(fields) or 'none'}. {remedy}"
+
+
+def require_asked(spec: Stage, sources: Sequence[Source]) -> None:
+    """Texts that the student or an endpoint is asked with beside the prompts: each can be made of some row."""
+    rollout, asked = spec.rollout, list[tuple[str, Collection[str], Callable[[Prompt], object]]]()
+    for key, writer in rollout.writers_by_key.items():
+        if writer.shows_more:
+            asked.append((f"rollout.{key}", writer.shows(), writer.asks))
+    if (rescue := rollout.rescue) is not None:
+        named = rescue.view.shows() - ({HINT} if rescue.hint is not None else set())
+        asked.append(("rollout.rescue", named, lambda prompt: rescue.view.rewrite(rescue.shortest(prompt))))
+        if rescue.hint is not None:
+            asked.append(("rollout.rescue.hint", rescue.hint.question.shows(), rescue.hint.question.rewrite))
+    if (wanted := rollout.demonstrations) is not None:
+        named = set(fields_of(wanted.template)) - {QUESTION}
+        asked.append(("rollout.demonstrations", named, lambda prompt: wanted.question("", prompt)))
+    for where, named, ask in asked:
+        prompts = [prompt for source in sources for prompt in source.examples()]
+        every = chain(prompts, (prompt for source in sources for prompt in _rows(source)))
+        if prompts and not any(ask(prompt) is not None for prompt in every):
+            raise RecipeError(f"{where}: there is nothing to show for any prompt{_why_nothing(named, prompts)}")
 
 
 def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: int) -> int:

@@ -70,6 +70,10 @@ class SamplerKind(Choice):
         """What a plan should say about it."""
         return ()
 
+    def inquire(self) -> Iterable[str]:
+        """What it needs beside this process is there, or the error says what is missing; found: what is not there yet, in words."""
+        return ()
+
     @property
     def corrects(self) -> bool:
         """Whether terms that weigh by ratios get a correction: its log-probs are not the trainer's."""

@@ -154,6 +154,14 @@ class VllmSampler(SamplerKind):
         if self.weights == "shared":
             yield "sampler.weights shared: the engines read a copy of the student's weights that the trainer keeps on its device beside its own"
 
+    def inquire(self) -> Iterable[str]:
+        from opd.sampling.vllm_replica import look_at, require_vllm
+
+        if self.address:
+            return look_at(self.address, self.token_env)
+        require_vllm(self.interpreter)
+        return ()
+
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
         if self.lora is not None and not view.lora:

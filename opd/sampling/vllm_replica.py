@@ -22,10 +22,12 @@ from opd.text import plain
 SERVER = Path(__file__).with_name("vllm_server.py")
 BEGIN = 60.0  # seconds for a process to say where it listens
 CONNECT = 10.0  # seconds for a connection
+GLANCE = 10.0  # seconds for an answer where one only looks whether an engine is there
 ANSWER = 1800.0  # seconds for an answer: an engine that starts compiles, large weights take time
 SILENCE = 60.0  # seconds without a line of a stream that sends one at least every five
 TAIL = 2000  # characters of a log that an error quotes
 TOKEN = "OPD_SAMPLER_TOKEN"
+HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -47,17 +49,26 @@ class Replica:
     def why_gone(self) -> str:
         return ""
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER
+    ) -> dict[str, Any]:
         content = None if body is None else json.dumps(body).encode()
-        return self._read(method, path, content)
+        return self._read(method, path, content, timeout=timeout)
 
     def put(self, version: int, file: Path, what: str = "weights") -> None:
         with file.open("rb") as content:
             self._read("PUT", f"/{what}?version={version}", content, file.stat().st_size)
 
-    def _read(self, method: str, path: str, content: bytes | IO[bytes] | None, size: int | None = None) -> Any:
+    def _read(
+        self,
+        method: str,
+        path: str,
+        content: bytes | IO[bytes] | None,
+        size: int | None = None,
+        timeout: float = ANSWER,
+    ) -> Any:
         try:
-            with contextlib.closing(self._connection(ANSWER)) as connection:
+            with contextlib.closing(self._connection(timeout)) as connection:
                 headers = {} if size is None else {"Content-Length": str(size)}
                 with contextlib.suppress(
                     BrokenPipeError, ConnectionResetError
@@ -131,9 +142,7 @@ class OwnReplica(Replica):
                     command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
                 )  # fmt: skip
         except OSError as error:
-            raise RemoteError(
-                f"sampler.python {self._python!r} cannot be started: {error.strerror}. Name the Python that has vLLM."
-            ) from None
+            raise no_python(self._python, error) from None
         assert self._process.stdout is not None
         timer = threading.Timer(BEGIN, self._process.kill)
         timer.start()
@@ -158,6 +167,38 @@ class OwnReplica(Replica):
         ended = self._process is None or self._process.poll() is not None
         tail = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
         return f" Its process has ended; the end of its log:\n{plain(tail, TAIL)}" if ended and tail else ""
+
+
+def no_python(python: str, error: OSError) -> RemoteError:
+    return RemoteError(f"sampler.python {python!r} cannot be started: {error.strerror}. Name the Python that has vLLM.")
+
+
+def require_vllm(python: str) -> None:
+    """Refuse a Python that could not start an engine. vLLM itself is not imported."""
+    try:
+        found = subprocess.run(
+            [python, "-c", HAS_VLLM], env=engine_environment(), capture_output=True, timeout=BEGIN, check=False
+        )
+    except OSError as error:
+        raise no_python(python, error) from None
+    except subprocess.TimeoutExpired:
+        raise RemoteError(f"sampler.python {python!r} has not answered within {BEGIN:g} s. Is it a Python?") from None
+    if found.returncode:
+        raise RemoteError(
+            f"sampler.engine vllm: {python} has no vLLM. Install it there, name a Python that has it (sampler.python), or set "
+            "sampler.engine: builtin."
+        )
+
+
+def look_at(address: list[str], token_env: str) -> list[str]:
+    """Refuse engines that run already and do not take our token; found: those that are away, in words."""
+    away = []
+    for replica in replicas_of(address, token_env, "", [], Path()):
+        try:
+            replica.ask("GET", "/state", timeout=GLANCE)
+        except ServerAway as error:
+            away.append(f"sampler: not reachable now ({plain(error, 300)}). A run waits for it")
+    return away
 
 
 def engine_environment() -> dict[str, str]:

@@ -71,6 +71,10 @@ class Writer(Choice):
         """
         return prompt
 
+    def shows(self) -> set[str]:
+        """Fields of a row that it names."""
+        return set()
+
     def source(self, visit: Visit, desk: Desk) -> str:
         """What the store notes as the rollout's source. Rollouts of one source are sampled together."""
         return self.name
@@ -136,6 +140,10 @@ class ShownWriter(Writer):
         if self.view.as_sampled:
             yield "the view same is what the student reads anyway. Choose one that shows more."
         yield from self.view.idle_for_student
+
+    def shows(self) -> set[str]:
+        found: set[str] = self.view.shows()
+        return found
 
     def asks(self, prompt: Prompt) -> Prompt | None:
         found: Prompt | None = self.view.rewrite(prompt)

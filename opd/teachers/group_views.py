@@ -52,6 +52,9 @@ class SiblingView(RewardedView, ShowingView):
         if view.rollout.samples == 1:
             yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
 
+    def shows(self) -> set[str]:
+        return set(fields_of(self.template)) - {QUESTION, SIBLING}
+
     def rewrite(self, prompt: Prompt, answer: str = "") -> Prompt | None:
         """Without an answer, the least there is to read. None: a row lacks a column that the template names."""
         known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}

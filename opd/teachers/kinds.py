@@ -149,8 +149,8 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
-        """Of a teacher elsewhere: refuse one that does not fit the student. `planning`: it need not be there yet."""
+    def inquire(self, name: str, tokenizer: Any, student: str) -> Outlook:
+        """Of a teacher elsewhere: refuse one that does not fit the student, or does not take our token; it may be away for now."""
         return Outlook()
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:

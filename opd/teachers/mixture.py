@@ -153,8 +153,8 @@ class BlendKind(TeacherKind):
         staying = {ref for kind in self.members.values() for ref in kind.reads() if ref not in kind.waiting()}
         return [ref for ref in self.reads() if ref not in staying]
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
-        found = [kind.inquire(f"{name}.{key}", tokenizer, student, planning) for key, kind in self.members.items()]
+    def inquire(self, name: str, tokenizer: Any, student: str) -> Outlook:
+        found = [kind.inquire(f"{name}.{key}", tokenizer, student) for key, kind in self.members.items()]
         return Outlook(min(one.context for one in found), tuple(note for one in found for note in one.notes))
 
     def files(self) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -110,12 +109,10 @@ class ServedTeacher(TeacherKind):
             )
         return facts
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+    def inquire(self, name: str, tokenizer: Any, student: str) -> Outlook:
         from opd.models.tokenizers import fingerprint
 
         where = f"teachers.{name}: {plain(self.title)}"
-        if planning and self.token_env is not None and not os.environ.get(self.token_env):
-            return Outlook(notes=(f"{where}: not asked, since {self.token_env} (token_env) is not set",))
         try:
             facts = self.facts(self.connect(Surroundings(say=lambda line: None), patience=0.0))
         except ServerAway as error:

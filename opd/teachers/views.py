@@ -216,6 +216,9 @@ class ContextView(ShowingView):
             raise ValueError(f"`document` and `instead` are both {self.document!r}, so nothing would change")
         return self
 
+    def shows(self) -> set[str]:
+        return {self.document, self.instead}
+
     def rewrite(self, prompt: Prompt) -> Prompt | None:
         texts = field_texts(prompt.fields)
         long, short = texts.get(self.document), texts.get(self.instead)

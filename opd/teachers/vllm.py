@@ -7,7 +7,6 @@ openai    any server with OpenAI's /v1/completions that gives log-probs of the p
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -83,10 +82,8 @@ class ForeignTeacher(TeacherKind):
         length = by_name[self.model].get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None
 
-    def inquire(self, name: str, tokenizer: Any, student: str, planning: bool) -> Outlook:
+    def inquire(self, name: str, tokenizer: Any, student: str) -> Outlook:
         where = f"teachers.{name}: {plain(self.title)}"
-        if planning and self.token_env is not None and not os.environ.get(self.token_env):
-            return Outlook(notes=(f"{where}: not asked, since {self.token_env} (token_env) is not set",))
         try:
             length = self.longest(self.connect(Surroundings(say=lambda line: None), patience=0.0))
         except ServerAway as error:
