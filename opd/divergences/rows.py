@@ -17,7 +17,7 @@ from torch import Tensor
 from opd.divergences.formulas import Formula, entropy
 from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
-from opd.divergences.supports import TopRows, Truncation, closed, complement, gather, largest, on_support
+from opd.divergences.supports import TopRows, Truncation, closed, gather, largest, on_support, spread_outside
 from opd.divergences.upload import upload
 
 
@@ -136,10 +136,11 @@ def reference_rows(
         )
         ids = support_ids(job, log_s.detach(), log_t, teacher)
     closure = job.truncation.closure
-    value = _value(job, log_s if ids is None else on_support(log_s, ids, closure), log_t, ids, teacher)
+    part_s = log_s if ids is None else on_support(log_s, ids, closure)
+    value = _value(job, part_s, log_t, None, ids, teacher)
     with torch.no_grad():
         s, t = log_s.detach().exp(), None if log_t is None else log_t.exp()
-        statistics = _observe(job, index, log_s.detach(), log_t, s, t, value.detach(), ids, teacher)
+        statistics = _observe(job, index, log_s.detach(), log_t, s, t, value.detach(), ids, part_s.detach(), teacher)
         weight = job.row_weight(statistics)
     return (value * weight).sum(), statistics
 
@@ -154,7 +155,9 @@ def support_ids(job: Job, log_s: Tensor, log_t: Tensor | None, teacher: Source |
     return job.truncation.choose(log_s, log_t, job.ids, job.merge)
 
 
-def _value(job: Job, student: Tensor, log_t: Tensor | None, ids: Tensor | None, teacher: Source | TopRows) -> Tensor:
+def _value(
+    job: Job, student: Tensor, log_t: Tensor | None, t: Tensor | None, ids: Tensor | None, teacher: Source | TopRows
+) -> Tensor:
     """(n,) from the student's log-probs `on_support` (all of them if `ids` is None)."""
     assert job.formula is not None
     closure = job.truncation.closure
@@ -164,7 +167,7 @@ def _value(job: Job, student: Tensor, log_t: Tensor | None, ids: Tensor | None, 
     assert log_t is not None
     if ids is None:
         return job.formula(student, log_t)
-    return closed(job.formula, closure, student, on_support(log_t, ids, closure))
+    return closed(job.formula, closure, student, on_support(log_t, ids, closure, t))
 
 
 def _observe(
@@ -176,14 +179,17 @@ def _observe(
     t: Tensor | None,
     value: Tensor,
     ids: Tensor | None,
+    part_s: Tensor,
     teacher: Source | TopRows,
 ) -> RowStatistics:
+    """`part_s`: the student's log-probs `on_support`."""
     statistics = job.observe(index, log_s, log_t, value, s, t)
     if not isinstance(teacher, TopRows) or ids is None:
         return statistics
     # A top-k teacher is known only as events and a tail: entropy and yardstick are those of that coarser alphabet.
-    coarse_s, coarse_t = teacher.seen(on_support(log_s, ids, "tail")), teacher.on_support("tail")
-    yardstick = closed(Formula("reverse_kl"), "tail", coarse_s, coarse_t)
+    coarse_s = part_s if job.truncation.closure == "tail" else on_support(log_s, ids, "tail")
+    coarse_t = teacher.on_support("tail")
+    yardstick = closed(Formula("reverse_kl"), "tail", teacher.seen(coarse_s), coarse_t)
     return replace(statistics, teacher_entropy=entropy(coarse_t), reverse_kl=yardstick, vague_tail=teacher.vague)
 
 
@@ -306,13 +312,12 @@ def _sparse_gradient(
     tailed = job.truncation.closure == "tail"
     chosen, spread = gather(log_s, ids), s
     if tailed:
-        rest = complement(log_s, ids)
-        tail = rest.logsumexp(-1, keepdim=True)
-        chosen, spread = torch.cat([chosen, tail], -1), rest.sub_(tail).exp_()  # the distribution outside the support
+        spread, tail = spread_outside(log_s, s, ids)
+        chosen = torch.cat([chosen, tail], -1)
     chosen.requires_grad_()
     with torch.enable_grad():
-        value = _value(job, chosen, log_t, ids, teacher)
-    statistics = _observe(job, index, log_s, log_t, s, t, value.detach(), ids, teacher)
+        value = _value(job, chosen, log_t, t, ids, teacher)
+    statistics = _observe(job, index, log_s, log_t, s, t, value.detach(), ids, chosen.detach(), teacher)
     with torch.enable_grad():
         loss = (value * job.row_weight(statistics)).sum()
     (slope,) = torch.autograd.grad(loss, chosen)
