@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Divergence, Projection
+from opd.divergences.formulas import Formula
+from opd.divergences.projection import merge_events
 
 CASES: list[tuple[str, dict[str, float]]] = [
     ("reverse_kl", {}),
@@ -72,6 +74,44 @@ def heads(
     return student, Projection(
         draw(generator, n, 6), draw(generator, rows + 2, 6), other if bias else None, 0.7, softcap, vocabulary
     )
+
+
+def tailed(
+    student: list[float], teacher: list[float], dtype: torch.dtype, vocabulary: int = 61, k: int = 8, seed: int = 0
+) -> tuple[Projection, Projection]:
+    """Heads whose rows have these log tails outside k ids, other ones in each row; the same logits in any type."""
+    generator, n = torch.Generator().manual_seed(seed), len(student)
+    inside = torch.stack([torch.randperm(vocabulary, generator=generator)[:k] for _ in student])
+    sides = []
+    for tails in (student, teacher):
+        rest = (0.5 * draw(generator, n, vocabulary)).scatter(1, inside, -torch.inf).log_softmax(-1)
+        tail = torch.tensor(tails, dtype=torch.float64)[:, None]
+        chosen = draw(generator, n, k).log_softmax(-1) + torch.log1p(-tail.exp())
+        logits = (rest + tail).scatter(1, inside, chosen).float()  # a row of the identity picks out a column
+        sides.append(Projection(torch.eye(n, dtype=dtype), logits.T.contiguous().to(dtype)))
+    for tensor in leaves(sides[0]):
+        tensor.requires_grad_()
+    return sides[0], sides[1]
+
+
+def coarse_gradients(
+    formula: Formula,
+    student: Projection,
+    teacher: Projection,
+    ids: list[list[int]],
+    merge: tuple = (),
+    tau: float = 1.0,
+) -> tuple[list[float], list[Tensor]]:
+    """Values and gradients of hidden states and head of the closure `tail`, by its definition in fp64: row by row the chosen
+    log-probs, and the log-sum-exp of the others."""
+    log_s, log_t = (merge_events(side.logits() / tau, merge).log_softmax(-1) for side in (student, teacher))
+    values = []
+    for row, chosen in enumerate(ids):
+        others = [index for index in range(log_s.shape[1]) if index not in chosen]
+        pair = [torch.cat([side[row, chosen], side[row, others].logsumexp(-1)[None]])[None] for side in (log_s, log_t)]
+        values.append(formula(pair[0], pair[1].detach()))
+    gradients = torch.autograd.grad(torch.cat(values).sum(), [student.hidden, student.weight])
+    return torch.cat(values).tolist(), list(gradients)
 
 
 def leaves(projection: Projection) -> list[Tensor]:

@@ -10,12 +10,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.divergences import Mixture, Projection, RowStatistics, TopK, divergence, statistics, token_logprobs
+from opd.divergences import (
+    Mixture,
+    Projection,
+    RowStatistics,
+    TopK,
+    divergence,
+    likeliest_ids,
+    statistics,
+    token_logprobs,
+)
+from opd.divergences.formulas import Formula
 from opd.divergences.mixture import source_log_probs
 from opd.divergences.plan import aligned, triton_plan
 from opd.divergences.projection import log_probs
 from opd.divergences.supports import largest, largest_by_blocks
-from tests.divergence_cases import CASES, SMOOTH, assert_same, heads, leaves, outcome, textbook, twin
+from tests.divergence_cases import (
+    CASES,
+    SMOOTH,
+    assert_same,
+    coarse_gradients,
+    heads,
+    leaves,
+    outcome,
+    tailed,
+    textbook,
+    twin,
+)
 
 SEEDS = st.integers(0, 10**6)
 SUPPORTS: list[dict[str, Any]] = [
@@ -198,6 +219,138 @@ def test_an_incomplete_group_goes_to_the_tail_on_both_sides() -> None:
     ids = torch.tensor([best[1:]])
     expected = divergence("forward_kl", student, teacher, support="ids", ids=ids)
     torch.testing.assert_close(found.value, expected.value)
+
+
+TAILS = st.floats(-40, -2)
+SIDES = ["teacher", "student", "union"]
+
+
+def tops(student: Projection, teacher: Projection, side: str, k: int, merge: tuple, tau: float) -> list[list[int]]:
+    """The likeliest ids of each row, found by numpy."""
+    both = [log_probs(one, 61, merge, tau).detach().numpy() for one in (teacher, student)]
+    sides = {"teacher": both[:1], "student": both[1:], "union": both}[side]
+    return [sorted({int(i) for one in sides for i in np.argsort(-one[row])[:k]}) for row in range(len(both[0]))]
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(("kind", "params"), CASES)
+@settings(max_examples=6)
+@given(
+    seed=SEEDS, tails=st.lists(st.tuples(TAILS, TAILS), min_size=3, max_size=3), side=st.sampled_from(SIDES),
+    merge=st.sampled_from([(), ((0, 2, 7), (3, 10))]), tau=st.sampled_from([1.0, 1.3]),
+)  # fmt: skip
+def test_a_small_tail_is_exact_in_single_precision(
+    kind: Any,
+    params: dict,
+    backend: Any,
+    seed: int,
+    tails: list[tuple[float, float]],
+    side: Any,
+    merge: tuple,
+    tau: float,
+) -> None:
+    """From 0.1 down to 4e-18, where one minus the sum over the support says nothing: value and gradients, row by row."""
+    s, t = [one for one, _ in tails], [other - 0.2 * (abs(one - other) < 0.2) for one, other in tails]  # off the kinks
+    exact, single = (tailed(s, t, dtype, seed=seed) for dtype in (torch.float64, torch.float32))
+    ids = tops(*exact, side, 8, merge, tau)
+    values, gradients = coarse_gradients(Formula.of(kind, params), *exact, ids, merge, tau)
+    options: dict[str, Any] = {"side": side, "merge": merge, "temperature": tau, "backend": backend}
+    found = divergence(kind, *single, support="topk", k=8, **options, **params)
+    assert found.value.tolist() == pytest.approx(values, rel=1e-4, abs=1e-5)
+    for one, other in zip(torch.autograd.grad(found.loss, leaves(single[0])), gradients, strict=True):
+        assert (one.double() - other).norm() < 1e-4 * other.norm() + 1e-5
+
+
+def test_the_tail_pulls_at_ids_outside_as_hard_as_it_should() -> None:
+    """A teacher with a tail of -26 and a student with most of its mass there: the loss was 21.7 for 26.9, with the gradient of
+    the ids outside several times too large."""
+    exact, single = (tailed([-0.01], [-26.0], dtype) for dtype in (torch.float64, torch.float32))
+    ids = tops(*exact, "teacher", 8, (), 1.0)
+    (value,), (_, wanted) = coarse_gradients(Formula("reverse_kl"), *exact, ids)
+    assert value > 25
+    for backend in ("reference", "chunked"):
+        found = divergence("reverse_kl", *single, support="topk", k=8, backend=backend)  # type: ignore[arg-type]
+        assert found.loss.item() == pytest.approx(value, rel=1e-5)
+        (gradient,) = torch.autograd.grad(found.loss, single[0].weight)
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_no_tail_where_the_support_is_everything(kind: Any, params: dict, backend: Any) -> None:
+    """log 0 on both sides: the full divergence. A tail that is below the smallest float is still one."""
+    student, teacher = tailed([-3.0, -9.0], [-4.0, -2.0], torch.float32)
+    everything = torch.arange(61).expand(2, 61)
+    for merge in ((), ((0, 2, 7), (3, 10))):
+        full = divergence(kind, student, teacher, backend=backend, merge=merge, **params)
+        wanted = torch.autograd.grad(full.loss, leaves(student))
+        for options in ({"support": "ids", "ids": everything}, {"support": "topk", "k": 61}):
+            found = divergence(kind, student, teacher, backend=backend, merge=merge, **options, **params)
+            torch.testing.assert_close(found.value, full.value, rtol=1e-5, atol=1e-6)
+            for one, other in zip(torch.autograd.grad(found.loss, leaves(student)), wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    if params.get("alpha") != 2.0:  # T^2 / S is infinite there
+        exact, single = (tailed([-200.0, -2.0], [-2.0, -200.0], dtype) for dtype in (torch.float64, torch.float32))
+        values, wanted = coarse_gradients(Formula.of(kind, params), *exact, tops(*exact, "teacher", 8, (), 1.0))
+        found = divergence(kind, *single, backend=backend, support="topk", k=8, **params)
+        assert found.value.tolist() == pytest.approx(values, rel=1e-4, abs=1e-5)
+        for one, other in zip(torch.autograd.grad(found.loss, leaves(single[0])), wanted, strict=True):
+            assert (one.double() - other).norm() < 1e-4 * other.norm()
+
+
+def test_a_row_without_ids_is_all_tail() -> None:
+    student, teacher = tailed([-3.0, -9.0], [-4.0, -2.0], torch.float32)
+    ids = torch.tensor([[-1, -1], [0, -1]])
+    for backend in ("reference", "chunked"):
+        found = divergence("jsd", student, teacher, support="ids", ids=ids, backend=backend)  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(found.loss, leaves(student))
+        assert found.value[0].abs() < 1e-6
+        assert found.value[1] > 0
+        assert gradients[1][:, 0].abs().max() < 1e-6
+        assert gradients[1][:, 1].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("k", [None, 5])
+@pytest.mark.parametrize("merge", [(), ((0, 2, 7), (3, 10))])
+def test_a_tail_that_was_sent_stays_sharp(merge: tuple, k: int | None) -> None:
+    """A teacher that has whole rows sends the log-sum-exp. Merging and cutting add to it; they do not make it anew."""
+    student, teacher = tailed([-12.0, -3.0, -30.0], [-20.0, -40.0, -31.0], torch.float32)
+    ids, logprobs, tail, stop = likeliest_ids(teacher, 8, merge[0] if merge else ())
+    sent = TopK(*(part.numpy() for part in (ids, logprobs, tail, stop)), "")
+    if not merge:
+        assert tail.tolist() == pytest.approx([-20, -40, -31], abs=1e-4)
+    found = divergence("reverse_kl", student, sent, support="topk", k=k, merge=merge)
+    assert found.statistics.vague_tail is not None
+    assert not found.statistics.vague_tail.any()
+    top = log_probs(teacher, 61, merge).topk(k or 8)
+    chosen = torch.cat([top.indices, *(torch.full((3, 1), group[0]) for group in merge[: 1 if k is None else 0])], -1)
+    exact = divergence("reverse_kl", student, teacher, support="ids", ids=chosen, merge=merge)
+    torch.testing.assert_close(found.value, exact.value, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(some.loss, leaves(student)) for some in (found, exact)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("sent", [float("nan"), float(np.log(np.finfo(np.float32).eps))])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_what_a_sum_near_one_cannot_tell(backend: Any, sent: float) -> None:
+    """Of a tail below 1e-7 a server without whole rows knows that it is below: the statistics say so, the value is a lower bound,
+    and a student whose tail is as small as that is not pulled."""
+    student, teacher = tailed([-1.0, -30.0, -2.0], [-26.0, -26.0, -3.0], torch.float32)
+    top = log_probs(teacher, 61).topk(8)
+    tail = np.array([sent, sent, np.log(-np.expm1(top.values[2].double().logsumexp(-1).item()))], np.float32)
+    nan = np.full(3, np.nan, np.float32)
+    found = divergence("alpha", student, TopK(top.indices.numpy(), top.values.numpy(), tail, nan, ""), support="topk",
+                       backend=backend, alpha=3.0)  # fmt: skip
+    assert found.statistics.vague_tail is not None
+    assert found.statistics.vague_tail.tolist() == [True, True, False]
+    assert found.value.isfinite().all()
+    exact = divergence("reverse_kl", student, teacher, support="topk", k=8)
+    assert found.reverse_kl[0] < exact.value[0] - 1
+    torch.testing.assert_close(found.reverse_kl[1:], exact.value[1:], rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.loss, student.weight)
+    outside = torch.ones(61, dtype=torch.bool).scatter(0, top.indices[1], torch.zeros(8, dtype=torch.bool))
+    assert gradient[outside, 1].abs().max() < 1e-6
+    assert gradient[outside, 0].abs().max() > 1e-4
 
 
 def test_masses_above_one_are_clamped() -> None:

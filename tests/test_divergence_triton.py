@@ -15,7 +15,7 @@ import torch
 from opd.divergences import Mixture, Projection, divergence, statistics, token_logprobs
 from opd.divergences.plan import KernelPlan
 from opd.divergences.rows import RowStatistics
-from tests.divergence_cases import CASES, SMOOTH, leaves
+from tests.divergence_cases import CASES, SMOOTH, leaves, tailed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -192,6 +192,46 @@ def test_a_support_in_half_precision() -> None:
     narrow, exact = (heads(7, dtype, bias=False, softcap=None) for dtype in (torch.bfloat16, torch.float64))
     found = run(narrow, "reverse_kl", {}, "", "triton", "fast", **options)
     compare(found, run(exact, "reverse_kl", {}, "", "reference", "fast", **options), 8e-3)
+
+
+def on_device(side: Projection, dtype: torch.dtype) -> Projection:
+    found = Projection(*(part.detach().to(DEVICE, dtype) for part in (side.hidden, side.weight)))
+    for tensor in leaves(found):
+        tensor.requires_grad_(side.weight.requires_grad)
+    return found
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(("side", "merge"), [("teacher", ()), ("student", ((0, 2, 7), (3, 60))), ("union", ((5, 9),))])
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_a_small_tail_is_exact_in_single_precision(kind: str, params: dict, side: str, merge: tuple) -> None:
+    """Down to 4e-18, on either side or both, a row at a time: one minus the sum over the support would say nothing."""
+    tails = [-2.0, -7.0, -12.5, -16.0, -26.0, -40.0, -40.0]
+    pair = tailed(tails, [-40.3, -2.3, -26.0, -12.5, -16.0, -3.0, -39.0], torch.float64, 301)
+    results = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
+        options: dict[str, Any] = {"support": "topk", "k": 8, "side": side, "merge": merge, "backend": backend}
+        student, teacher = (on_device(one, dtype) for one in pair)
+        found = divergence(kind, student, teacher, tokens=torch.arange(7, device=DEVICE), **options, **params)
+        hidden, weight = torch.autograd.grad(found.loss, leaves(student))
+        rows = [found.value[:, None], hidden, weight.T, found.entropy[:, None], found.reverse_kl[:, None]]
+        results.append([part.double() for part in [*rows, found.statistics.logprob[:, None]]])  # type: ignore[index]
+    for one, other in zip(*results, strict=True):
+        assert ((one - other).norm(dim=1) <= 1e-4 * other.norm(dim=1) + 1e-5).all()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("merge", [(), ((3, 300, 7), (250, 1))])
+def test_no_tail_where_the_support_is_everything(merge: tuple, softcap: float | None) -> None:
+    """In some of the rows; one has no ids at all, one all but an event."""
+    ids = torch.arange(V).repeat(N, 1)
+    ids[1], ids[2, [3, 300, 7]], ids[3, 9:] = -1, -1, -1
+    options: dict[str, Any] = {"support": "ids", "ids": ids.to(DEVICE), "merge": merge}
+    for kind, params in (("reverse_kl", {}), ("alpha", {"alpha": 2.0})):
+        single, exact = (heads(4, dtype, bias=False, softcap=softcap) for dtype in (torch.float32, torch.float64))
+        found = run(single, kind, params, "", "triton", "fast", **options)
+        compare(found, run(exact, kind, params, "", "reference", "fast", **options), 2e-4)
 
 
 @pytest.mark.usefixtures("tiles")

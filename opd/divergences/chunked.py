@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opd.divergences.mixture import Mixture, Source
-from opd.divergences.projection import MergeGroups, Projection, canonical_ids, matmul
+from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, matmul
 from opd.divergences.rows import Events, Job, RowStatistics, gradient_rows, softmax_, transform_, untransform_
 from opd.divergences.supports import TopRows, largest
 
@@ -223,12 +223,14 @@ def chunked_statistics(job: Job, student: Projection, teacher: Source | None, ch
         yield job.rows(index).observe(index, log_s, log_t, value, s, t)
 
 
-def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and log-probs of `apart` and of the k likeliest others, most likely first; the log-prob of `apart` together."""
+def likeliest_rows(job: Job, projection: Projection, k: int, apart: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids and log-probs of `apart` and of the k likeliest others, most likely first; the log-probs of all that is outside, and of
+    `apart` together."""
     log_p, _ = log_softmax_(matmul(projection.hidden, projection.weight[: job.size].T), projection, job)
     members = torch.tensor(apart, dtype=torch.long, device=log_p.device)
     own = log_p[:, members]
     values, likely = largest(log_p.index_fill_(-1, members, -torch.inf), min(k, job.size - len(apart)))
     ids = torch.cat([likely, members.expand(log_p.shape[0], -1)], -1)
+    tail = log_p.scatter_(-1, likely, -torch.inf).logsumexp(-1).clamp(min=LOG_ZERO)
     logprobs, order = torch.cat([values, own], -1).sort(dim=-1, descending=True, stable=True)
-    return ids.gather(-1, order), logprobs, own.logsumexp(-1)
+    return ids.gather(-1, order), logprobs, tail, own.logsumexp(-1)

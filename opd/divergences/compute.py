@@ -31,7 +31,7 @@ from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
 from opd.divergences.projection import MergeGroups, Projection, without_autocast
 from opd.divergences.rows import Job, RowStatistics, Weight, reference_rows
-from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation, outside
+from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
 from opd.types import TopK
 
 CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
@@ -283,5 +283,5 @@ def likeliest_ids(projection: Projection, k: int, apart: Sequence[int] = ()) -> 
     apart = [index for index in dict.fromkeys(apart) if index < job.size]
     chunk = values_plan(job, projection, None, CHUNK_BYTES).chunk
     parts = [likeliest_rows(job, projection.rows(rows), k, apart) for rows in slices(max(projection.count, 1), chunk)]
-    ids, logprobs, group = (torch.cat(column) for column in zip(*parts, strict=True))
-    return ids, logprobs, outside(logprobs).squeeze(-1), group
+    ids, logprobs, tail, group = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, logprobs, tail, group

@@ -17,7 +17,7 @@ from torch import Tensor
 from opd.divergences.formulas import Formula, entropy
 from opd.divergences.mixture import Source, source_log_probs
 from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, canonical_ids, log_probs
-from opd.divergences.supports import TopRows, Truncation, closed, gather, largest
+from opd.divergences.supports import TopRows, Truncation, closed, gather, largest, on_support, spread_outside
 from opd.divergences.upload import upload
 
 
@@ -38,6 +38,7 @@ class RowStatistics:
     overlap: Tensor | None = None  # share of the two top-`overlap` sets that agrees
     stop: Tensor | None = None  # mass of the first merged group, student
     teacher_stop: Tensor | None = None
+    vague_tail: Tensor | None = None  # bool, of a `TopK` teacher: its mass outside is too small to be known
 
     @classmethod
     def join(cls, parts: Sequence[RowStatistics]) -> RowStatistics:
@@ -134,10 +135,12 @@ def reference_rows(
             None if isinstance(teacher, TopRows) else source_log_probs(teacher, job.size, job.merge, job.temperature)
         )
         ids = support_ids(job, log_s.detach(), log_t, teacher)
-    value = _value(job, log_s if ids is None else gather(log_s, ids), log_t, ids, teacher)
+    closure = job.truncation.closure
+    part_s = log_s if ids is None else on_support(log_s, ids, closure)
+    value = _value(job, part_s, log_t, None, ids, teacher)
     with torch.no_grad():
         s, t = log_s.detach().exp(), None if log_t is None else log_t.exp()
-        statistics = _observe(job, index, log_s.detach(), log_t, s, t, value.detach(), ids, teacher)
+        statistics = _observe(job, index, log_s.detach(), log_t, s, t, value.detach(), ids, part_s.detach(), teacher)
         weight = job.row_weight(statistics)
     return (value * weight).sum(), statistics
 
@@ -152,14 +155,19 @@ def support_ids(job: Job, log_s: Tensor, log_t: Tensor | None, teacher: Source |
     return job.truncation.choose(log_s, log_t, job.ids, job.merge)
 
 
-def _value(job: Job, student: Tensor, log_t: Tensor | None, ids: Tensor | None, teacher: Source | TopRows) -> Tensor:
-    """(n,) from the student's log-probs at `ids` (all of them if None)."""
+def _value(
+    job: Job, student: Tensor, log_t: Tensor | None, t: Tensor | None, ids: Tensor | None, teacher: Source | TopRows
+) -> Tensor:
+    """(n,) from the student's log-probs `on_support` (all of them if `ids` is None)."""
     assert job.formula is not None
     closure = job.truncation.closure
     if isinstance(teacher, TopRows):
-        return closed(job.formula, closure, student, teacher.logprobs, teacher.tail)
+        seen = teacher.seen(student) if closure == "tail" else student
+        return closed(job.formula, closure, seen, teacher.on_support(closure))
     assert log_t is not None
-    return job.formula(student, log_t) if ids is None else closed(job.formula, closure, student, gather(log_t, ids))
+    if ids is None:
+        return job.formula(student, log_t)
+    return closed(job.formula, closure, student, on_support(log_t, ids, closure, t))
 
 
 def _observe(
@@ -171,15 +179,18 @@ def _observe(
     t: Tensor | None,
     value: Tensor,
     ids: Tensor | None,
+    part_s: Tensor,
     teacher: Source | TopRows,
 ) -> RowStatistics:
+    """`part_s`: the student's log-probs `on_support`."""
     statistics = job.observe(index, log_s, log_t, value, s, t)
     if not isinstance(teacher, TopRows) or ids is None:
         return statistics
     # A top-k teacher is known only as events and a tail: entropy and yardstick are those of that coarser alphabet.
-    coarse_t = torch.cat([teacher.logprobs, teacher.tail[:, None]], -1)
-    yardstick = closed(Formula("reverse_kl"), "tail", gather(log_s, ids), teacher.logprobs, teacher.tail)
-    return replace(statistics, teacher_entropy=entropy(coarse_t), reverse_kl=yardstick)
+    coarse_s = part_s if job.truncation.closure == "tail" else on_support(log_s, ids, "tail")
+    coarse_t = teacher.on_support("tail")
+    yardstick = closed(Formula("reverse_kl"), "tail", teacher.seen(coarse_s), coarse_t)
+    return replace(statistics, teacher_entropy=entropy(coarse_t), reverse_kl=yardstick, vague_tail=teacher.vague)
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,14 +308,25 @@ def _sparse_gradient(
     teacher: Source | TopRows,
     index: Tensor,
 ) -> tuple[Tensor, RowStatistics, Tensor]:
-    """Autograd on the few chosen log-probs, then the softmax's own derivative by hand."""
-    chosen = gather(log_s, ids).requires_grad_()
+    """Autograd on the few chosen log-probs and the tail, then the softmax's own derivative by hand."""
+    tailed = job.truncation.closure == "tail"
+    chosen, spread = gather(log_s, ids), s
+    if tailed:
+        spread, tail = spread_outside(log_s, s, ids)
+        chosen = torch.cat([chosen, tail], -1)
+    chosen.requires_grad_()
     with torch.enable_grad():
-        value = _value(job, chosen, log_t, ids, teacher)
-    statistics = _observe(job, index, log_s, log_t, s, t, value.detach(), ids, teacher)
+        value = _value(job, chosen, log_t, t, ids, teacher)
+    statistics = _observe(job, index, log_s, log_t, s, t, value.detach(), ids, chosen.detach(), teacher)
     with torch.enable_grad():
         loss = (value * job.row_weight(statistics)).sum()
     (slope,) = torch.autograd.grad(loss, chosen)
-    slope = slope.masked_fill(ids < 0, 0)
-    grad = s.mul_(-slope.sum(-1, keepdim=True))
-    return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), slope)
+    k = ids.shape[-1]
+    inside = slope[:, :k].masked_fill(ids < 0, 0)
+    if not tailed:
+        grad = spread.mul_(-inside.sum(-1, keepdim=True))
+        return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), inside)
+    slope, probs = torch.cat([inside, slope[:, k:]], -1), chosen.detach().exp()
+    logit_grad = slope - probs * slope.sum(-1, keepdim=True)  # of the chosen ids, and of all others together
+    grad = spread.mul_(logit_grad[:, k:])
+    return loss.detach(), statistics, grad.scatter_add_(-1, ids.clamp(min=0), logit_grad[:, :k])

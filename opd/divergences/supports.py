@@ -7,10 +7,15 @@ it). A closure decides:
     renormalised   both sides are conditioned on A; nothing is said about the mass outside
     generalised    f~(u) = f(u) - f'(1)(u - 1) on A: zero with zero gradient at S = T, still an estimate
     none           the bare sum. Not a divergence; here to reproduce what others publish
+
+With whole rows of log-probs the tail is the log-sum-exp of the ids outside A, exact however small it is. One minus the sum over
+A is not: that sum is near 1, and fp32 rounds it to a multiple of 6e-8. A served teacher sends A alone, so its tail may be known
+that way only; `TopRows.vague` marks the rows where it is not known.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,6 +28,7 @@ from opd.divergences.projection import LOG_ZERO, MergeGroups, canonical_ids
 from opd.types import TopK
 
 Support = Literal["full", "topk", "ids"]
+SMALL_MASS = 1e-20  # sums of probabilities below may lack some that are no floats any more
 TOP_BLOCK = 64  # ids whose maximum stands for them where the k likeliest are looked for
 
 
@@ -91,20 +97,64 @@ def gather(logprobs: Tensor, ids: Tensor) -> Tensor:
     return logprobs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, LOG_ZERO)
 
 
-def outside(logprobs: Tensor) -> Tensor:
-    """(N, 1) log of the mass that is not in the support; never log 0, and masses that sum above 1 leave that floor."""
-    floor = torch.finfo(logprobs.dtype).eps
-    return (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=floor).log()
+def complement(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """(N, V) log-probs with log 0 at `ids`; an id of -1 stands for none."""
+    rows, size = logprobs.shape
+    chosen = torch.zeros(rows, size + 1, dtype=torch.bool, device=logprobs.device)
+    chosen.scatter_(-1, torch.where(ids < 0, size, ids), True)  # the last column collects what is no id
+    return logprobs.masked_fill(chosen[:, :size], LOG_ZERO)
 
 
-def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor, tail: Tensor | None = None) -> Tensor:
+def outside(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """(N, 1) log of the mass that is not at `ids`, from whole rows (N, V); log 0 where nothing is outside."""
+    return complement(logprobs, ids).logsumexp(-1, keepdim=True)
+
+
+def spread_outside(logprobs: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, V) the distribution over what is not at `ids`, 0 at them, and (N, 1) `outside`. No gradients.
+
+    On a CPU a sum of probabilities costs a tenth of a log-sum-exp and is as exact, unless they come near the smallest float.
+    """
+    if probs.device.type != "cpu":
+        rest = complement(logprobs, ids)
+        tail = rest.logsumexp(-1, keepdim=True)
+        return rest.sub_(tail).exp_(), tail
+    places = ids.clamp(min=0)
+    rest = probs.scatter_add(-1, places, -probs.gather(-1, places).masked_fill_(ids < 0, 0))
+    mass = rest.sum(-1, keepdim=True)
+    rest, tail = rest.div_(mass), mass.log()
+    if (small := (mass.squeeze(-1) < SMALL_MASS).nonzero().squeeze(-1)).numel():
+        few = complement(logprobs[small], ids[small])
+        tail[small] = few.logsumexp(-1, keepdim=True)
+        rest[small] = few.sub_(tail[small]).exp_()
+    return rest, tail
+
+
+def on_support(logprobs: Tensor, ids: Tensor, closure: Closure, probs: Tensor | None = None) -> Tensor:
+    """(N, K) log-probs at `ids`, from whole rows (N, V); for the closure `tail` with one more column, the tail.
+
+    With the probabilities it may be cheaper, and has no gradients.
+    """
+    chosen = gather(logprobs, ids)
+    if closure != "tail":
+        return chosen
+    tail = outside(logprobs, ids) if probs is None else spread_outside(logprobs, probs, ids)[1]
+    return torch.cat([chosen, tail], -1)
+
+
+def unlisted(logprobs: Tensor, resolution: float) -> Tensor:
+    """(N,) log of one minus the sum of the listed masses (N, K): all that is known where the others are not listed.
+
+    Never below `resolution`, the step in which a sum near 1 is rounded.
+    """
+    return (1 - logprobs.exp().sum(-1)).clamp(min=resolution).log()
+
+
+def closed(formula: Formula, closure: Closure, student: Tensor, teacher: Tensor) -> Tensor:
     """(N,) divergence from the support's log-probs (N, K), differentiable in `student`.
 
-    `tail`: the teacher's, if known.
+    For the closure `tail` their last column is the tail.
     """
-    if closure == "tail":
-        teacher_tail = outside(teacher) if tail is None else tail[:, None]
-        return formula(torch.cat([student, outside(student)], -1), torch.cat([teacher, teacher_tail], -1))
     if closure == "renormalised":
         return formula(student - student.logsumexp(-1, keepdim=True), teacher - teacher.logsumexp(-1, keepdim=True))
     if closure == "generalised":
@@ -122,13 +172,24 @@ class TopRows:
     ids: Tensor  # (N, K)
     logprobs: Tensor  # (N, K), LOG_ZERO where ids is -1
     tail: Tensor  # (N,) log of the mass outside
+    vague: Tensor  # (N,) bool: the mass outside is not known, only that it is at most `tail`
 
     @property
     def count(self) -> int:
         return self.ids.shape[0]
 
     def rows(self, index: slice) -> TopRows:
-        return TopRows(self.ids[index], self.logprobs[index], self.tail[index])
+        return TopRows(self.ids[index], self.logprobs[index], self.tail[index], self.vague[index])
+
+    def on_support(self, closure: Closure) -> Tensor:
+        """(N, K) log-probs; for the closure `tail` with one more column, the tail."""
+        return torch.cat([self.logprobs, self.tail[:, None]], -1) if closure == "tail" else self.logprobs
+
+    def seen(self, student: Tensor) -> Tensor:
+        """(N, K + 1) log-probs of the student with its tail, as far as this teacher can tell: where its own tail is vague, a
+        smaller one of the student's counts as equal, and has no gradient."""
+        tail = torch.where(self.vague & (student[:, -1] < self.tail), self.tail, student[:, -1])
+        return torch.cat([student[:, :-1], tail[:, None]], -1)
 
     @classmethod
     def of(
@@ -146,34 +207,60 @@ class TopRows:
 
         At a temperature `tau` other than 1 a sum is known from its members alone."""
         ids = torch.as_tensor(top.ids).to(device=device, dtype=torch.long)
-        logprobs = torch.as_tensor(top.logprobs).to(device=device, dtype=dtype)
-        known = (ids >= 0) & (ids < size) & ~logprobs.isnan()
+        given = torch.as_tensor(top.logprobs)
+        logprobs = given.to(device=device, dtype=dtype)
+        listed = (ids >= 0) & ~logprobs.isnan()
+        known = listed & (ids < size)
+        joining = [(logprobs / tau).masked_fill(~listed | known, LOG_ZERO)]  # what goes to the tail
         ids, logprobs = ids.masked_fill(~known, -1), (logprobs / tau).masked_fill(~known, LOG_ZERO)
-        for number, group in enumerate(merge):
+        leaving = torch.full_like(known[:, 0], tau != 1.0)  # whether something of the tail is now an event
+        groups = [[index for index in dict.fromkeys(group) if index < size] for group in merge]
+        for number, group in enumerate(groups):
             stop_known = number == 0 and tau == 1.0
             stop = torch.as_tensor(top.stop_logprob).to(device=device, dtype=dtype) if stop_known else None
-            ids, logprobs = merge_top(ids, logprobs, [index for index in dict.fromkeys(group) if index < size], stop)
+            ids, logprobs, incomplete, partly = merge_top(ids, logprobs, group, stop)
+            joining.append(incomplete)
+            leaving |= partly
         if k is not None and k < ids.shape[-1]:
-            logprobs, columns = logprobs.topk(k, dim=-1)
+            every, (logprobs, columns) = logprobs, logprobs.topk(k, dim=-1)
             ids = ids.gather(-1, columns)
-        tail = outside(logprobs).squeeze(-1)
-        if not merge and k is None:  # nothing moved: the given tail is sharper than one minus a sum near 1
-            given = torch.as_tensor(top.tail).to(device=device, dtype=dtype)
-            above_one = logprobs.exp().sum(-1) > 1
-            tail = torch.where(given.isnan() | above_one, tail, given)
-        return cls(ids, logprobs, tail)
+            joining.append(every.scatter(-1, columns, LOG_ZERO))
+        whole = (ids >= 0).sum(-1) == size - sum(max(len(group) - 1, 0) for group in groups)
+        return cls(ids, logprobs, *_tail_of(top, logprobs, torch.cat(joining, -1), leaving, whole, given.dtype))
 
 
-def merge_top(ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One event per row for `group` in an extra column: its given mass, else the sum of all members, else none."""
+def _tail_of(
+    top: TopK, logprobs: Tensor, joining: Tensor, leaving: Tensor, whole: Tensor, given: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The tail that was sent, with what joins it, and whether it is vague; one minus the sum where that does not tell.
+
+    `whole`: rows whose support is the whole vocabulary, so that nothing is outside.
+    """
+    resolution = max(torch.finfo(dtype).eps for dtype in (given, logprobs.dtype))
+    sent = torch.as_tensor(top.tail).to(logprobs).clamp(min=LOG_ZERO)
+    tail = torch.cat([sent[:, None], joining], -1).logsumexp(-1)
+    unknown = sent.isnan() | leaving | (logprobs.exp().sum(-1) > 1)
+    tail = torch.where(unknown, unlisted(logprobs, resolution), tail).masked_fill(whole, LOG_ZERO)
+    return tail, (tail - math.log(resolution)).abs() < 1e-3
+
+
+def merge_top(
+    ids: Tensor, logprobs: Tensor, group: list[int], stop: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One event per row for `group` in an extra column: its given mass, else the sum of all members, else none.
+
+    Also (N, K) log-probs of the members where there is none, and (N,) whether the given mass is of more ids than are listed.
+    """
     if len(group) < 2:
-        return ids, logprobs
+        return ids, logprobs, logprobs[:, :0], torch.zeros_like(ids[:, 0], dtype=torch.bool)
     member = torch.isin(ids, torch.tensor(group, device=ids.device))
-    total = torch.where(member, logprobs, LOG_ZERO).logsumexp(-1)
-    complete = member.sum(-1) == len(group)
+    of_members = torch.where(member, logprobs, LOG_ZERO)
+    total = of_members.logsumexp(-1)
+    complete = all_listed = member.sum(-1) == len(group)
     if stop is not None:
         total, complete = torch.where(stop.isnan(), total, stop), complete | ~stop.isnan()
     event = torch.where(complete, group[0], -1)
     ids = torch.cat([ids.masked_fill(member, -1), event[:, None]], -1)
     column = torch.where(complete, total, torch.full_like(total, LOG_ZERO))
-    return ids, torch.cat([logprobs.masked_fill(member, LOG_ZERO), column[:, None]], -1)
+    logprobs = torch.cat([logprobs.masked_fill(member, LOG_ZERO), column[:, None]], -1)
+    return ids, logprobs, of_members.masked_fill(complete[:, None], LOG_ZERO), complete & ~all_listed

@@ -221,14 +221,17 @@ class TileEngine:
         return state
 
     def fold(self, tile: Tile) -> None:
-        tile.fold_into(self.state, self.formula.kind == "forward_kl", both=self.teacher is not None)
-        if self.token_logits is not None:
-            self._find_tokens(tile)
+        self.fold_logits(tile)
+        self.find_tokens(tile)
 
-    def _find_tokens(self, tile: Tile) -> None:
+    def fold_logits(self, tile: Tile) -> None:
+        tile.fold_into(self.state, self.formula.kind == "forward_kl", both=self.teacher is not None)
+
+    def find_tokens(self, tile: Tile) -> None:
         """Logits of the sampled ids that lie in this tile."""
+        if self.token_logits is None:
+            return
         assert self.job.tokens is not None
-        assert self.token_logits is not None
         tokens, start, stop = self.job.tokens[tile.rows], tile.columns.start, tile.columns.stop
         here = (tokens >= start) & (tokens < stop)
         column = (tokens - start).clamp(0, stop - start - 1)
@@ -330,13 +333,16 @@ class TileEngine:
             self.spread_over_members_(grad, tile, events)
         return grad
 
-    def spread_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor) -> Tensor:
-        """(n, C) gradient of log-probs (n,) of columns, likewise, without merged events; a `target` of -1 is none of them."""
-        grad = self._over(tile)
+    def spread_gradient_(self, tile: Tile, target: Tensor, upstream: Tensor, state: Tensor | None = None) -> Tensor:
+        """(n, C) gradient of log-probs (n,) of columns, likewise, without merged events; a `target` of -1 is none of them.
+
+        `state`: (2, n) or more running values that hold the normaliser, where it is not the row's.
+        """
+        grad, state = self._over(tile), self.state[:, tile.rows] if state is None else state
         tile.launch(
             kernels.logprob_kernel,
-            self.state[:, tile.rows],
-            self.state.stride(0),
+            state,
+            state.stride(0),
             target,
             upstream * (self.student.scale / self.job.temperature),
             grad,

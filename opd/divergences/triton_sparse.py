@@ -3,6 +3,10 @@
 Rows are folded as for the whole vocabulary, which gives normalisers and statistics. In a row's logits the gradient is then
 -G S, with G the sum of the slopes at the chosen log-probs, and at the chosen columns that and the slope. Whole tiles only.
 
+For the closure `tail` what is chosen is taken out of the tile before it is folded, so that the same pass gives the log-sum-exp
+of all that is outside; what was taken is added to a row's sums afterwards. Outside, the gradient is its share of the tail
+times g - S G, of the tail's own slope g and mass S.
+
 Axis legend: n = rows of a tile, K = chosen columns, E = merged events.
 """
 
@@ -38,7 +42,6 @@ def sparse_divergence(
     weight = given_weights(engine, job.weight)
     for rows in engine.row_slices():
         tile = engine.tile(rows, slice(0, job.size))
-        engine.fold(tile)
         chosen = _Chosen(engine, job.rows(rows), tile)
         values.append(chosen.value.detach())
         if callable(job.weight):  # of this chunk's statistics; otherwise those can wait for the end
@@ -64,9 +67,18 @@ class _Chosen:
         self.events = (None, None) if merged is None else (merged.student[rows], merged.teacher[rows])  # (n, E)
         self.first = None if merged is None else merged.first
         self.state = engine.state[:, rows]
-        self.ids = self._ids().contiguous()
-        student, teacher = few.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
-        self.student = student.requires_grad_()  # (n, K) log-probs
+        self.tailed = job.truncation.closure == "tail"
+        if self.tailed:
+            engine.find_tokens(tile)
+            self.ids = self._ids().contiguous()
+            student, teacher = few.take_chosen_(tile, self.ids, self.state, self.first, *self.events)
+            engine.fold_logits(tile)
+            self.rest = few.tail_logprobs_(student, teacher, self.state)
+        else:
+            engine.fold(tile)
+            self.ids, self.rest = self._ids().contiguous(), self.state
+            student, teacher = few.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
+        self.student = student.requires_grad_()  # (n, K) log-probs; for the closure `tail` (n, K + 1)
         assert job.formula is not None
         with torch.enable_grad():
             self.value = closed(job.formula, job.truncation.closure, self.student, teacher)
@@ -106,12 +118,20 @@ class _Chosen:
         """Of the loss, in the student's raw values, over their memory."""
         engine, tile, ids = self.engine, self.tile, self.ids
         (slope,) = torch.autograd.grad(loss, self.student)
-        slope = slope.masked_fill(ids < 0, 0).contiguous()
-        total = slope.sum(-1)
-        grad = engine.spread_gradient_(tile, torch.full_like(total, -1, dtype=torch.int64), total)
+        student = self.student.detach()
+        if self.tailed:  # an id of -1 has a mass of 0 beside the tail's, hence a slope of 0
+            slope = slope.contiguous()
+            total = slope.sum(-1)
+            outside = slope[:, -1] - student[:, -1].exp() * total
+        else:
+            slope = slope.masked_fill(ids < 0, 0).contiguous()
+            total = slope.sum(-1)
+            outside = -total
+        none = torch.full_like(total, -1, dtype=torch.int64)
+        grad = engine.spread_gradient_(tile, none, -outside, self.rest)
         factor = engine.student.scale / self.job.temperature
         events = few.chosen_gradient_(
-            grad, ids, slope, total, self.student.detach(), self.state, self.first, self.events[0], factor, tile.s
+            grad, ids, slope, total, outside, student, self.state, self.rest, self.first, self.events[0], factor, tile.s
         )
         if engine.merged is not None:
             engine.spread_over_members_(grad, tile, events)
