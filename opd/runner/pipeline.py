@@ -13,6 +13,7 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
+from opd.config.run_changes import part_in_words
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
 from opd.files import disk_errors, json_object, lines_checked, remove_partials
@@ -21,6 +22,7 @@ from opd.report.measured import checked_stages
 from opd.runner.beginning import WRITTEN
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.ending import early_stop, good_enough, spent
+from opd.runner.extend import correct_changes, told_now
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
 from opd.runner.interrupts import Interrupts
@@ -153,6 +155,7 @@ class Pipeline:
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
         by_name = {spec.name: standing for spec, standing in stages}
+        correct_changes(self._directory, by_name, self._progress.say)
         for name in LINES:
             said, left = cut_lines(self._directory / name, by_name, checked=lines_checked(self._directory))
             self._reports.written[name] = left
@@ -212,6 +215,8 @@ class Pipeline:
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
                 self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
+        for part in told_now(self._directory, spec.name, result.steps):
+            self._progress.say(f"{spec.name}: changed {part_in_words(part)}")
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         saved.lines = partial(self._reports.lines, spec.name)
