@@ -181,7 +181,15 @@ def resume(
     """Continue a run that was killed, stopped, preempted or ran out of disk; with KEY=VALUE also one that is finished."""
     from opd.runner.run import resume as go_on
 
-    go_on(run, overrides=overrides or (), mode=mode.value if mode else None, only=only, start=start, until=until, quiet=False)
+    go_on(
+        run,
+        overrides=overrides or (),
+        mode=mode.value if mode else None,
+        only=only,
+        start=start,
+        until=until,
+        quiet=False,
+    )
 
 
 @app.command()

@@ -15,10 +15,12 @@ import opd
 from opd.config import load_recipe
 from opd.config.run_changes import changed_keys, changed_text, changes_of, recipe_file
 from opd.config.stage import Stage, Train
-from opd.errors import OpdError, RecipeError, RunDirectoryError
+from opd.errors import RecipeError, RunDirectoryError
+from opd.evaluation import Measures
 from opd.files import read_sealed
 from opd.report.facts import run_facts
 from opd.runner.extend import CHANGEABLE, EVERY_KEY, WHY, as_overrides
+from opd.runner.results import StageResult
 from opd.runner.run import verified_recipe
 from opd.trainer.optimiser import learning_rate
 from tests.crash import RECIPE, killed, same_rollouts, same_run, same_weights, settled, written
@@ -92,7 +94,8 @@ def test_a_finished_run_is_extended_as_if_begun_at_once(ten: Path, twenty: opd.R
 
 def test_an_evaluation_that_was_due_counts_for_what_comes(models: dict[str, str], tmp_path: Path) -> None:
     """Of a run that evaluates every two steps, the one at its end is the one on the way of a longer run."""
-    spec = small(models, eval={"prompts": 2, "every": 2, "plateau": 1})
+    waits = {"coefficient": {"value": 1.0, "until": "plateau"}}
+    spec = small(models, eval={"prompts": 2, "every": 2, "plateau": 1}, objective=[{"form": "direct"}, waits])
     reference = opd.run(spec | {"train": trained(8)}, out=tmp_path / "reference")
     opd.run(spec | {"train": trained(4)}, out=tmp_path / "run")
     run = opd.resume(tmp_path / "run", overrides=["train.steps=8"])
@@ -159,7 +162,7 @@ def test_a_damaged_checkpoint_takes_the_record_back_with_it(
 MOMENTS = {  # where a process that extends a run may die; whether it is extended then
     ("opd.runner.extend:find_standings", 1): False,
     ("opd.runner.extend:write_whole", 1): False,
-    ("opd.runner.extend:changes_of", 1): False,
+    ("opd.runner.extend:changed_text", 1): False,
     ("opd.runner.extend:sync", 1): False,
     ("opd.runner.extend:write_sealed", 1): False,
     ("opd.runner.run:_go_on", 1): True,
@@ -178,19 +181,33 @@ def test_a_kill_leaves_the_run_as_it_was_or_extended(
 ) -> None:
     directory = copied(ten, tmp_path / "run")
     strike(monkeypatch, *moment, Crash)
-    if moment[0].endswith("changes_of"):  # nothing of it is read there: the new recipe is cut off instead
-        monkeypatch.undo()
-        (directory / "resolved-2.yaml").write_text("name: cut")
-    else:
-        with pytest.raises(Crash):
-            opd.resume(directory, overrides=["train.steps=20"])
-        monkeypatch.undo()
+    with pytest.raises(Crash):
+        opd.resume(directory, overrides=["train.steps=20"])
+    monkeypatch.undo()
     run = opd.resume(directory)  # without a word of what was asked for
     if extended:
         as_begun_at_once(run, twenty)
         return
     same_run(run, opd.Run(ten))
     as_begun_at_once(opd.resume(directory, overrides=["train.steps=20"]), twenty)
+
+
+def test_what_a_killed_extension_left_is_replaced(ten: Path, tmp_path: Path) -> None:
+    directory = copied(ten, tmp_path / "run")
+    (directory / "resolved-2.yaml").write_text("name: cut")
+    partial = directory / ".resolved-2.yaml.0123456789abcdef.partial"
+    partial.write_text("na")
+    opd.resume(directory, overrides=["train.steps=11"])
+    assert verified_recipe(directory).stages[0].train.steps == 11
+    assert not partial.exists()
+
+
+def test_a_checkpoint_holds_what_was_known_when_it_was_saved() -> None:
+    """It is written in the background, while the last evaluation is noted."""
+    result = StageResult("main")
+    state = result.state()
+    result.note_evaluation(10, {"a": Measures(1, greedy=0.5)}, 0.5)
+    assert (len(result.history), state["history"]) == (1, [])
 
 
 @pytest.mark.slow
@@ -305,15 +322,21 @@ def test_a_pipeline_names_the_stage_and_rebuilds_nothing(models: dict[str, str],
     stages = [{"name": "one"}, {"name": "side", "student": models["student"]}, {"name": "two", "student": "stage:one"}]
     spec = {**small(models, train=trained(2), checkpoint={"every": 0}), "stages": stages}
     first = opd.run(spec, out=tmp_path / "first", until="side")
-    with pytest.raises(RecipeError, match=r"stages one, side, two\. Say which one is meant: stages\.one\.train\.steps=3"):
+    with pytest.raises(
+        RecipeError, match=r"stages one, side, two\. Say which one is meant: stages\.one\.train\.steps=3"
+    ):
         opd.resume(first.directory, overrides=["train.steps=3"])
-    with pytest.raises(RecipeError, match=r"trackers are the first stage's"):
-        opd.resume(first.directory, overrides=["stages.two.log.project=mine"])
+    opd.resume(first.directory, overrides=["log.project=mine"], until="side")  # of all stages
+    assert {stage.log.project for stage in verified_recipe(first.directory).stages} == {"mine"}
     opd.resume(first.directory, overrides=["stages.one.train.steps=3"], until="side")  # nothing was built on it yet
     assert [stage["steps"] for stage in opd.Run(first.directory).summary["stages"]] == [3, 2]
     run = opd.resume(first.directory, overrides=["stages.two.train.lr=1e-3"])
     assert [line["lr"] for line in run.metrics if line["stage"] == "two"] == [1e-3] * 2
-    longer = {**spec, "stages": [{**stages[0], "train": {"steps": 3}}, stages[1], {**stages[2], "train": {"lr": 1e-3}}]}
+    longer = {
+        **spec,
+        "log": {"project": "mine"},
+        "stages": [{**stages[0], "train": {"steps": 3}}, stages[1], {**stages[2], "train": {"lr": 1e-3}}],
+    }
     same_weights_by_stage(run, opd.run(longer, out=tmp_path / "at-once"))
 
     before = (run.directory / "run.json").read_bytes()
@@ -365,30 +388,34 @@ def test_a_changed_recipe_is_sealed_and_written_again_where_it_was_cut(ten: Path
         opd.resume(directory)
 
 
-def test_a_run_with_plugins_and_given_prompts_is_extended_and_may_move(
-    models: dict[str, str], tmp_path: Path
-) -> None:
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(
-        "from opd.monitors import Monitor\n\n\nclass Quiet(Monitor):\n    name = 'quiet'\n    remedy = 'none'\n"
-        "    def alarm(self, history):\n        return None\n"
-    )
-    spec = {key: value for key, value in small(models, train=trained(1)).items() if key != "prompts"}
+PLUGIN = """
+import numpy as np
+import opd
+from opd.objective.gates import Gate
+
+
+@opd.register
+class Odd(Gate):
+    name = "odd_tokens"
+
+    def factors(self, view):
+        return [np.arange(rollout.response_ids.size) % 2.0 for rollout in view.rollouts]
+"""
+
+
+def test_a_run_with_plugins_and_given_prompts_is_extended_and_may_move(models: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
     rows = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(40)]
-    spec |= {"teachers": models["teacher"], "rewards": "exact"}
-    opd.run({**spec, "plugins": [str(plugin)]} if plugin_works(plugin) else spec, prompts=rows, out=tmp_path / "run")
+    spec = small(models, train=trained(1), teachers=models["teacher"], rewards="exact")
+    del spec["prompts"]
+    spec |= {"plugins": [str(tmp_path / "mine.py")], "objective": {"form": "direct", "gate": "odd_tokens"}}
+    opd.run(spec, prompts=rows, out=tmp_path / "run")
     opd.resume(tmp_path / "run", overrides=["train.steps=2"])
-    assert f"{tmp_path}/run" not in (tmp_path / "run/resolved-2.yaml").read_text()
+    text = (tmp_path / "run/resolved-2.yaml").read_text()
+    assert "plugins/mine.py" in text
+    assert f"{tmp_path}/run" not in text
     (tmp_path / "run").rename(tmp_path / "moved")
     assert len(opd.resume(tmp_path / "moved", overrides=["train.steps=3"]).metrics) == 3
-
-
-def plugin_works(path: Path) -> bool:
-    try:
-        load_recipe({"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition", "plugins": [str(path)]})
-    except OpdError:
-        return False
-    return True
 
 
 def test_the_command_line_extends(ten: Path, tmp_path: Path) -> None:
@@ -410,6 +437,20 @@ def test_values_are_replaced_whole_where_their_keys_differ() -> None:
     assert [one.key for one in changed_keys(before, after)] == ["stop.kind", "stop.x", "stop.y"]
     text = json.dumps({"stages": [{"name": "m", "eval": before}]})
     changed = changed_text(text, {"m": {"eval.stop": [before["stop"], after["stop"]], "train.steps": [1, 2]}})
-    assert changed.split() == "stages: - name: m eval: stop: kind: b y: null train: steps: 2".split()
+    assert changed.split() == [
+        "stages:",
+        "-",
+        "name:",
+        "m",
+        "eval:",
+        "stop:",
+        "kind:",
+        "b",
+        "y:",
+        "null",
+        "train:",
+        "steps:",
+        "2",
+    ]
     one = load_recipe({"student": "tiny/generalist", "teachers": "tiny/arithmetic", "prompts": "task:addition"})
     assert as_overrides(one, one) == []

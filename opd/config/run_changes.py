@@ -48,6 +48,15 @@ def recipe_file(directory: Path) -> Path:
     return directory / (changes[-1]["recipe"] if changes else RESOLVED)
 
 
+def recipe_name(changes: int) -> str:
+    """After so many changes.
+
+    >>> recipe_name(0), recipe_name(1)
+    ('resolved.yaml', 'resolved-2.yaml')
+    """
+    return f"resolved-{changes + 1}.yaml" if changes else RESOLVED
+
+
 def parts_of(changes: Sequence[Mapping[str, Any]], stage: str) -> list[dict[str, Any]]:
     """The changes of one stage, oldest first."""
     return [change["stages"][stage] for change in changes if stage in change["stages"]]
@@ -97,7 +106,9 @@ def part_in_words(part: Mapping[str, Any]) -> str:
     told = "; ".join(KeyChange(key, *values).in_words() for key, values in part["keys"].items())
     if rates is None:
         return f"after step {after}: {told}"
-    return f"after step {after}: {told}; learning rate {rates[0]:.6g} at step {after}, {rates[1]:.6g} at step {after + 1}"
+    return (
+        f"after step {after}: {told}; learning rate {rates[0]:.6g} at step {after}, {rates[1]:.6g} at step {after + 1}"
+    )
 
 
 def changes_in_words(changes: Sequence[Mapping[str, Any]], stages: int) -> list[str]:

@@ -26,10 +26,11 @@ from opd.config.run_changes import (
     changes_of,
     parts_of,
     recipe_file,
+    recipe_name,
     shown_value,
 )
 from opd.config.runs import RESULT
-from opd.errors import RecipeError, RunDirectoryError
+from opd.errors import RecipeError
 from opd.files import SEALS, read_sealed, sync, write_sealed, write_whole
 from opd.runner.checkpoint import checkpoint_directory
 from opd.runner.ending import good_enough, spent
@@ -49,7 +50,7 @@ CHANGEABLE = {  # and keys of others
     "log": frozenset({"to", "project", "samples", "samples_every"}),
     "store": frozenset({"commit_ms", "fsync", "retain"}),
 }
-TRACKERS = ("log.to", "log.project")  # of a run's first stage, for all of them
+TRACKERS = ("log.to", "log.project")  # the same for all stages of a run
 RATES = ("train.steps", "train.lr", "train.warmup", "train.schedule")  # what the learning rate follows from
 WHY = {  # section -> why the rest of it cannot change
     "name": "checkpoints and rollouts are filed under it",
@@ -77,7 +78,7 @@ WHY = {  # section -> why the rest of it cannot change
 
 
 def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
-    """`train.steps=20` means the only stage; of several, one has to be named: `stages.NAME.train.steps=20`."""
+    """`train.steps=20` means the only stage; of several, one has to be named: `stages.NAME.train.steps=20`. Trackers are those of all."""
     placed = []
     for override in overrides:
         key, separator, _ = override.partition("=")
@@ -90,8 +91,8 @@ def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
             )
         if section == "stages":
             placed.append(override)
-        elif len(recipe.stages) == 1:
-            placed.append(f"stages.0.{override}")
+        elif len(recipe.stages) == 1 or key in TRACKERS:
+            placed += [f"stages.{number}.{override}" for number in range(len(recipe.stages))]
         else:
             names = ", ".join(stage.name for stage in recipe.stages)
             raise RecipeError(
@@ -118,9 +119,13 @@ def change_run(directory: Path, before: Recipe, after: Recipe, say: Callable[[st
         if old.name in wanted:
             detailed = [*changed_keys(old.model_dump(mode="json"), new.model_dump(mode="json"))]
             _require_changeable(directory, old, detailed, standings[old.name], len(pairs))
-    stages = {
-        new.name: _part(directory, before, old, new, wanted[new.name], standings) for old, new in pairs if new.name in wanted
-    }
+    left = any(_left(new, standings[new.name]) for _, new in pairs)
+    stages = {}
+    for old, new in pairs:
+        if (changes := wanted.get(new.name)) is not None:
+            stages[new.name] = _part(directory, old, new, changes, standings[new.name], len(pairs))
+            if standings[new.name].output is not None and not (left and _only_trackers(changes)):
+                _require_continues(directory, before, new, changes, standings)
     _write(directory, stages)
 
 
@@ -160,19 +165,10 @@ def _of_stage(name: str, stages: int) -> str:
 
 
 def _part(
-    directory: Path,
-    recipe: Recipe,
-    old: Stage,
-    new: Stage,
-    changes: Sequence[KeyChange],
-    standings: Mapping[str, Standing],
+    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: Standing, stages: int
 ) -> dict[str, Any]:
-    """What `run.json` says of one stage; refused where it would do nothing, or what was done contradicts it."""
-    standing, of = standings[old.name], _of_stage(old.name, len(recipe.stages))
-    result = standing.result or StageResult(old.name)
-    first = recipe.stages[0].name
-    if old.name != first and (found := next((one.key for one in changes if one.key.startswith(TRACKERS)), None)):
-        raise RecipeError(f"{of}{found}: trackers are the first stage's, for the whole run: set stages.{first}.{found}.")
+    """What `run.json` says of one stage; refused where what was done contradicts it."""
+    result, of = standing.result or StageResult(old.name), _of_stage(old.name, stages)
     if result.steps > new.train.steps:
         raise RecipeError(
             f"{of}train.steps {new.train.steps}: {result.steps} steps are done, and none is taken back. Checkpoints of "
@@ -183,8 +179,6 @@ def _part(
             f"{of}eval.prompts {new.eval.prompts}: the run began without evaluation, so the student before training was "
             "not measured. Measure its checkpoints with opd eval, or start a new run."
         )
-    if standing.output is not None:
-        _require_continues(directory, recipe, new, changes, standing, standings)
     ended = standing.result is not None and (standing.output is not None or bool(result.after))
     rates = None
     if result.steps and new.train.learn and any(change.key in RATES for change in changes):
@@ -195,6 +189,15 @@ def _part(
         "lr": rates,
         "result": result.state() if ended and _continues(new, result) else None,
     }
+
+
+def _only_trackers(changes: Sequence[KeyChange]) -> bool:
+    return all(change.key in TRACKERS for change in changes)
+
+
+def _left(new: Stage, standing: Standing) -> bool:
+    """Whether a run has something left to do for a stage."""
+    return standing.output is None or (standing.result is not None and _continues(new, standing.result))
 
 
 def _continues(new: Stage, result: StageResult) -> bool:
@@ -208,20 +211,20 @@ def _require_continues(
     recipe: Recipe,
     new: Stage,
     changes: Sequence[KeyChange],
-    standing: Standing,
     standings: Mapping[str, Standing],
 ) -> None:
     """A finished stage is changed where it has steps left to do then, and where nothing was built on what it ended with."""
-    assert standing.result is not None
-    result, of = standing.result, _of_stage(new.name, len(recipe.stages))
+    standing, of = standings[new.name], _of_stage(new.name, len(recipe.stages))
+    result = standing.result
+    assert result is not None
     where = directory / "checkpoints" / new.name
     told = ", ".join(change.key for change in changes)
     if standing.checkpoint is None:
         raise RecipeError(f"{of}{told}: the stage was passed over, so there is nothing to continue. Start a new run.")
     if not _continues(new, result):
-        if all(one.key.startswith(TRACKERS) for one in changes) and any(one.output is None for one in standings.values()):
-            return
-        raise RecipeError(f"{of}{told}: the stage is finished after step {result.steps}, so this changes nothing. {_remedy(new, result)}")
+        raise RecipeError(
+            f"{of}{told}: the stage is finished after step {result.steps}, so this changes nothing. {_remedy(new, result)}"
+        )
     if (where / REUSED).exists():
         origin = read_sealed(where / REUSED)
         raise RecipeError(
@@ -271,7 +274,7 @@ def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
     """One file decides, and it is the last to be written."""
     facts, current = read_sealed(directory / SEALS), recipe_file(directory)
     changes = facts.get("changes", [])
-    name = f"resolved-{len(changes) + 2}.yaml"
+    name = recipe_name(len(changes) + 1)
     text = changed_text(current.read_text(encoding="utf-8"), {stage: part["keys"] for stage, part in stages.items()})
     write_whole(directory / name, text)
     for stage, part in stages.items():
@@ -281,16 +284,16 @@ def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
             (folder / RESULT).unlink()
             sync(folder)
     files = {**facts["files"], name: hashlib.sha256(text.encode()).hexdigest()}
-    write_sealed(directory / SEALS, {**facts, "files": files, "changes": [*changes, {"recipe": name, "stages": stages}]})
+    write_sealed(
+        directory / SEALS, {**facts, "files": files, "changes": [*changes, {"recipe": name, "stages": stages}]}
+    )
 
 
 def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> bool:
     """Write a `resolved-2.yaml` again that was cut off, from the one before and what was changed. Whether that gives what was sealed."""
     changes = changes_of(directory)
-    number = next((number for number, change in enumerate(changes) if change["recipe"] == name), None)
-    if number is None:
-        return False
-    earlier = directory / (changes[number - 1]["recipe"] if number else "resolved.yaml")
+    number = [change["recipe"] for change in changes].index(name)
+    earlier = directory / recipe_name(number)
     keys = {stage: part["keys"] for stage, part in changes[number]["stages"].items()}
     text = changed_text(earlier.read_text(encoding="utf-8"), keys)
     if hashlib.sha256(text.encode()).hexdigest() != files[name]:

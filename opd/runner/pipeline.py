@@ -13,7 +13,7 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
-from opd.config.run_changes import part_in_words
+from opd.config.run_changes import changes_of, part_in_words, recipe_name
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
 from opd.files import disk_errors, json_object, lines_checked, remove_partials
@@ -144,7 +144,9 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
-        remove_partials(self._directory, set(WRITTEN) - {"report.html"})  # which `opd report` writes without the lock
+        recipes = [recipe_name(number) for number in range(len(changes_of(self._directory)) + 2)]
+        names = {*WRITTEN, *recipes} - {"report.html"}  # which `opd report` writes without the lock
+        remove_partials(self._directory, names)
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
         if all(standing.output for standing in standings) and self._summary_says_done():

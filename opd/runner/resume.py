@@ -121,9 +121,7 @@ def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) 
     return [_stage(root / spec.name, spec, parts_of(changes, spec.name), say) for spec in recipe.stages]
 
 
-def _stage(
-    folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say: Callable[[str], None]
-) -> Standing:
+def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> Standing:
     """`changes`: those of the stage."""
     tidy(folder)
     whole, damaged = _sorted_out(folder)

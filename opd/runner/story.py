@@ -31,7 +31,9 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
     if changes := changes_of(directory):
         kept = ("after", "keys", "lr")
         summary["changes"] = [
-            {"stage": name, **{key: part[key] for key in kept}} for one in changes for name, part in one["stages"].items()
+            {"stage": name, **{key: part[key] for key in kept}}
+            for one in changes
+            for name, part in one["stages"].items()
         ]
     if story := story_of(recipe, results):
         summary["story"] = story
