@@ -175,7 +175,7 @@ MOMENTS = {  # where a process that extends a run may die; whether it is extende
 }
 
 
-@pytest.mark.parametrize(("moment", "extended"), MOMENTS.items(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("moment", "extended"), MOMENTS.items(), ids=str)
 def test_a_kill_leaves_the_run_as_it_was_or_extended(
     ten: Path, twenty: opd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, int], extended: bool
 ) -> None:

@@ -216,9 +216,7 @@ class Pipeline:
             run = self._open(spec, store)
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
-                self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
-        for part in told_now(self._directory, spec.name, result.steps):
-            self._progress.say(f"{spec.name}: changed {part_in_words(part)}")
+        self._say_where(spec.name, result.steps, standing.checkpoint)
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         saved.lines = partial(self._reports.lines, spec.name)
@@ -245,6 +243,13 @@ class Pipeline:
             run.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._begun
+
+    def _say_where(self, stage: str, steps: int, checkpoint: Path | None) -> None:
+        """Where a stage continues, and what has been changed for the steps from there on."""
+        if checkpoint is not None:
+            self._progress.say(f"{stage}: continuing after step {steps} from {checkpoint}")
+        for part in told_now(self._directory, stage, steps):
+            self._progress.say(f"{stage}: changed {part_in_words(part)}")
 
     def _select(self, spec: Stage, result: StageResult) -> Stage | None:
         """The stage with those domains alone that are chosen, which is said; None: there are none."""

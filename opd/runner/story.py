@@ -29,9 +29,8 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
         "stages": [result.to_json() for result in results],
     }
     if changes := changes_of(directory):
-        kept = ("after", "keys", "lr")
         summary["changes"] = [
-            {"stage": name, **{key: part[key] for key in kept}}
+            {"stage": name, **{key: part[key] for key in ("after", "keys", "lr")}}
             for one in changes
             for name, part in one["stages"].items()
         ]
