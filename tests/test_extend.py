@@ -80,7 +80,13 @@ def test_a_finished_run_is_extended_as_if_begun_at_once(ten: Path, twenty: opd.R
     assert part["result"]["after"]  # what the first part had ended with
     assert {line["step"] for line in run.answers} == {0, 10, 20}
     assert run.summary["changes"] == [
-        {"stage": "main", "after": 10, "keys": {"train.steps": [10, 20]}, "lr": [0.01, 0.01]}
+        {
+            "stage": "main",
+            "after": 10,
+            "keys": {"train.steps": [10, 20]},
+            "lr": [0.01, 0.01],
+            "schedule": "constant over 20 steps",
+        }
     ]
     assert "Changed on the way: after step 10: train.steps 10 → 20;" in run_facts(directory)["words"]
     assert run_facts(directory)["stages"][0]["planned"] == 20
@@ -118,7 +124,7 @@ def test_the_schedule_is_computed_for_the_new_number_of_steps(
     wanted = [learning_rate(step, short if step <= 3 else long) for step in range(1, 7)]
     assert [line["lr"] for line in run.metrics] == pytest.approx(wanted, rel=1e-12)
     said = "".join(capsys.readouterr().out.split())  # however lines are broken
-    rates = f"learningrate{wanted[2]:.6g}atstep3,{wanted[3]:.6g}atstep4"
+    rates = f"learningrate{wanted[2]:.6g}atstep3,{wanted[3]:.6g}atstep4({schedule}over6steps)"
     assert f"changedafterstep3:train.steps3→6;{rates}" in said
     assert rates in "".join((tmp_path / "run/log.txt").read_text().split())
 

@@ -3,7 +3,8 @@
     {"recipe": "resolved-2.yaml",                       what the run carries out from then on
      "stages": {"main": {"after": 10,                   the last step that was trained as before
                          "keys": {"train.steps": [10, 20]},   key -> old and new value
-                         "lr": [0.0001, 5e-05],         the learning rate of that step, and of the next one
+                         "lr": [0.0001, 5e-05],         the learning rate of that step, and of the next one; null: no change
+                         "schedule": "linear over 20 steps",  by which it continues
                          "result": {…}}}}               what the stage had ended with; null: it had not ended
 
 `resolved.yaml`, `resolved-2.yaml`, … each stay as they were written: one per part of the run.
@@ -99,16 +100,15 @@ def shown_value(value: Any) -> str:
 def part_in_words(part: Mapping[str, Any]) -> str:
     """One change of one stage.
 
-    >>> part_in_words({"after": 10, "keys": {"train.steps": [10, 20]}, "lr": [0.1, 0.5], "result": None})
-    'after step 10: train.steps 10 → 20; learning rate 0.1 at step 10, 0.5 at step 11'
+    >>> part_in_words({"after": 10, "keys": {"train.steps": [10, 20]}, "lr": [0.1, 0.5], "schedule": "linear over 20 steps"})
+    'after step 10: train.steps 10 → 20; learning rate 0.1 at step 10, 0.5 at step 11 (linear over 20 steps)'
     """
     after, rates = part["after"], part["lr"]
     told = "; ".join(KeyChange(key, *values).in_words() for key, values in part["keys"].items())
     if rates is None:
         return f"after step {after}: {told}"
-    return (
-        f"after step {after}: {told}; learning rate {rates[0]:.6g} at step {after}, {rates[1]:.6g} at step {after + 1}"
-    )
+    moved = f"learning rate {rates[0]:.6g} at step {after}, {rates[1]:.6g} at step {after + 1}"
+    return f"after step {after}: {told}; {moved} ({part['schedule']})"
 
 
 def changes_in_words(changes: Sequence[Mapping[str, Any]], stages: int) -> list[str]:

@@ -187,6 +187,7 @@ def _part(
         "after": result.steps,
         "keys": {change.key: [change.old, change.new] for change in changes},
         "lr": rates,
+        "schedule": f"{new.train.schedule} over {new.train.steps} steps",
         "result": result.state() if ended and _continues(new, result) else None,
     }
 

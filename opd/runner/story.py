@@ -30,7 +30,7 @@ def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult
     }
     if changes := changes_of(directory):
         summary["changes"] = [
-            {"stage": name, **{key: part[key] for key in ("after", "keys", "lr")}}
+            {"stage": name, **{key: part[key] for key in ("after", "keys", "lr", "schedule")}}
             for one in changes
             for name, part in one["stages"].items()
         ]
