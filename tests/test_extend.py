@@ -251,7 +251,7 @@ def test_what_the_steps_so_far_depend_on_is_refused_by_name(ten: Path, tmp_path:
     directory = copied(ten, tmp_path / "run")
     before = {path: path.read_bytes() for path in directory.glob("*.*")}
     for override, named in FIXED:
-        with pytest.raises(RecipeError, match="not to be changed in a run that has begun") as refused:
+        with pytest.raises(RecipeError, match="a run that has begun cannot change") as refused:
             opd.resume(directory, overrides=["train.steps=20", override])
         told = str(refused.value)
         assert named in told

@@ -143,7 +143,7 @@ def _require_changeable(
         return
     reasons = [f"{one.in_words()}, since {WHY[one.key.partition('.')[0]]}" for one in fixed[:5]]
     raise RecipeError(
-        f"{_of_stage(stage.name, stages)}not to be changed in a run that has begun: {'; '.join(reasons)}. "
+        f"{_of_stage(stage.name, stages)}a run that has begun cannot change {'; '.join(reasons)}. "
         f"{_new_run(directory, stage, changes, standing)}"
     )
 
@@ -228,9 +228,10 @@ def _require_continues(
         )
     if (where / REUSED).exists():
         origin = read_sealed(where / REUSED)
+        settings = [f"stages.{origin['stage']}.{change.key}={json.dumps(change.new)}" for change in changes]
         raise RecipeError(
             f"{of}{told}: the stage was taken from {origin['run']}, where its rollouts are. Extend it there: "
-            f"opd resume {origin['run']} stages.{origin['stage']}.{told}=…"
+            f"{shlex.join(['opd', 'resume', origin['run'], *settings])}"
         )
     begun = [name for name in _built_on(recipe, new.name) if _has_begun(directory, name, standings[name])]
     if begun:
