@@ -173,6 +173,10 @@ def _show_plan(recipe: Recipe) -> None:
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/quickstart")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Change the run from here on: train.steps=400 extends it."),
+    ] = None,
     mode: Annotated[
         Mode | None,
         typer.Option(help="How unfinished rollouts are continued; default: the recipe's checkpoint.resume."),
@@ -181,10 +185,18 @@ def resume(
     start: From = None,
     until: Until = None,
 ) -> None:
-    """Continue a run that was killed, stopped, preempted or ran out of disk."""
+    """Continue a run that was killed, stopped, preempted or ran out of disk; with KEY=VALUE also one that is finished."""
     from opd.runner.run import resume as go_on
 
-    go_on(run, mode=mode.value if mode else None, only=only, start=start, until=until, quiet=False)
+    go_on(
+        run,
+        overrides=overrides or (),
+        mode=mode.value if mode else None,
+        only=only,
+        start=start,
+        until=until,
+        quiet=False,
+    )
 
 
 @app.command()

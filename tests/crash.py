@@ -42,7 +42,7 @@ RECIPE: dict[str, Any] = {
     "threads": 1,
 }
 SETTLED = (  # keys of a metrics line that no resume can repeat
-    "time/sample", "time/reward", "time/score", "time/update", "rewards/given", "rewards/cached",
+    "time/sample", "time/probe", "time/reward", "time/score", "time/update", "rewards/given", "rewards/cached",
 )  # fmt: skip
 
 

@@ -8,15 +8,18 @@ from typing import Any
 import yaml
 
 from opd.config.plain_data import shown
+from opd.config.run_changes import RESOLVED
 from opd.errors import RecipeError, RunDirectoryError
 from opd.files import SEALS, read_sealed, reading
 
 RESULT = "result.json"  # what the runner writes when a stage has ended
 
 
-def read_resolved(directory: Path) -> dict[str, Any]:
-    """`resolved.yaml` of a run as plain data. One that was altered or cut, so that it names no stages, is an error."""
-    path = directory / "resolved.yaml"
+def read_resolved(directory: Path, name: str = RESOLVED) -> dict[str, Any]:
+    """`resolved.yaml` of a run as plain data, or the file of a later part. One that was altered or cut, so that it names no stages,
+    is an error.
+    """
+    path = directory / name
     with reading(path):
         text = path.read_bytes()
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd import families
+from opd.config.run_changes import changes_in_words, changes_of, recipe_file
 from opd.config.runs import read_resolved
 from opd.errors import RunDirectoryError
 from opd.files import json_object, lines_checked, read_lines
@@ -29,7 +30,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """Everything that the page shows of a run, dead or alive. `whole`: nothing is thinned out, as when it is drawn for print."""
     _require_run(Path(directory))
     root = Path(directory).absolute()
-    resolved = read_resolved(root)
+    resolved, changes = read_resolved(root, recipe_file(root).name), changes_of(root)
     checked = lines_checked(root)
     metrics, samples, tokens, answers, monitors = (
         read_lines(root / f"{name}.jsonl", checked=checked).whole
@@ -55,7 +56,8 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
         "start": _json(root / "start.json"),
         "text": _recipe_text(root),
     }
-    words = " ".join([in_words(found), *differences])
+    changed = [f"Changed on the way: {line}." for line in changes_in_words(changes, len(stages))]
+    words = " ".join([in_words(found), *changed, *differences])
     return {**found, "words": words, "gains": [gain._asdict() for gain in gains(found)]}
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
+from opd.config.run_changes import recipe_file
 from opd.config.runs import RESULT
 from opd.config.stage import MERGED
 from opd.errors import DataError, RunDirectoryError
@@ -80,7 +81,7 @@ def check_inputs(stage: str, recorded: Inputs, now: Inputs, directory: Path, plu
         raise RunDirectoryError(
             f"stage {stage!r}: these inputs have changed since {directory} was started: {'; '.join(changed[:5])}"
             f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Restore them, or start a new run: "
-            f"opd run {directory / 'resolved.yaml'}{reuse}"
+            f"opd run {recipe_file(directory)}{reuse}"
         )
 
 

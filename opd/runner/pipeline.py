@@ -13,6 +13,7 @@ from rich.console import Console
 
 from opd.config import STAGE_PREFIX, Recipe, Stage
 from opd.config.graph import ChosenStages, require_reachable
+from opd.config.run_changes import changes_of, part_in_words, recipe_name
 from opd.config.stage import MERGED
 from opd.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
 from opd.files import disk_errors, json_object, lines_checked, remove_partials
@@ -21,6 +22,7 @@ from opd.report.measured import checked_stages
 from opd.runner.beginning import WRITTEN
 from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
 from opd.runner.ending import early_stop, good_enough, spent
+from opd.runner.extend import correct_changes, told_now
 from opd.runner.hub import push, require_access
 from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
 from opd.runner.interrupts import Interrupts
@@ -142,7 +144,9 @@ class Pipeline:
             self._progress.say(
                 f"taking over from process {previous.get('pid')} on {previous.get('host')}, which is no longer running"
             )
-        remove_partials(self._directory, set(WRITTEN) - {"report.html"})  # which `opd report` writes without the lock
+        recipes = [recipe_name(number) for number in range(len(changes_of(self._directory)) + 2)]
+        names = {*WRITTEN, *recipes} - {"report.html"}  # which `opd report` writes without the lock
+        remove_partials(self._directory, names)
         standings = find_standings(self._directory, self._recipe, self._progress.say)
         summary = self._directory / "summary.json"
         if all(standing.output for standing in standings) and self._summary_says_done():
@@ -153,6 +157,7 @@ class Pipeline:
         require_rollouts(self._directory, standings)
         summary.unlink(missing_ok=True)
         by_name = {spec.name: standing for spec, standing in stages}
+        correct_changes(self._directory, by_name, self._progress.say)
         for name in LINES:
             said, left = cut_lines(self._directory / name, by_name, checked=lines_checked(self._directory))
             self._reports.written[name] = left
@@ -211,7 +216,7 @@ class Pipeline:
             run = self._open(spec, store)
             if standing.checkpoint is not None:
                 restore(run, standing.checkpoint)
-                self._progress.say(f"{spec.name}: continuing after step {result.steps} from {standing.checkpoint}")
+        self._say_where(spec.name, result.steps, standing.checkpoint)
         saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
         saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
         saved.lines = partial(self._reports.lines, spec.name)
@@ -238,6 +243,13 @@ class Pipeline:
             run.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._begun
+
+    def _say_where(self, stage: str, steps: int, checkpoint: Path | None) -> None:
+        """Where a stage continues, and what has been changed for the steps from there on."""
+        if checkpoint is not None:
+            self._progress.say(f"{stage}: continuing after step {steps} from {checkpoint}")
+        for part in told_now(self._directory, stage, steps):
+            self._progress.say(f"{stage}: changed {part_in_words(part)}")
 
     def _select(self, spec: Stage, result: StageResult) -> Stage | None:
         """The stage with those domains alone that are chosen, which is said; None: there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,9 @@ class StageResult:
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """Everything, for a checkpoint; `restored` gives it back. Paths are named within the stage's folder."""
+        """Everything as it is now, for a checkpoint that is written while the run goes on; `restored` gives it back. Paths are named within
+        the stage's folder.
+        """
         tables = {name: {key: found.to_json() for key, found in getattr(self, name).items()} for name in MEASURED}
         teachers = {
             name: {key: found.to_json() for key, found in measures.items()} for name, measures in self.teachers.items()
@@ -109,7 +112,7 @@ class StageResult:
         best = self.best.name if self.best else None
         selected = None if self.selected is None else self.selected._asdict()
         return {
-            **{name: getattr(self, name) for name in PLAIN}, **tables, "teachers": teachers, "best": best, "selected": selected,
+            **copy.deepcopy({name: getattr(self, name) for name in PLAIN}), **tables, "teachers": teachers, "best": best, "selected": selected,
         }  # fmt: skip
 
     @classmethod

@@ -2,6 +2,7 @@
 
     finished stages    their result.json, and the checkpoint it names
     the stage at work  its newest checkpoint whose every file is unaltered; without any, its first step
+    one to continue    after its end, by a change (`runner/extend.py`): the same, and what it had ended with
     after that step    the store: finished rollouts are used, unfinished ones are continued (`trainer.trajectories`)
 
 A damaged checkpoint is named, set aside and never used again; the one before it takes its place.
@@ -23,7 +24,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from opd.config import Recipe
+from opd.config import Recipe, Stage
+from opd.config.run_changes import changes_of, parts_of
 from opd.config.runs import RESULT, output_of
 from opd.errors import RunDirectoryError, StoreError
 from opd.files import line_of, partial_of, read_lines, read_sealed, sync, write_sealed, write_whole
@@ -64,6 +66,7 @@ class Standing:
     result: StageResult | None = None  # as of then
     unreported: dict[str, Any] | None = None  # metrics of its last step, where it was not yet evaluated and written
     lines: Mapping[str, int] = field(default_factory=dict)  # file -> lines that it had when the checkpoint was saved
+    ended: Sequence[int] = ()  # steps after which it had ended before a change had it continue
 
     def to_plain(self) -> list[Any]:
         """For other ranks."""
@@ -95,7 +98,7 @@ class Standing:
         """The last step that belongs into answers.jsonl. An evaluation whose result is not durable is done again: -1 is before step 0."""
         if self.result is None:
             return -1
-        known = any(line["step"] == self.reported for line in self.result.history)
+        known = self.reported in (*self.ended, *(line["step"] for line in self.result.history))
         return self.reported - (self.evaluates_last and self.reported > 0 and not known)
 
 
@@ -114,10 +117,12 @@ def find_standings(directory: Path, recipe: Recipe, say: Callable[[str], None]) 
         )
     if latest.is_symlink() and not latest.exists():
         say(f"checkpoints/latest names {latest.readlink()}, which does not exist")
-    return [_stage(root / spec.name, say) for spec in recipe.stages]
+    changes = changes_of(directory)
+    return [_stage(root / spec.name, spec, parts_of(changes, spec.name), say) for spec in recipe.stages]
 
 
-def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
+def _stage(folder: Path, spec: Stage, changes: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> Standing:
+    """`changes`: those of the stage."""
     tidy(folder)
     whole, damaged = _sorted_out(folder)
     ended = _sealed_or_none(folder / RESULT, say)
@@ -137,6 +142,10 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
         newest, state = max(whole), whole[max(whole)]
         result = StageResult.restored(state["result"], folder)
         found = Standing(None, newest, result, state["unreported"], state.get("lines", {}))  # older ones have no lines
+        for part in changes:
+            if part["result"] is not None and part["result"]["steps"] == step_of(newest):
+                found.result = reopened(StageResult.restored(part["result"], folder), spec)
+                found.unreported = None  # a stage that has ended has written everything
     elif damaged:
         raise RunDirectoryError(
             f"{damaged[max(damaged)]} No other checkpoint of this stage is intact. Delete {folder} to start the stage again: the rollouts in "
@@ -145,11 +154,26 @@ def _stage(folder: Path, say: Callable[[str], None]) -> Standing:
     else:
         before = _sealed_or_none(folder / BEFORE, say)
         found = Standing(result=None if before is None else StageResult.restored(before, folder))
+    found.ended = [part["result"]["steps"] for part in changes if part["result"] is not None]
     for path, what in damaged.items():
         say(f"{what} It was renamed to {_set_aside(path).name}; continuing from {found.checkpoint}")
         if found.result is not None and found.result.best == path:
             found.result.best = None
     return found
+
+
+def reopened(result: StageResult, spec: Stage) -> StageResult:
+    """What a stage that had ended continues from: as if it had been on its way, with the steps that it has now.
+
+    Its last evaluation counts for what comes where one was due after that step anyway. Otherwise it stays in the record of the change.
+    """
+    here = [line for line in result.history if line["step"] == result.steps]
+    due = bool(spec.eval.every) and result.steps % spec.eval.every == 0
+    result.history = [line for line in result.history if line["step"] != result.steps] + (here[:1] if due else [])
+    result.after = {}
+    if result.plateau is None and due and here and result.evaluations(spec.eval.metric).plateau(spec.eval.plateau):
+        result.plateau = result.steps
+    return result
 
 
 def _passed_over(folder: Path, result: StageResult, say: Callable[[str], None]) -> Standing:

@@ -1,7 +1,8 @@
 """Finished stages of another run that are used again: those whose settings and inputs, by content, are the same here.
 
 A stage's key is a hash of opd's version and source, of what it carries out, of the content of all that it reads, and of the keys of the stages that it builds on. So a
-change is felt by the stage it is made in and by those behind it, and by no other.
+change is felt by the stage it is made in and by those behind it, and by no other. A stage whose settings were changed on the way has a key
+of its own, unless it came to the same: it was given more steps, and its learning rate does not depend on their number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from opd.config import Recipe, Stage, load_recipe
 from opd.config.graph import edges
+from opd.config.run_changes import parts_of, recipe_file
 from opd.config.stage import MERGED
 from opd.errors import RunDirectoryError, UserError
 from opd.files import SEALS, append_text, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
@@ -31,16 +33,30 @@ REUSED = "reused.json"  # beside the result: where a stage was taken from
 WITHOUT_EFFECT = {"log", "monitors", "hub", "checkpoint", "store"}  # settings that change nothing about the model
 
 
-def stage_keys(recipe: Recipe, inputs: Mapping[str, Inputs], version: str) -> dict[str, str]:
-    """Name -> key of every stage, as this version of opd carries it out."""
+def stage_keys(
+    recipe: Recipe, inputs: Mapping[str, Inputs], version: str, changes: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, str]:
+    """Name -> key of every stage, as this version of opd carries it out. `changes`: those made in the run."""
     keys: dict[str, str] = {}
     for stage in recipe.stages:  # each behind those that it needs
         facts = sorted(inputs[stage.name].items())  # with their names: two files may have changed places
         needs = sorted((edge.key, keys[edge.stage]) for edge in edges(stage))
         settings = _settings(stage)
-        whole = json.dumps([version, settings, facts, needs], sort_keys=True)
+        history = changed_course(stage, parts_of(changes, stage.name))
+        whole = json.dumps([version, settings, facts, needs, *history], sort_keys=True)
         keys[stage.name] = hashlib.sha256(whole.encode()).hexdigest()
     return keys
+
+
+def changed_course(stage: Stage, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Changes by which the stage came to something else than a run that begins with its settings."""
+    found = []
+    for part in parts:
+        keys = {key for key in part["keys"] if key.partition(".")[0] not in WITHOUT_EFFECT}
+        only_longer = keys <= {"train.steps"} and stage.train.schedule == "constant" and not stage.rollout.staleness
+        if part["after"] and keys and not only_longer:
+            found.append([part["after"], {key: part["keys"][key] for key in sorted(keys)}])
+    return found
 
 
 def _settings(stage: Stage) -> dict[str, Any]:
@@ -64,17 +80,17 @@ class EarlierStages:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        recipe_file = directory / "resolved.yaml"
         if not (directory / SEALS).is_file():
             raise RunDirectoryError(f"--reuse {directory}: no run directory. Name one that `opd run` made.")
-        sealed = read_sealed(directory / SEALS)
-        if sha256(recipe_file) != sealed["files"]["resolved.yaml"]:
-            raise RunDirectoryError(f"--reuse {directory}: resolved.yaml has been altered since that run began.")
-        recipe = load_recipe(recipe_file)
+        sealed, current = read_sealed(directory / SEALS), recipe_file(directory)
+        if sha256(current) != sealed["files"][current.name]:
+            raise RunDirectoryError(f"--reuse {directory}: {current.name} has been altered since that run began.")
+        recipe = load_recipe(current)
         if recipe.plugins:
             raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
         self._inputs, self._version = sealed.get("inputs") or {}, sealed["opd"]
-        keys = stage_keys(recipe, self._inputs, self._version) if self._inputs else {}
+        self._changes = sealed.get("changes", [])
+        keys = stage_keys(recipe, self._inputs, self._version, self._changes) if self._inputs else {}
         self.by_key = {key: name for name, key in keys.items() if (self.folder(name) / RESULT).is_file()}
         self._finished = {stage.name: stage for stage in recipe.stages if stage.name in self.by_key.values()}
 
@@ -91,6 +107,8 @@ class EarlierStages:
         before = self._inputs[stage.name]
         changed = _changed(_settings(stage), _settings(there))
         changed += [name for name in {**inputs, **before} if inputs.get(name) != before.get(name)]
+        if not changed and changed_course(there, parts_of(self._changes, there.name)):
+            return "its settings were changed while it ran"
         return ", ".join(changed[:SHOWN]) or "a stage that it builds on is another one"
 
 

@@ -7,6 +7,7 @@ run = opd.resume("runs/quickstart")
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -186,6 +187,7 @@ def _start(
 def resume(
     directory: str | Path,
     *,
+    overrides: Iterable[str] = (),
     mode: Mode | None = None,
     rewards: GivenRewards | None = None,
     only: str | None = None,
@@ -200,6 +202,9 @@ def resume(
     """Go on with a run that was killed, stopped, preempted or ran out of disk, and return it. A finished one is returned as it is; one
     of which `only` or `start` names stages that are all finished is refused.
 
+    `overrides` change the run from the step on that it has come to, for good: `["train.steps=400"]` has a finished one continue. What
+    the steps so far depend on cannot change: student, teachers, prompts, objective, rollouts, seed. The learning-rate schedule is
+    computed for the new number of steps.
     `mode` overrides the recipe's `checkpoint.resume` for rollouts that were unfinished. Callbacks are those of `run`; the run
     does not remember which it had. `rewards` are the Python callables that it was begun with, if it was.
     """
@@ -207,21 +212,38 @@ def resume(
 
     from opd.config.graph import ChosenStages
 
-    hooks = Hooks(on_step, on_rollouts, on_checkpoint)
+    hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
     found = Run(directory)
     with joined() as world, interpreters.none_left():
         if not world.leads:
             return _follow(world, rewards)
         with RunLock(found.directory) as lock:
-            selection = ChosenStages(only, start, until)
+            selection, shown = ChosenStages(only, start, until), console or Console()
+            if overrides:
+                _change(lock.directory, overrides, None if quiet else shown)
             if selection.anew:
                 _require_unfinished(lock.directory, selection)
-            _go_on(lock, mode, rewards, hooks, quiet, console or Console(), world, selection)
+            _go_on(lock, mode, rewards, hooks, quiet, shown, world, selection)
     return found
+
+
+def _change(directory: Path, overrides: Iterable[str], console: Console | None) -> None:
+    """From now on the run carries out something else, which its directory says."""
+    from opd.runner.extend import change_run, place_overrides
+
+    def say(line: str) -> None:
+        if console is not None:
+            console.print(plain(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    before = verified_recipe(directory)
+    placed = place_overrides(before, overrides)
+    with disk_errors(directory, lambda: "resume again."):
+        change_run(directory, before, verified_recipe(directory, placed), say)
 
 
 def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
     """Refuse stages asked for by name of which none is left to do: a run does nothing twice."""
+    from opd.config.run_changes import recipe_file
     from opd.config.runs import RESULT
 
     recipe = verified_recipe(directory)
@@ -230,7 +252,7 @@ def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
         others = "" if recipe.plugins else f" --reuse {directory} --from {names[0]}"  # whose code no key covers
         raise RunDirectoryError(
             f"--{'from' if selection.only is None else 'only'} {names[0]!r}: finished in {directory}: {', '.join(names)}. To run "
-            f"{'it' if len(names) == 1 else 'them'} again, start a new run: opd run {directory / 'resolved.yaml'}{others}"
+            f"{'it' if len(names) == 1 else 'them'} again, start a new run: opd run {recipe_file(directory)}{others}"
         )
 
 
@@ -318,9 +340,12 @@ def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
     raise raised  # out here, so that nothing becomes its context
 
 
-def verified_recipe(directory: Path) -> Recipe:
-    """What the run carries out, after checking that `resolved.yaml` is the file the run wrote."""
+def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bool = False) -> Recipe:
+    """What the run carries out, or what it has `begun` with, after checking that `resolved.yaml` and files like it are what the run
+    wrote.
+    """
     from opd.config import load_recipe
+    from opd.config.run_changes import RESOLVED, recipe_file
 
     if not (directory / SEALS).exists():
         raise RunDirectoryError(
@@ -330,31 +355,41 @@ def verified_recipe(directory: Path) -> Recipe:
     expected = read_sealed(directory / SEALS)
     sealed = {directory / name: digest for name, digest in expected["files"].items()}
     for path, digest in sealed.items():
-        if sha256(path) != digest and not (path.name == "resolved.yaml" and _recovered(directory, sealed, expected)):
+        if sha256(path) != digest and not _recovered(path, directory, sealed, expected):
+            keys = "" if path.suffix != ".yaml" else f". To change keys of this run: opd resume {directory} KEY=VALUE"
             raise RunDirectoryError(
                 f"{path} has been altered since the run started (its sha256 does not match {SEALS}). A changed recipe is a new run: "
-                f"opd run {directory / 'resolved.yaml'}"
+                f"opd run {path if path.suffix == '.yaml' else recipe_file(directory)}{keys}"
             )
+    current = recipe_file(directory)
     with sealed_files(sealed):
-        loaded = load_recipe(directory / "resolved.yaml")
+        loaded = load_recipe(directory / RESOLVED if begun else current, overrides)
     recorded = expected.get("packages", {})
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
             raise RunDirectoryError(
                 f"{directory} was started with {package} {recorded.get(package)}, but {version} is installed. Install the former, or "
-                f"start a new run: opd run {directory / 'resolved.yaml'}"
+                f"start a new run: opd run {current}"
             )
     return loaded
 
 
-def _recovered(directory: Path, sealed: Mapping[Path, str], expected: Mapping[str, Any]) -> bool:
-    """Whether a `resolved.yaml` that was cut off could be written again as it was, which is said."""
+def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected: Mapping[str, Any]) -> bool:
+    """Whether a recipe that was cut off could be written again as it was, which is said."""
+    from opd.config.run_changes import RESOLVED
+    from opd.runner.extend import recover_changed
+
+    if path.parent != directory:  # a plugin
+        return False
     with sealed_files(sealed), disk_errors(directory, lambda: f"continue: opd resume {directory}"):
-        recovered = recover_resolved(directory, expected["files"])
+        if path.name == RESOLVED:
+            recovered, source = recover_resolved(directory, expected["files"]), "recipe.yaml"
+        else:
+            recovered, source = recover_changed(directory, path.name, expected["files"]), "the recipe before it"
     if recovered:
         from opd.remote import to_stderr
 
-        to_stderr(f"{directory / 'resolved.yaml'} was cut off. It was written again from recipe.yaml, as it was.")
+        to_stderr(f"{path} was cut off. It was written again from {source}, as it was.")
     return recovered
 
 
@@ -362,11 +397,18 @@ def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -
     if given is not None:
         given.require_same(directory)
         recipe = given.inside(recipe, directory)
-    if verified_recipe(directory).stages != recipe.stages:
-        raise RunDirectoryError(
-            f"{directory} was started with a different recipe (see {directory / 'resolved.yaml'}). To continue that one: "
-            f"opd resume {directory}. To run this one, choose another directory."
-        )
+    current = verified_recipe(directory)
+    if recipe.stages in (current.stages, verified_recipe(directory, begun=True).stages):
+        return
+    from opd.config.run_changes import recipe_file
+    from opd.runner.extend import as_overrides, differences_in_words
+
+    keys = as_overrides(current, recipe)
+    change = f" To change it: {shlex.join(['opd', 'resume', str(directory), *keys])}." if keys else ""
+    raise RunDirectoryError(
+        f"{directory} was started with a different recipe (see {recipe_file(directory)}): {differences_in_words(current, recipe)}. "
+        f"To continue that one: opd resume {directory}.{change} To run this one, choose another directory."
+    )
 
 
 def _claim_or_return(wanted: Path) -> tuple[RunLock, bool]:

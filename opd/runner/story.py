@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from opd.config import Recipe
+from opd.config.run_changes import changes_in_words, changes_of
 from opd.config.stage import MERGED
 from opd.evaluation import Measures
 from opd.files import json_text, lines_checked, read_lines, write_whole
@@ -21,12 +22,18 @@ NOISE = 2.0  # standard errors of a difference that count as none
 
 
 def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
-    """summary.json: every stage's result, alarms of monitors, and of a pipeline the story."""
+    """summary.json: every stage's result, what was changed on the way, alarms of monitors, and of a pipeline the story."""
     summary: dict[str, Any] = {
         "recipe": recipe.name,
         "status": status,
         "stages": [result.to_json() for result in results],
     }
+    if changes := changes_of(directory):
+        summary["changes"] = [
+            {"stage": name, **{key: part[key] for key in ("after", "keys", "lr", "schedule")}}
+            for one in changes
+            for name, part in one["stages"].items()
+        ]
     if story := story_of(recipe, results):
         summary["story"] = story
     if alarms := alarms_of(directory):
@@ -41,11 +48,14 @@ def alarms_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
-    """What is shown at the end: a table per stage, of a pipeline the story, and alarms once more."""
+    """What is shown at the end: a table per stage, what was changed, of a pipeline the story, and alarms once more."""
     for result in results:
         if result.before:
             yield ""
             yield results_table(result)
+    if changes := changes_of(directory):
+        yield ""
+        yield from (f"changed {line}" for line in changes_in_words(changes, len(recipe.stages)))
     if story := story_of(recipe, results):
         yield ""
         yield from story_lines(story)

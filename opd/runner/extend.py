@@ -1,0 +1,359 @@
+"""`opd resume RUN train.steps=400`: change a run that has begun, finished or not.
+
+    1. what is asked for is checked against what the run has done; nothing is written before all of it holds
+    2. `resolved-2.yaml` is written: what the run carries out from now on. Nothing names it yet.
+    3. of a finished stage that is to continue, `result.json` is removed. A run that is killed here finishes as it had before.
+    4. `run.json` is replaced in one move: from here on the run is the changed one (`config/run_changes.py`)
+
+So a run that is killed at any moment is resumed either as it was or as it was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe, Stage
+from opd.config.graph import edges
+from opd.config.run_changes import (
+    KeyChange,
+    changed_keys,
+    changed_text,
+    changes_of,
+    parts_of,
+    recipe_file,
+    recipe_name,
+    shown_value,
+)
+from opd.config.runs import RESULT
+from opd.errors import RecipeError
+from opd.files import SEALS, read_sealed, sync, write_sealed, write_whole
+from opd.runner.checkpoint import checkpoint_directory
+from opd.runner.ending import good_enough, spent
+from opd.runner.merges import merged_directory
+from opd.runner.results import StageResult
+from opd.runner.resume import Standing, find_standings, reopened
+from opd.runner.reuse import REUSED
+from opd.runner.start import read_start
+from opd.store import RolloutStore
+from opd.text import plain
+from opd.trainer.optimiser import learning_rate
+
+EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections of which every key may change
+CHANGEABLE = {  # and keys of others
+    "train": frozenset({"steps", "tokens", "lr", "warmup", "schedule", "weight_decay", "clip", "micro_tokens"}),
+    "eval": frozenset({"every", "prompts", "early_stop", "plateau"}),
+    "log": frozenset({"to", "project", "samples", "samples_every"}),
+    "store": frozenset({"commit_ms", "fsync", "retain"}),
+}
+TRACKERS = ("log.to", "log.project")  # the same for all stages of a run
+RATES = ("train.steps", "train.lr", "train.warmup", "train.schedule")  # what the learning rate follows from
+WHY = {  # section -> why the rest of it cannot change
+    "name": "checkpoints and rollouts are filed under it",
+    "student": "weights and optimiser state are this student's",
+    "teachers": "the steps so far were scored by these teachers",
+    "pool": "the teachers are loaded by it",
+    "prompts": "prompts continue where they stopped, and evaluations ask the same questions",
+    "select": "the stage's domains were chosen when it began",
+    "shares": "prompts continue where they stopped",
+    "route": "the steps so far were scored by these teachers",
+    "data": "prompts continue where they stopped",
+    "rollout": "answers that were begun continue as they were drawn",
+    "sampler": "answers that were begun continue as they were drawn",
+    "objective": "the weights so far were trained on this objective",
+    "rewards": "the answers so far were rewarded by these",
+    "train": "the updates so far were made with it",
+    "eval": "evaluations before and after would not measure the same",
+    "store": "what the steps so far stored would differ from what comes",
+    "log": "it is measured before the first step only",
+    "cluster": "it is where the run was begun",
+    "seed": "all draws of the run follow from it",
+    "device": "numbers so far were computed there",
+    "threads": "numbers so far were computed with so many",
+}
+
+
+def place_overrides(recipe: Recipe, overrides: Iterable[str]) -> list[str]:
+    """`train.steps=20` means the only stage; of several, one has to be named: `stages.NAME.train.steps=20`. Trackers are those of all."""
+    placed = []
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        section = key.split(".")[0]
+        if not separator or not key:
+            raise RecipeError(f"override {plain(override)!r}: expected KEY=VALUE, for example train.steps=400.")
+        if section in ("name", "plugins"):
+            raise RecipeError(
+                f"{section} cannot change in a run that has begun: its files depend on it. Start a new run with opd run."
+            )
+        if section == "stages":
+            placed.append(override)
+        elif len(recipe.stages) == 1 or key in TRACKERS:
+            placed += [f"stages.{number}.{override}" for number in range(len(recipe.stages))]
+        else:
+            names = ", ".join(stage.name for stage in recipe.stages)
+            raise RecipeError(
+                f"override {plain(override)!r}: this run has the stages {names}. Say which one is meant: "
+                f"stages.{recipe.stages[0].name}.{plain(override)}"
+            )
+    return placed
+
+
+def change_run(directory: Path, before: Recipe, after: Recipe, say: Callable[[str], None]) -> None:
+    """Have a run carry out `after` from the step on that it has come to. Its lock is held. Nothing to do where both are the same."""
+    if [stage.name for stage in before.stages] != [stage.name for stage in after.stages]:
+        raise RecipeError("the stages of a run that has begun keep their names and their order. Start a new run.")
+    pairs = list(zip(before.stages, after.stages, strict=True))
+    wanted = {
+        old.name: found
+        for old, new in pairs
+        if (found := [*changed_keys(old.model_dump(mode="json"), new.model_dump(mode="json"), whole=True)])
+    }
+    if not wanted:
+        return
+    standings = dict(zip([stage.name for stage in before.stages], find_standings(directory, before, say), strict=True))
+    for old, new in pairs:
+        if old.name in wanted:
+            detailed = [*changed_keys(old.model_dump(mode="json"), new.model_dump(mode="json"))]
+            _require_changeable(directory, old, detailed, standings[old.name], len(pairs))
+    left = any(_left(new, standings[new.name]) for _, new in pairs)
+    stages = {}
+    for old, new in pairs:
+        if (changes := wanted.get(new.name)) is not None:
+            stages[new.name] = _part(directory, old, new, changes, standings[new.name], len(pairs))
+            if standings[new.name].output is not None and not (left and _only_trackers(changes)):
+                _require_continues(directory, before, new, changes, standings)
+    _write(directory, stages)
+
+
+def _may_change(key: str) -> bool:
+    section, _, rest = key.partition(".")
+    return section in EVERY_KEY or rest.partition(".")[0] in CHANGEABLE.get(section, ())
+
+
+def _require_changeable(
+    directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: Standing, stages: int
+) -> None:
+    """Refuse keys, all of them at once, that what was done so far depends on."""
+    fixed = [change for change in changes if not _may_change(change.key)]
+    if not fixed:
+        return
+    reasons = [f"{one.in_words()}, since {WHY[one.key.partition('.')[0]]}" for one in fixed[:5]]
+    raise RecipeError(
+        f"{_of_stage(stage.name, stages)}a run that has begun cannot change {'; '.join(reasons)}. "
+        f"{_new_run(directory, stage, changes, standing)}"
+    )
+
+
+def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: Standing) -> str:
+    """How to have it all the same."""
+    place, keys = f"stages.{stage.name}.", [change.key for change in changes]
+    settings = [f"{place}{change.key}={json.dumps(change.new)}" for change in changes]
+    start = standing.checkpoint
+    if start is None or stage.student.merge is not None or any(key.startswith(("student", "name")) for key in keys):
+        return f"Start a new run: {shlex.join(['opd', 'run', str(recipe_file(directory)), *settings])}"
+    begin = [f"{place}student.model={start}", *([f"{place}student.revision=null"] if stage.student.revision else [])]
+    command = shlex.join(["opd", "run", str(recipe_file(directory)), *begin, *settings])
+    return f"Start a new run, for example from this run's checkpoint: {command}"
+
+
+def _of_stage(name: str, stages: int) -> str:
+    return f"stage {name!r}: " if stages > 1 else ""
+
+
+def _part(
+    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: Standing, stages: int
+) -> dict[str, Any]:
+    """What `run.json` says of one stage; refused where what was done contradicts it."""
+    result, of = standing.result or StageResult(old.name), _of_stage(old.name, stages)
+    if result.steps > new.train.steps:
+        raise RecipeError(
+            f"{of}train.steps {new.train.steps}: {result.steps} steps are done, and none is taken back. Checkpoints of "
+            f"earlier steps are in {directory / 'checkpoints' / old.name}."
+        )
+    if result.steps and not result.before and new.eval.prompts and not old.eval.prompts:
+        raise RecipeError(
+            f"{of}eval.prompts {new.eval.prompts}: the run began without evaluation, so the student before training was "
+            "not measured. Measure its checkpoints with opd eval, or start a new run."
+        )
+    ended = standing.result is not None and (standing.output is not None or bool(result.after))
+    rates = None
+    if result.steps and new.train.learn and any(change.key in RATES for change in changes):
+        rates = [learning_rate(result.steps, old.train), learning_rate(result.steps + 1, new.train)]
+    return {
+        "after": result.steps,
+        "keys": {change.key: [change.old, change.new] for change in changes},
+        "lr": rates,
+        "schedule": f"{new.train.schedule} over {new.train.steps} steps",
+        "result": result.state() if ended and _continues(new, result) else None,
+    }
+
+
+def _only_trackers(changes: Sequence[KeyChange]) -> bool:
+    return all(change.key in TRACKERS for change in changes)
+
+
+def _left(new: Stage, standing: Standing) -> bool:
+    """Whether a run has something left to do for a stage."""
+    return standing.output is None or (standing.result is not None and _continues(new, standing.result))
+
+
+def _continues(new: Stage, result: StageResult) -> bool:
+    """Whether a stage has a step left to do."""
+    known = reopened(StageResult.restored(result.state(), Path()), new)
+    return result.steps < new.train.steps and not spent(new, known) and not good_enough(new, known)
+
+
+def _require_continues(
+    directory: Path,
+    recipe: Recipe,
+    new: Stage,
+    changes: Sequence[KeyChange],
+    standings: Mapping[str, Standing],
+) -> None:
+    """A finished stage is changed where it has steps left to do then, and where nothing was built on what it ended with."""
+    standing, of = standings[new.name], _of_stage(new.name, len(recipe.stages))
+    result = standing.result
+    assert result is not None
+    where = directory / "checkpoints" / new.name
+    told = ", ".join(change.key for change in changes)
+    if standing.checkpoint is None:
+        raise RecipeError(f"{of}{told}: the stage was passed over, so there is nothing to continue. Start a new run.")
+    if not _continues(new, result):
+        raise RecipeError(
+            f"{of}{told}: the stage is finished after step {result.steps}, so this changes nothing. {_remedy(new, result)}"
+        )
+    if (where / REUSED).exists():
+        origin = read_sealed(where / REUSED)
+        settings = [f"stages.{origin['stage']}.{change.key}={json.dumps(change.new)}" for change in changes]
+        raise RecipeError(
+            f"{of}{told}: the stage was taken from {origin['run']}, where its rollouts are. Extend it there: "
+            f"{shlex.join(['opd', 'resume', origin['run'], *settings])}"
+        )
+    begun = [name for name in _built_on(recipe, new.name) if _has_begun(directory, name, standings[name])]
+    if begun:
+        settings = [f"stages.{new.name}.{change.key}={json.dumps(change.new)}" for change in changes]
+        again = [] if recipe.plugins else ["--reuse", str(directory)]  # whose code no key covers
+        command = shlex.join(["opd", "run", str(recipe_file(directory)), *settings, *again])
+        raise RecipeError(
+            f"{of}{told}: {', '.join(begun)} began with the model that {new.name} ended with after step {result.steps}, and "
+            f"would no longer belong to it. Start a new run, which does both again: {command}"
+        )
+
+
+def _remedy(new: Stage, result: StageResult) -> str:
+    if result.steps >= new.train.steps:
+        return f"Raise train.steps above {result.steps}."
+    if spent(new, result):
+        return f"Its tokens are spent: raise train.tokens above {result.tokens:,} as well, or set it to null."
+    return "Its evaluations say enough: change eval.early_stop as well, or set it to null."
+
+
+def _built_on(recipe: Recipe, name: str) -> list[str]:
+    """Stages that take something from this one, or from one that does."""
+    found = [name]
+    for stage in recipe.stages:  # each after those that it needs
+        if any(edge.stage in found for edge in edges(stage)):
+            found.append(stage.name)
+    return found[1:]
+
+
+def _has_begun(directory: Path, name: str, standing: Standing) -> bool:
+    if standing.result is not None or standing.checkpoint is not None or name in read_start(directory):
+        return True
+    if merged_directory(directory, name).is_dir():
+        return True
+    if not (directory / "rollouts").is_dir():
+        return False
+    store = RolloutStore(directory / "rollouts", read_only=True)
+    return any(id.startswith(f"{name}/") for id in store.entries)
+
+
+def _write(directory: Path, stages: Mapping[str, Mapping[str, Any]]) -> None:
+    """One file decides, and it is the last to be written."""
+    facts, current = read_sealed(directory / SEALS), recipe_file(directory)
+    changes = facts.get("changes", [])
+    name = recipe_name(len(changes) + 1)
+    text = changed_text(current.read_text(encoding="utf-8"), {stage: part["keys"] for stage, part in stages.items()})
+    write_whole(directory / name, text)
+    for stage, part in stages.items():
+        folder = checkpoint_directory(directory, stage, 0).parent
+        if part["result"] is not None and (folder / RESULT).exists():
+            (directory / "summary.json").unlink(missing_ok=True)  # which says that the run is done
+            (folder / RESULT).unlink()
+            sync(folder)
+    files = {**facts["files"], name: hashlib.sha256(text.encode()).hexdigest()}
+    write_sealed(
+        directory / SEALS, {**facts, "files": files, "changes": [*changes, {"recipe": name, "stages": stages}]}
+    )
+
+
+def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> bool:
+    """Write a `resolved-2.yaml` again that was cut off, from the one before and what was changed. Whether that gives what was sealed."""
+    changes = changes_of(directory)
+    number = [change["recipe"] for change in changes].index(name)
+    earlier = directory / recipe_name(number)
+    keys = {stage: part["keys"] for stage, part in changes[number]["stages"].items()}
+    text = changed_text(earlier.read_text(encoding="utf-8"), keys)
+    if hashlib.sha256(text.encode()).hexdigest() != files[name]:
+        return False
+    cut = (directory / name).read_bytes().rstrip(b"\0") if (directory / name).is_file() else b""
+    if not text.encode().startswith(cut):  # it was edited
+        return False
+    write_whole(directory / name, text)
+    return True
+
+
+def correct_changes(directory: Path, standings: Mapping[str, Standing], say: Callable[[str], None]) -> None:
+    """A checkpoint that is gone may take a stage back to before a change: those steps are done again, as it is changed."""
+    facts = read_sealed(directory / SEALS)
+    corrected = False
+    for change in facts.get("changes", []):
+        for name, part in change["stages"].items():
+            result = standings[name].result
+            done = 0 if result is None else result.steps
+            if part["after"] > done:
+                say(
+                    f"{name}: steps {done + 1} to {part['after']} are done again, with what was changed later: "
+                    f"{', '.join(part['keys'])}"
+                )
+                part["after"], part["lr"], corrected = done, None, True
+    if corrected:
+        write_sealed(directory / SEALS, facts)
+
+
+def differences_in_words(before: Recipe, after: Recipe) -> str:
+    """Keys of two recipes that differ, for a message: `train.steps 10 → 20`."""
+    one, other = ({stage.name: stage.model_dump(mode="json") for stage in recipe.stages} for recipe in (before, after))
+    if list(one) != list(other):
+        return f"stages {shown_value(list(one))} → {shown_value(list(other))}"
+    found = [
+        (f"stages.{name}." if len(one) > 1 else "") + change.in_words()
+        for name in one
+        for change in changed_keys(one[name], other[name])
+    ]
+    more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+    return "; ".join(found[:10]) + more
+
+
+def as_overrides(before: Recipe, after: Recipe) -> list[str]:
+    """What turns a run of one recipe into one of the other; empty where not every key that differs may change."""
+    if [stage.name for stage in before.stages] != [stage.name for stage in after.stages]:
+        return []
+    found = [
+        (stage.name, change)
+        for stage, other in zip(before.stages, after.stages, strict=True)
+        for change in changed_keys(stage.model_dump(mode="json"), other.model_dump(mode="json"), whole=True)
+    ]
+    if not all(_may_change(change.key) for _, change in found):
+        return []
+    several = len(before.stages) > 1
+    return [f"{f'stages.{name}.' if several else ''}{change.key}={json.dumps(change.new)}" for name, change in found]
+
+
+def told_now(directory: Path, stage: str, steps: int) -> list[dict[str, Any]]:
+    """Changes of a stage that take effect after this step."""
+    return [part for part in parts_of(changes_of(directory), stage) if part["after"] == steps]
