@@ -7,7 +7,7 @@ import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from opd.diagnose.command import diagnose_command
 from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped
 from opd.report.commands import add_commands
 from opd.text import PlainFormatter, plain, printable
+
+if TYPE_CHECKING:
+    from opd.config import Recipe
 
 app = typer.Typer(
     name="opd",
@@ -128,12 +131,7 @@ def run(
         ChosenStages(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
         check_output(Path("runs") / loaded.name if out is None else out)
     if dry_run:
-        from opd.runner.plan import make_plan
-
-        plans = make_plan(loaded)
-        print(printable(loaded.to_yaml()))
-        for plan in plans:
-            print("\n".join(map(plain, plan.lines())))
+        _show_plan(loaded)
         return
     if on is not None:
         from opd.cluster.ray_run import run_on_ray
@@ -161,6 +159,15 @@ def run(
 class Mode(StrEnum):
     prefill = "prefill"
     exact = "exact"
+
+
+def _show_plan(recipe: Recipe) -> None:
+    from opd.runner.plan import make_plan
+
+    plans = make_plan(recipe)
+    print(printable(recipe.to_yaml()))
+    for plan in plans:
+        print("\n".join(map(plain, plan.lines())))
 
 
 @app.command()

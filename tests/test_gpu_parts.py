@@ -95,7 +95,7 @@ def test_the_steps_that_trl_has_finished_count_when_it_is_stopped(
         raise subprocess.TimeoutExpired(command, settings["timeout"])
 
     monkeypatch.setattr(step_gpu, "save_model", lambda *given: "")
-    told = argparse.Namespace(models=tmp_path, device="cpu", steps=4, trl_limit=9.0)
+    told = argparse.Namespace(models=tmp_path, device="cpu", steps=4, trl="generate", trl_batch=None, trl_limit=9.0)
     steps = [{"seconds": {"sample": seconds, "total": seconds}, "peak_gib": 1.0} for seconds in (5.0, 1.0, 3.0)]
     for count in range(4):
         monkeypatch.setattr(step_gpu.subprocess, "run", partial(stopped, steps=steps[:count]))

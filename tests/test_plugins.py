@@ -135,7 +135,7 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
         ("teachers.arithmetic.models=[tiny/arithmetic]", r"teachers\.arithmetic\.models"),
         ("teachers.arithmetic.view.shar=1", "did you mean 'share'"),
         ("rollout.teacher_share=0.1", "teacher_share needs a model.*of kind blend, has none"),
-        ("rewards.1.longest=0", r"rewards\.domains\.default\.1\.longest"),
+        ("rewards.1.longest=0", r"rewards\.1\.longest: .*greater than or equal to 1"),
         ("rewards.1.tolerance=1", "tolerance belongs to reward numeric, not to brief"),
         ("rollout.writers.0.share=0", "no share"),
         ("rollout.data_share=0.8", "more than 1"),

@@ -67,7 +67,7 @@ def test_a_browser_shows_what_is_left(tmp_path: Path) -> None:
     store = written(tmp_path / "rollouts")
     store.reclaim(12)
     store.close()
-    (tmp_path / "resolved.yaml").write_text("stages: [{student: {model: none}}]")
+    (tmp_path / "resolved.yaml").write_text("stages: [{name: main, student: {model: none}}]")
     browser, left = RolloutBrowser(tmp_path), readable(store)
     found = browser.page({"sort": "oldest", "limit": "100"})
     assert [row["id"] for row in found["rows"]] == list(left)

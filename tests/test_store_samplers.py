@@ -120,7 +120,7 @@ def test_one_store_in_the_order_of_the_stream(tmp_path: Path) -> None:
 def test_the_browser_of_a_run_shows_all_of_them(tmp_path: Path) -> None:
     store = opened(tmp_path / "rollouts")
     made = write(store, both(store), NAMES)
-    (tmp_path / "resolved.yaml").write_text("stages: [{student: {model: tiny/generalist}}]")
+    (tmp_path / "resolved.yaml").write_text("stages: [{name: main, student: {model: tiny/generalist}}]")
     shown = RolloutBrowser(tmp_path)
     assert [row["id"] for row in shown.page({"sort": "newest"})["rows"]] == list(made)[::-1]
     assert shown.one(3)["tokens"]["ids"] == made["d"]

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from opd.errors import OpdError
 from opd.files import FORMAT, SEALS, partial_of, sync, write_sealed, write_whole
 from opd.holder import NAME
@@ -87,6 +85,8 @@ def recover_resolved(directory: Path, files: Mapping[str, str]) -> bool:
     A file that was edited is left as it is. The text cannot be made again if the recipe has paths relative to another folder
     than the current one, or prompts that were given in memory.
     """
+    import yaml  # `import opd` stays instant
+
     from opd.config import load_recipe
 
     cut = (
