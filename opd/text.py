@@ -33,6 +33,17 @@ def plain(text: object, limit: int = LINE) -> str:
     return _cut("".join(map(_shown, str(text)[: limit + 1])), limit)
 
 
+def shortened(value: object, limit: int = CELL) -> str:
+    """A value as Python writes it, on one line and not long: for the repr of what holds it.
+
+    >>> shortened("a" * 100, 9)
+    "'aaaaaaa…"
+    """
+    if isinstance(value, str):  # which may be long
+        value = value[: limit + 1]
+    return plain(repr(value), limit)
+
+
 def printable(text: object, limit: int = PAGE) -> str:
     """Several lines without anything that a terminal acts on. Ordinary text stays as it is, so files can be copied."""
     return _cut("".join(letter if letter in "\n\t" else _shown(letter) for letter in str(text)[: limit + 1]), limit)

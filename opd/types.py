@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from opd.text import shortened
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 StopReason = Literal["stop", "length", "env"]
 SignalKind = Literal["logprobs_at", "topk", "hidden", "score", "text"]
@@ -28,7 +30,7 @@ class Author(IntEnum):
     TEMPLATE = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prompt:
     """One question. `fields` is read by verifiers, rewards and views: answer, completion, hint, document…
 
@@ -42,6 +44,13 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, whatever it holds."""
+        said = self.text if self.messages is None else self.messages[-1].get("content") if self.messages else None
+        kind = "text" if self.messages is None else f"messages={len(self.messages)}, last"
+        facts = "".join(f", {name}={shortened(value)}" for name, value in list(self.fields.items())[:3])
+        return f"Prompt(id={shortened(self.id)}, domain={self.domain!r}, {kind}={shortened(said)}{facts})"
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Finished(NamedTuple):
     stop: StopReason
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rollout:
     """A trajectory with everything known about each of its tokens. Ids are exact, never re-tokenised text."""
 
@@ -119,6 +128,10 @@ class Rollout:
     pair: str = ""
     turns: tuple[tuple[int, int], ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.prompt_ids.size} + {self.response_ids.size} tokens"
+        return f"Rollout(id={shortened(self.id)}, domain={self.domain!r}, source={self.source!r}, {sizes}, stop={self.stop!r})"
 
     @property
     def length(self) -> int:
@@ -154,7 +167,7 @@ class Rendered:
         return int(self.ids.size)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Signal:
     """A teacher's answer about one rollout. Missing values are NaN and masked out, never 0.
 
@@ -172,8 +185,12 @@ class Signal:
     key: str = ""  # of what was read, where it is kept: `opd.teachers.cache.text_key`
     crossed: np.ndarray | None = None  # ids of the teacher's tokens in the spans, where its tokenizer is another
 
+    def __repr__(self) -> str:
+        known = f"{int(self.mask.sum())} of {self.mask.size} tokens"
+        return f"Signal({self.teacher!r}, role={self.role!r}, {type(self.values).__name__} of {known})"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class TopK:
     """The likeliest ids at each position, most likely first, at temperature 1. What is missing is id -1, NaN."""
 
@@ -184,6 +201,9 @@ class TopK:
         np.ndarray
     )  # (T,) of all stop ids together, whether they are among the likeliest or not; NaN: not known
     fingerprint: str
+
+    def __repr__(self) -> str:
+        return f"TopK({self.ids.shape[0]} tokens, {self.ids.shape[1]} ids each)"
 
     def rows(self, index: np.ndarray) -> TopK:
         """At some of the positions."""

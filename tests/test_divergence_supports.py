@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from opd.divergences.mixture import source_log_probs
 from opd.divergences.plan import aligned, triton_plan
 from opd.divergences.projection import log_probs
 from opd.divergences.supports import largest, largest_by_blocks
+from opd.errors import UserError
 from tests.divergence_cases import (
     CASES,
     SMOOTH,
@@ -565,3 +568,90 @@ def test_the_largest_are_found_by_blocks(size: int, k: int) -> None:
     assert torch.equal(found[0], wanted.values)
     assert torch.equal(values.gather(-1, found[1]), wanted.values)
     assert torch.equal(largest(values, k)[1], wanted.indices)  # on a CPU as it was
+
+
+# Logits in place of heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("reverse_kl", {}),
+        ("forward_kl", {"weight": torch.linspace(0, 1, 6, dtype=torch.float64)}),
+        ("jsd", {"beta": 0.3, "temperature": 0.7, "merge": [(1, 5)], "tokens": torch.arange(6), "overlap": 3}),
+        ("reverse_kl", {"support": "topk", "k": 4, "side": "union"}),
+        ("skew_kl", {"support": "topk", "k": 4, "closure": "renormalised"}),
+    ],
+)
+def test_logits_give_what_their_heads_give(kind: str, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, other, head = (
+        torch.randn(*shape, 5, generator=generator, dtype=torch.float64) for shape in ((6,), (40,), (6,), (40,))
+    )
+    hidden.requires_grad_()
+    teacher = Projection(other, head)
+    expected = divergence(kind, Projection(hidden, weight), teacher, **options)
+    (wanted,) = torch.autograd.grad(expected.loss, hidden)
+    for source in (teacher.logits(), teacher, Mixture([teacher.logits(), teacher], [0.5, 0.5])):
+        found = divergence(kind, hidden @ weight.T, source, **options)
+        (gradient,) = torch.autograd.grad(found.loss, hidden)
+        torch.testing.assert_close(found.value, expected.value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
+        assert (found.plan.backend, found.plan.reason) == ("reference", "logits were given")
+    mixed = divergence(kind, Projection(hidden, weight), teacher.logits(), **options)
+    torch.testing.assert_close(torch.autograd.grad(mixed.loss, hidden)[0], wanted, rtol=1e-9, atol=1e-11)
+    ids = torch.arange(6)
+    for name in ("merge", "temperature"):
+        few = {name: options[name]} if name in options else {}
+        of_head = token_logprobs(Projection(hidden, weight), ids, **few)
+        torch.testing.assert_close(token_logprobs(hidden @ weight.T, ids, **few), of_head)
+
+
+def test_logits_of_minus_infinity_add_nothing() -> None:
+    student = torch.randn(3, 8, dtype=torch.float64)
+    student[:, 5:] = -torch.inf
+    student.requires_grad_()
+    found = divergence("reverse_kl", student, student.detach().roll(1, 0).clone())
+    found.loss.backward()
+    assert torch.isfinite(found.value).all()
+    assert student.grad is not None
+    assert torch.isfinite(student.grad).all()
+    assert not divergence("jsd", student.detach()[:0], student.detach()[:0]).loss.item()
+
+
+def test_what_is_neither_head_nor_logits_is_refused() -> None:
+    logits, head = torch.randn(3, 8), Projection(torch.randn(3, 4), torch.randn(8, 4))
+    for student, teacher, words in [
+        (logits, None, "teacher: expected a Projection.* got NoneType"),
+        (1.0, 2.0, "student: expected a Projection.* got float"),
+        (logits.numpy(), logits, "student: expected a Projection.* got ndarray"),
+        (logits[None], logits[None], r"student: expected logits of shape \(N, V\).*\(1, 3, 8\).*logits\[mask\]"),
+        (head, torch.arange(24).reshape(3, 8), r"teacher: expected logits .*torch.int64"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            divergence("reverse_kl", student, teacher)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="projection: expected"):
+        token_logprobs(None, torch.arange(3))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="part 1 of a mixture: expected"):
+        Mixture([head, 3], [1, 1])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="student: statistics takes Projections"):
+        statistics(logits)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'chunked' computes logits itself"):
+        divergence("reverse_kl", logits, logits, backend="chunked")
+    with pytest.raises(ValueError, match="student has 3 tokens, but teacher has 2"):
+        divergence("reverse_kl", logits, logits[:2])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_heads_of_different_sizes_are_compared_on_what_both_have_and_this_is_said(plain: bool) -> None:
+    student, teacher = (Projection(torch.randn(3, 4), torch.randn(size, 4)) for size in (8, 11))
+    expected = divergence("jsd", student, replace(teacher, size=8)).value
+    with pytest.warns(UserWarning, match="student has 8 ids, the teacher 11. Ids from 8 on are left out on both sides"):
+        found = divergence("jsd", student, teacher.logits() if plain else teacher)
+    torch.testing.assert_close(found.value, expected)
+    with pytest.warns(UserWarning, match="the teacher 8, 11"):
+        divergence("jsd", student, Mixture([student, teacher], [1, 1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        divergence("jsd", student, replace(teacher, size=8))
+        statistics(student, replace(teacher, size=8))

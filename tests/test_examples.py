@@ -37,7 +37,7 @@ def test_the_page_about_python_runs(
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "python.md", "exec"), names)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert "saved" in capsys.readouterr().out
     assert len(list((tmp_path / "runs").iterdir())) == 3
     listed = set(re.findall(r"`(\w+)`", page.split("## Names")[1]))

@@ -85,6 +85,95 @@ def test_a_sampler_repeats_itself_and_makes_room() -> None:
         first.sample(["9" * 300])
 
 
+def test_a_sampler_takes_one_prompt_or_many_and_nothing_else() -> None:
+    sampler = opd.Sampler(tiny_model(), max_new_tokens=4)
+    prompt = opd.Prompt(id="p", domain="d", text="3+4")
+    assert [rollout.prompt_id for rollout in sampler.sample("1+2", samples=2)] == ["1+2", "1+2"]
+    assert [rollout.domain for rollout in sampler.sample(prompt)] == ["d"]
+    assert [rollout.prompt_id for rollout in sampler.sample(["1+2", prompt])] == ["1+2", "p"]
+    for given in ([{"role": "user", "content": "1+2"}], {"role": "user"}, [7]):
+        with pytest.raises(opd.UserError, match=r"expected texts or opd\.Prompts, got"):
+            sampler.sample(given)  # type: ignore[arg-type]
+    with pytest.raises(opd.UserError, match="samples: expected at least 1"):
+        sampler.sample("1+2", samples=0)
+    for drawing in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}):
+        (name,) = drawing
+        with pytest.raises(opd.RecipeError, match=rf"sampler\.{name}: .*got"):
+            opd.Sampler(tiny_model(), **drawing)  # type: ignore[arg-type]
+
+
+def test_what_a_step_did_is_found_by_the_names_of_metrics(tmp_path: Path) -> None:
+    student = opd.load_model("tiny/generalist")
+    teacher, sampler = opd.Teacher("tiny/arithmetic", student), opd.Sampler(student, max_new_tokens=8)
+    trainer = opd.Trainer(student, opd.Objective([{"divergence": "jsd"}, {"form": "k2"}], teacher, sampler))
+    batch = trainer.batch(sampler.sample(opd.prompts("task:addition", 8)))
+    result = trainer.step(batch)
+    losses = [statistics.loss for _, statistics in result.statistics]
+    assert result.loss == result.metrics["loss"] == pytest.approx(sum(sum(loss.values()) for loss in losses))
+    assert result.metrics["grad_norm"] == result.norms[0] > 0
+    assert result.metrics["lr"] == result.rate > 0
+    assert result.metrics["step"] == trainer.steps == 1
+    (sole,) = opd.run(
+        {"student": "tiny/generalist", "teachers": {"arithmetic": "tiny/arithmetic"}, "prompts": "task:addition",
+         "rollout": {"prompts": 4, "max_new_tokens": 8}, "train": {"steps": 1}, "eval": {"prompts": 0}},
+        out=tmp_path / "run",
+    ).metrics  # fmt: skip
+    assert set(result.metrics) <= set(sole)
+    assert {"loss", "reverse_kl", "entropy", "tokens", "kl/arithmetic"} <= set(result.metrics)
+    with pytest.raises(opd.UserError, match=r"expected trainer\.batch\(rollouts\)"):
+        trainer.step(list(batch.rollouts))  # type: ignore[arg-type]
+
+
+def test_what_people_hold_is_shown_in_one_line(tmp_path: Path) -> None:
+    student = opd.load_model("tiny/generalist")
+    teacher, sampler = opd.Teacher("tiny/arithmetic", student), opd.Sampler(student, max_new_tokens=8)
+    objective = opd.Objective([{"divergence": "jsd"}, {"form": "k2", "coefficient": 0.5}], teacher, sampler)
+    trainer = opd.Trainer(student, objective)
+    flood = opd.Prompt(id="i" * 999, domain="d", text="t" * 99_999, fields={name: "f\n" * 999 for name in "abcdef"})
+    rollouts = sampler.sample(opd.prompts("task:addition", 4))
+    batch = trainer.batch(rollouts)
+    pack = opd.Pack.of(rollouts)
+    found = opd.divergence("jsd", student.predict(pack), teacher.predict(pack))
+    signal = next(iter(batch.signals.values()))[rollouts[0].id]
+    shown = {
+        "LanguageModel('tiny/generalist', LlamaForCausalLM, 455,936 parameters, float32 on cpu)": student,
+        "Teacher('teacher', role='teacher', model='tiny/arithmetic', gives": teacher,
+        "Sampler('tiny/generalist', max_new_tokens=8, temperature=1.0, seed=0)": sampler,
+        "Objective(1 direct + 0.5 k2, teachers: teacher)": objective,
+        "Trainer('tiny/generalist', Objective(1 direct + 0.5 k2": trainer,
+        "Prompt(id='iiii": flood,
+        "Prompt(id='task:addition/train/0', domain='arithmetic', messages=1, last='add": opd.prompts("task:addition", 1)[0],
+        "Rollout(id='task:addition/train/0/0/0', domain='arithmetic', source='student', 10 +": rollouts[0],
+        "TrainingBatch(4 rollouts": batch,
+        "StepResult(step=1, loss=": trainer.step(batch),
+        f"Pack(4 rollouts, {sum(rollout.length for rollout in rollouts)} tokens": pack,
+        "Projection(": teacher.predict(pack),
+        "Divergence(loss=": found,
+        "Signal('teacher'": signal,
+    }  # fmt: skip
+    for start, item in shown.items():
+        assert repr(item).startswith(start)
+        assert len(repr(item)) < 400
+        assert "\n" not in repr(item)
+
+
+def test_rollouts_of_a_run_iterate(tmp_path: Path) -> None:
+    recipe = {
+        "student": "tiny/generalist", "teachers": {"arithmetic": "tiny/arithmetic"}, "prompts": "task:addition",
+        "rollout": {"prompts": 3, "samples": 2, "max_new_tokens": 8}, "train": {"steps": 2}, "eval": {"prompts": 0},
+    }  # fmt: skip
+    rollouts = opd.run(recipe, out=tmp_path / "run").rollouts
+    ids = [rollout.id for rollout in rollouts]
+    assert ids == [rollout.id for rollout in rollouts.where().load()]
+    assert len(ids) == len(set(ids)) == len(rollouts) == 12
+    assert (rollouts[0].id, rollouts[-1].id) == (ids[0], ids[-1])
+    assert [rollout.id for rollout in rollouts[2:5]] == ids[2:5]
+    assert rollouts.where(sample=1)[1].id == rollouts.where(sample=1).ids[1]
+    with pytest.raises(IndexError):
+        _ = rollouts[12]
+    assert repr(rollouts).endswith("12 of 12 rollouts finished and kept)")
+
+
 def test_mistakes_in_settings_given_by_hand_are_told() -> None:
     with pytest.raises(opd.RecipeError, match=r"objective\.0.*jsdd"):
         opd.Objective({"divergence": "jsdd"})
@@ -177,7 +266,7 @@ def test_what_a_recipe_would_refuse_is_refused_by_hand() -> None:
         trainer({"form": "direct"}, **drawing)
     with pytest.raises(opd.RecipeError, match=r"temperature 0\.5 with form: k2"):
         trainer([{"form": "direct"}, {"form": "k2"}], temperature=0.5)
-    with pytest.raises(opd.RecipeError, match=r"drawing\.temperature"):
+    with pytest.raises(opd.RecipeError, match=r"sampler\.temperature"):
         trainer({"form": "direct"}, temperature=-1.0)
     for form in ("cross_entropy", "pairwise"):  # whose tokens, and how many answers, the batch says
         trainer({"form": form})

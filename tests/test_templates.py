@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from opd.data import template
 from opd.data.render import render_completion, render_prompt
 from opd.data.source import prompt_source
+from opd.data.template import render
 from opd.errors import DataError, ModelError
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import share_vocabulary
@@ -38,29 +43,134 @@ def with_template(template: Any) -> Any:
         ("{{ 'a' + 1 }}", "refused it"),
         ("{{ messages.append(1) }}", "unsafe|refused it"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|refused it"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}", "did not end"),
-        ("{% for a in range(99999) %}{{ range(99999) | list | sum }}{% endfor %}", "did not end"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refused it"),
+        ("{{ '{0.__class__.__init__.__globals__}'.format(1) }}", "unsafe|refused it"),
+        ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ range(10000000000) }}", "refused it"),
-        ("{{ 'x' * 30000000 }}", "characters"),
-        ("{{ 'x' * 9999999999999 }}", "refused it"),
+        ("{{ ('f' * 5000) | int(0, 16) }}", "4300 digits"),
     ],
-)  # fmt: skip
-def test_a_template_that_fails_or_never_ends_is_one_sentence(
-    template: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if words == "did not end":  # the others are never short of time
-        monkeypatch.setattr("opd.data.template.SECONDS", 0.5)
-    with pytest.raises(ModelError if "did not end" in words else DataError, match=words):
+)
+def test_a_template_that_refuses_a_row_is_one_sentence(template: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
         render_prompt(CHAT, with_template(template))
+
+
+NESTED = "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template", ["{% for a in %}", "{% if", "{{ 10 ** 10 ** 10 }}", "{% endfor %}", "{% nothing %}"]
+    ("template", "words"),
+    [
+        ("{% set a = 10 %}" + "{% set a = a*a*a*a*a*a*a*a*a*a*a*a*a %}" * 8, "did not end|memory"),
+        (NESTED + "{{ n.a == n.b }}", "did not end"),  # without a line of Python, nor memory
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end"),
+        ("{% for a in range(99999) %}{{ range(99999) | list | sum }}{% endfor %}", "did not end"),
+        ("{{ lipsum(n=100000) }}", "did not end"),
+        ("{{ ('a' * 5000000) | wordwrap(1) }}", "did not end"),
+        ("{{ 10 ** (10 ** 10) % 7 }}", "did not end|memory"),
+        ("{{ ('a' * 3000000000) | length }}", "memory"),
+        ("{{ [1] * 1000000000 }}", "memory"),
+        ("{{ '%1000000000d' % 1 }}", "memory"),
+        ("{{ '{:>1000000000}'.format(1) }}", "memory"),
+        ("{{ 'x' | center(10 ** 10) }}", "memory"),
+        ("{{ 'x'.ljust(9000000000) }}", "memory"),
+        ("{{ (['a' * 1000000] * 1000000) | join }}", "memory"),
+        ("{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}", "memory"),
+        ("{{ ('a' * 1000000).translate({97: 'b' * 10000}) }}", "memory"),
+        ("{% set n = namespace(a='xx') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}", "memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}xxxx{% endfor %}{% endfor %}", "memory|did not end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "nested too deep"),
+        ("{{ 'x' * 2000000 }}", "characters"),
+        (r"{{ '\ud800' }}", "surrogate"),
+        ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "no template"),
+        ("{% for a in %}", "no template"),
+        ("{% if", "no template"),
+        ("{% endfor %}", "no template"),
+        ("{% nothing %}", "no template"),
+    ],
+    ids=lambda given: given[:40],
 )
-def test_a_template_that_is_none_is_refused(template: str) -> None:
-    with pytest.raises((ModelError, DataError), match="template"):
+def test_a_template_that_breaks_its_bounds_ends_within_them(template: str, words: str) -> None:
+    """In a process of its own: this one keeps its memory, its limits and its other threads."""
+    before, limits = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ModelError, match=words):
         render_prompt(CHAT, with_template(template))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_maxrss - before.ru_maxrss < 20_000  # KiB
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert render_prompt(CHAT, with_template("{{ messages[0]['content'] }}")).size == 3
+
+
+def test_a_rendering_has_a_bounded_process() -> None:
+    """What the kernel holds it to: memory by its limit, processor time by a timer. It is kept for the next row, and replaced if it dies."""
+    render_prompt(CHAT, with_template(TEMPLATE))
+    process = template._process()._running
+    assert process is not None
+    line = next(line for line in Path(f"/proc/{process.pid}/limits").read_text().splitlines() if "address" in line)
+    assert int(line.split()[3]) < 200 << 20
+    with pytest.raises(DataError):
+        render_prompt(CHAT, with_template("{{ raise_exception('this row alone') }}"))
+    assert template._process()._running is process
+    process.kill()
+    process.wait()
+    assert render_prompt(CHAT, with_template("{{ messages[0]['content'] }}")).size == 3
+    assert template._process()._running is not process
+
+
+def test_a_fork_and_threads_render_too() -> None:
+    tokenizer = with_template("{{ messages[0]['content'] }}")
+    texts = [f"{number}+{number}" for number in range(200)]
+    prompts = [Prompt(id=text, domain="d", messages=({"role": "user", "content": text},)) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: tokenizer.decode(render_prompt(prompt, tokenizer).tolist()), prompts))
+    assert found == texts
+    own = template._process()._running
+    assert own is not None
+    child = os.fork()
+    if not child:
+        fine = render_prompt(CHAT, tokenizer).size == 3
+        other = template._process()._running
+        os._exit(0 if fine and other is not None and other.pid != own.pid else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "é ≠ <e>", "parameters": {"type": "object"}}}]
+REAL = {  # what real templates do, feature by feature
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "blocks": "{%- for m in messages %}\n    {%- if m.role == 'user' %}\n  [INST] {{ m.content | trim }} [/INST]\n    {% else %}\n{{ m.content }}{{ eos_token }}\n  {% endif %}\n{%- endfor %}\n\n",
+    "namespace": "{% set ns = namespace(last=-1, n=0) %}{% for m in messages[::-1] %}{% set i = messages | length - 1 - loop.index0 %}{% if ns.last < 0 and m.role == 'user' and m.content is string %}{% set ns.last = i %}{% endif %}{% endfor %}{{ ns.last }}{{ messages[0].content.split('+')[-1].lstrip('\n') }}",
+    "tools": "{% if tools is not none and tools %}{% for t in tools %}{{ t | tojson }}{{ t | tojson(indent=4) }}{{ t.function.items() | list }}{% endfor %}{% else %}none{% endif %}{{ documents is none }}",
+    "macro": "{% macro show(x, deep=0) %}{% if x is mapping %}{% for k, v in x | dictsort %}{{ k }}:{{ show(v, deep + 1) }},{% endfor %}{% elif x is iterable and x is not string %}{{ x | map('upper') | join(', ') }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ show(messages[0]) }}{{ show(['a', 'b']) }}",
+    "generation": "{{ bos_token }}{% for m in messages %}{% generation %}{{ m['content'] }}\n{% endgeneration %}{% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}",
+    "options": "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}{{ strftime_now('%Y') }}{{ note }}{{ pair }}{{ numbers | sum }}{{ date_string | default('26 Jul 2024', true) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_template_gives_what_it_gives_in_transformers(name: str) -> None:
+    tokenizer = with_template(REAL[name])
+    tokenizer.bos_token = "<s>"
+    chat = [{"role": "user", "content": " 1+\n2 é"}, {"role": "assistant", "content": "3"}]
+    options = {"tools": TOOLS, "enable_thinking": False, "note": None, "pair": (1, "2"), "numbers": [1, 2.5, True]}
+    for arguments in ({"numbers": []}, options):
+        wanted = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
+        assert render("p", chat, tokenizer, arguments) == wanted
+
+
+def test_of_several_templates_the_default_is_taken() -> None:
+    tokenizer = with_template({"default": "{{ messages[0]['content'] }}", "tool_use": "{{ tools | length }}"})
+    assert render("p", CHAT.messages or (), tokenizer, {}) == "1+1"
+    assert render("p", CHAT.messages or (), tokenizer, {"tools": TOOLS}) == "1"
+    with pytest.raises(ModelError, match="cannot be chosen"):
+        render("p", CHAT.messages or (), with_template({"rag": "x"}), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"x": np.zeros(2)}, "type ndarray"), ({"tools": "f"}, "tools must be a list")]
+)
+def test_what_a_template_cannot_be_given_is_said(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        render("p", CHAT.messages or (), with_template(TEMPLATE), given)
 
 
 def test_what_a_template_may_use() -> None:

@@ -1,21 +1,24 @@
-"""Chat templates are programs that come with a model. They run in jinja's sandbox, and here within bounds as well."""
+"""Chat templates are programs that come with a model: they are rendered by a process that has no more time and memory than they need."""
 
 from __future__ import annotations
 
-import resource
+import atexit
+import contextlib
+import json
+import marshal
+import os
+import signal
+import subprocess
 import sys
-import time
+import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from opd.data import template_worker as worker
 from opd.errors import DataError, ModelError
 
-STEPS = 2_000_000  # lines and calls that one rendering may take, a hundred times what real templates need
-SECONDS = 5.0  # of this thread's processor time, for lines that are long
-CHARACTERS = 20_000_000
+TRIES = 2  # processes for one rendering, if something else ends the first one
+PATIENCE = 1.0  # seconds for a process to end by itself
 
 # What rendering a chat template is given by us, or would do with text that is still to be encoded.
 RESERVED_KWARGS = frozenset(
@@ -37,119 +40,134 @@ RESERVED_KWARGS = frozenset(
 )
 
 
-class _OutOfSteps(Exception):
-    pass
-
-
 def render(prompt: str, messages: Sequence[Mapping[str, Any]], tokenizer: Any, arguments: Mapping[str, Any]) -> str:
     """The conversation as text, ready for the answer. `prompt` is the name that errors give."""
-    from jinja2 import TemplateError
-
     clash = sorted(RESERVED_KWARGS & arguments.keys())
     if clash:
         raise DataError(f"chat_template_kwargs: {clash[0]!r} is set by opd and cannot be given. Remove it.")
-    for source in _sources(tokenizer):
-        _check(source)
+    if not messages:
+        raise DataError(f"prompt {prompt!r} has no messages. Give at least one.")
+    for name in ("tools", "documents"):
+        entries = arguments.get(name) or []
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
+            raise DataError(f"chat_template_kwargs: {name} must be a list of mappings, got {entries!r:.200}.")
     try:
-        with _Memory(), _Steps():
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **arguments
-            )
-    except _OutOfSteps:  # no error of this row alone: the next ones would take as long
-        raise ModelError(
-            f"prompt {prompt!r}: the tokenizer's chat template did not end within bounds. Repair its loops, or give "
-            "text prompts."
-        ) from None
-    except (
-        TemplateError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        source = tokenizer.get_chat_template(tools=arguments.get("tools"))
+    except ValueError as error:  # several, and none of them is the default
+        raise ModelError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from None
+    given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **arguments}
+    try:
+        variables = _plain({**given, "messages": messages, "add_generation_prompt": True})
+    except TypeError as error:
         raise DataError(
-            f"prompt {prompt!r}: the tokenizer's chat template refused it: {said[0][:300]}. Change the messages or "
+            f"prompt {prompt!r}: its messages or chat_template_kwargs hold {error}, which a chat template cannot be given. "
+            "Write it as text."
+        ) from None
+    status, said = _process().render(source, variables)
+    if status == worker.TEMPLATE:  # no error of this row alone: the next ones would end alike
+        raise ModelError(f"prompt {prompt!r}: the tokenizer's chat template {said}. Repair it, or give text prompts.")
+    if status == worker.ROW:
+        raise DataError(
+            f"prompt {prompt!r}: the tokenizer's chat template refused it: {said}. Change the messages or "
             "chat_template_kwargs, or give text prompts."
-        ) from None
-    if not isinstance(text, str) or len(text) > CHARACTERS:
-        raise DataError(f"prompt {prompt!r}: the chat template made more than {CHARACTERS:,} characters of it.")
-    return text
-
-
-def _sources(tokenizer: Any) -> list[str]:
-    found = tokenizer.chat_template
-    return list(found.values()) if isinstance(found, dict) else [found]
-
-
-@lru_cache(maxsize=64)
-def _check(source: str) -> None:
-    """No powers: one of them can keep a single instruction busy for ever, and counting steps would not notice."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        power = next(
-            (line for line, kind, value in Environment().lex(source) if (kind, value) == ("operator", "**")), None
         )
-    except TemplateSyntaxError as error:
-        raise ModelError(
-            f"the tokenizer's chat template is no template: {error.message}, line {error.lineno}."
-        ) from None
-    if power is not None:
-        raise ModelError(f"the tokenizer's chat template has a power (**) in line {power}, which opd does not run.")
+    return said
 
 
-class _Steps:
-    """Counts a template's lines and the calls it causes, and stops it when there were too many or they took too long.
-
-    An exception from the tracing function comes up in the traced code, so that no loop written in a template escapes.
-    """
-
-    def __init__(self) -> None:
-        self._taken, self._start = 0, time.thread_time()
-        self._before = sys.gettrace()
-
-    def __enter__(self) -> None:
-        sys.settrace(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _count(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._taken += 1
-        if self._taken > STEPS or (self._taken % 64 == 0 and time.thread_time() - self._start > SECONDS):
-            raise _OutOfSteps
-        return self._count if frame.f_code.co_filename == "<template>" else None  # elsewhere calls are enough
+def _plain(value: Any) -> Any:
+    """What can be sent to another process as it is: JSON's values, and tuples."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        inner = [_plain(entry) for entry in value]
+        return inner if isinstance(value, list) else tuple(inner)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
-class _Memory:
-    """One expression can ask for more memory than there is, and the kernel then kills the process: here it is refused.
-
-    The bound is half of what is available now, beyond what this process has already.
-    """
+class _Process:
+    """One that renders, begun when it is first needed. It ends with this process, or when a template breaks a bound."""
 
     def __init__(self) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_AS)
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> None:
-        if sys.platform == "linux":
-            soft, hard = self._before
-            bounds = [
-                _room(int(time.monotonic())),
-                *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
-            ]
-            resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+    def render(self, source: str, variables: Any) -> tuple[bytes, str]:
+        """A status and what goes with it, as `template_worker` defines them."""
+        request = marshal.dumps((source, variables))
+        with self._lock:
+            for _ in range(TRIES):
+                if self._running is None:
+                    self._running = _begin()
+                answer = self._ask(self._running, request)
+                if answer is not None:
+                    if answer[0] == worker.TEMPLATE:
+                        self._end()
+                    return answer
+                code = self._end()
+                if code in (-signal.SIGPROF, -signal.SIGSEGV):
+                    break
+        if code == -signal.SIGPROF:
+            return worker.TEMPLATE, f"did not end within {worker.SECONDS:g} s"
+        return worker.TEMPLATE, f"ended the process that renders it ({code})"
 
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, self._before)
+    def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, str] | None:
+        """None: it ended without a reply."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(len(request).to_bytes(worker.SIZE, "little") + request)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        head = process.stdout.read(1 + worker.SIZE)
+        size = int.from_bytes(head[1:], "little")
+        if len(head) <= worker.SIZE or size > 4 * (worker.CHARACTERS + worker.REPEATS * len(request)):
+            return None
+        said = process.stdout.read(size)
+        return (head[:1], said.decode()) if len(said) == size else None
+
+    def _end(self) -> int:
+        """How it ended."""
+        process, self._running = self._running, None
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # of a request that it did not read
+                pipe.close()
+        try:
+            return process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._running is not None:
+                self._end()
 
 
-@lru_cache(maxsize=1)
-def _room(second: int) -> int:
-    """Bytes of address space that this process may reach; looked up once a second."""
-    own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    facts = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return own + next(int(line.split()[1]) * 1024 for line in facts if line.startswith("MemAvailable")) // 2
+def _begin() -> subprocess.Popen[bytes]:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-I", worker.__file__, json.dumps(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+
+
+_processes: dict[int, _Process] = {}  # by the process that began it: a fork begins its own
+
+
+def _process() -> _Process:
+    found = _processes.get(os.getpid())
+    if found is None:
+        found = _processes.setdefault(os.getpid(), _Process())
+        atexit.register(found.close)
+    return found

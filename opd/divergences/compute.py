@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,24 @@ from opd.divergences.chunked import (
 from opd.divergences.formulas import Formula
 from opd.divergences.mixture import Mixture, Source
 from opd.divergences.plan import Backend, KernelPlan, kernel_plan, values_plan
-from opd.divergences.projection import MergeGroups, Projection, without_autocast
+from opd.divergences.projection import (
+    Logits,
+    MergeGroups,
+    Projection,
+    as_projection,
+    canonical_ids,
+    log_probs,
+    without_autocast,
+)
 from opd.divergences.rows import Job, RowStatistics, Weight, reference_rows
 from opd.divergences.supports import Closure, Side, Support, TopRows, Truncation
+from opd.errors import UserError
 from opd.types import TopK
 
 CHUNK_BYTES = 24 << 20  # of one (chunk, V) fp32 array of the torch backend; a handful of them live at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Divergence:
     loss: Tensor  # scalar: sum_n weight_n * D_n, differentiable w.r.t. the student's hidden, weight and bias
     value: Tensor  # (N,) D_n, detached, like all that follows
@@ -47,12 +57,16 @@ class Divergence:
     statistics: RowStatistics  # the above and what was asked for beside them
     plan: KernelPlan  # which backend ran, and why
 
+    def __repr__(self) -> str:
+        mean = float(self.value.mean()) if len(self.value) else 0.0
+        return f"Divergence(loss={float(self.loss.detach()):.6g}, {len(self.value)} rows, mean value {mean:.6g}, {self.plan.backend})"
+
 
 @without_autocast
 def divergence(
     kind: str | Formula,
-    student: Projection,
-    teacher: Source | TopK,
+    student: Projection | Tensor,
+    teacher: Source | TopK | Tensor,
     *,
     support: Support = "full",
     k: int | None = None,
@@ -71,7 +85,7 @@ def divergence(
 ) -> Divergence:
     """Sum over rows of `weight_n * D_n` and the per-row values. `params`: `beta` for jsd, `alpha` for skew_* and alpha.
 
-    `kind`: a name, or a `Formula` with its parameter.
+    `kind`: a name, or a `Formula` with its parameter. Logits (N, V) may stand in place of a `Projection`: they run in `reference`.
 
     `support`: full | topk (`k` ids of `side`: teacher, student, union) | ids ((N, K) given ids, a set per row, -1 for
     none); `closure` says what becomes of the rest. `weight` is (N,), 0 to ignore a row, or a function of RowStatistics
@@ -82,7 +96,7 @@ def divergence(
     """
     formula = kind if isinstance(kind, Formula) else Formula.of(kind, params)
     truncation = Truncation(support, k, side, closure)
-    size = student.vocabulary if isinstance(teacher, TopK) else min(student.vocabulary, teacher.vocabulary)
+    size = _shared_size(student := as_projection("student", student), teacher := _source(teacher))
     merge = _within(merge, size)
     rows = _teacher_rows(student, teacher, truncation, merge, size, temperature)
     _check(student, rows.count, truncation, weight, ids, tokens, size, trusted)
@@ -109,6 +123,24 @@ def divergence(
         loss = GradientInForward.apply(student.hidden, student.weight, student.bias, compute, scale)
         statistics = RowStatistics.join(sink)
     return _result(loss, statistics, plan)
+
+
+def _source(teacher: object) -> Source | TopK:
+    return teacher if isinstance(teacher, (Mixture, TopK)) else as_projection("teacher", teacher)
+
+
+def _shared_size(student: Projection, teacher: Source | TopK | None) -> int:
+    """Ids at or beyond the smallest vocabulary do not exist on either side, which is said where somebody may not know."""
+    others = teacher.parts if isinstance(teacher, Mixture) else [teacher] if isinstance(teacher, Projection) else []
+    sizes = [student.vocabulary, *(other.vocabulary for other in others)]
+    if len(set(sizes)) > 1:
+        warnings.warn(
+            f"heads of different sizes: the student has {sizes[0]} ids, the teacher {', '.join(map(str, sizes[1:]))}. Ids from "
+            f"{min(sizes)} on are left out on both sides. Give every Projection size={min(sizes)} if that is meant; if the "
+            "tokenizers differ, ids cannot be compared.",
+            stacklevel=4,
+        )
+    return min(sizes)
 
 
 def _within(merge: MergeGroups, size: int) -> MergeGroups:
@@ -220,15 +252,24 @@ def _require_known(ids: Tensor, size: int, trusted: bool, name: str = "", lowest
 
 @without_autocast
 def token_logprobs(
-    projection: Projection, ids: Tensor, *, merge: MergeGroups = (), temperature: float = 1.0, trusted: bool = False
+    projection: Projection | Tensor,
+    ids: Tensor,
+    *,
+    merge: MergeGroups = (),
+    temperature: float = 1.0,
+    trusted: bool = False,
 ) -> Tensor:
     """(N,) log-prob of each given id, differentiable; logits are recomputed chunk by chunk in the backward pass.
 
-    `trusted`: see `divergence`.
+    `trusted`: see `divergence`. Logits (N, V) may stand in place of a `Projection`.
     """
+    projection = as_projection("projection", projection)
     size = projection.vocabulary
     _require_known(ids, size, trusted)
     merge = _within(merge, size)
+    if isinstance(projection, Logits):
+        logprobs = log_probs(projection, size, merge, temperature)
+        return logprobs.gather(-1, canonical_ids(ids, merge)[:, None]).squeeze(-1)
     job = Job(None, size, merge, temperature, tokens=ids)
     plan = values_plan(job, projection, None, CHUNK_BYTES)
     tensors = projection.hidden, projection.weight, projection.bias
@@ -256,9 +297,11 @@ def statistics(
 
     Without a teacher, the student's. `trusted`: see `divergence`.
     """
-    sizes = [student.vocabulary] if teacher is None else [student.vocabulary, teacher.vocabulary]
-    formula = None if teacher is None else Formula.of(kind, params)
-    job = Job(formula, min(sizes), _within(merge, min(sizes)), temperature, tokens=tokens, overlap=overlap)
+    for name, given in (("student", student), ("teacher", teacher)):
+        if isinstance(given, (Logits, Tensor)):
+            raise UserError(f"{name}: statistics takes Projections. Of logits, divergence(…).statistics has the same.")
+    formula, size = None if teacher is None else Formula.of(kind, params), _shared_size(student, teacher)
+    job = Job(formula, size, _within(merge, size), temperature, tokens=tokens, overlap=overlap)
     count = student.count if teacher is None else teacher.count
     _check(student, count, job.truncation, None, None, tokens, job.size, trusted)
     plan = values_plan(job, student, teacher, CHUNK_BYTES)

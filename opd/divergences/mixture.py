@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, log_probs
+from opd.divergences.projection import LOG_ZERO, MergeGroups, Projection, as_projection, log_probs
 
 Combination = Literal["arithmetic", "geometric", "sum"]
 
@@ -31,12 +31,14 @@ Combination = Literal["arithmetic", "geometric", "sum"]
 class Mixture:
     """Teachers with their weights. All parts see the same N tokens; ids beyond the smallest vocabulary do not exist."""
 
-    parts: Sequence[Projection]
+    parts: Sequence[Projection]  # logits that are given in their place become such
     weights: Sequence[float | Tensor]  # numbers, or (N,): one per token
     kind: Combination = "arithmetic"
     factor: float | Tensor | None = None  # one, or (N,), that the loss of every token is multiplied with
 
     def __post_init__(self) -> None:
+        parts = [as_projection(f"part {number} of a mixture", part) for number, part in enumerate(self.parts)]
+        object.__setattr__(self, "parts", parts)
         if len(self.parts) != len(self.weights) or not self.parts:
             raise ValueError(
                 f"a mixture needs one weight per part; got {len(self.parts)} parts, {self.weights} weights"

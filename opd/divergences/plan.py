@@ -12,7 +12,7 @@ import torch
 
 from opd.divergences.formulas import KINDS
 from opd.divergences.mixture import Mixture, Source
-from opd.divergences.projection import Projection
+from opd.divergences.projection import Logits, Projection
 from opd.divergences.rows import Job
 from opd.divergences.supports import TopRows
 
@@ -54,6 +54,11 @@ def kernel_plan(
 ) -> KernelPlan:
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(get_args(Backend))}")
+    heads = [student] if isinstance(teacher, TopRows) else _heads(student, teacher)
+    if any(isinstance(head, Logits) for head in heads):
+        if backend not in ("auto", "reference"):
+            raise ValueError(f"backend {backend!r} computes logits itself and was given some; use backend='auto'")
+        return KernelPlan("reference", "logits were given", student.count)
     if backend == "reference":
         return KernelPlan("reference", "asked for", student.count)
     obstacle = triton_obstacle(job, student, teacher)

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from opd.divergences.lanes import evenly
 from opd.divergences.upload import upload
+from opd.errors import UserError
 
 # Finite stand-in for log 0: probabilities become exactly 0 while 0 * (log p - log q) stays 0 instead of NaN.
 LOG_ZERO = -1e30
 MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Projection:
     """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding.
 
@@ -51,6 +52,9 @@ class Projection:
     def count(self) -> int:
         return self.hidden.shape[0]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.count} tokens, {self.vocabulary} ids, {self.hidden.dtype}, {self.hidden.device})"
+
     def rows(self, index: Any) -> Projection:
         """The same head on some of the tokens."""
         return replace(self, hidden=self.hidden[index])
@@ -73,6 +77,35 @@ class Projection:
         if self.softcap is not None:
             logits = self.softcap * evenly(torch.tanh, logits / self.softcap)
         return logits
+
+
+class Logits(Projection):
+    """Logits that exist already, where a head would give them: (N, V) in `hidden`, and a head without width."""
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Logits:
+        return cls(logits, logits.detach().new_empty(logits.shape[1], 0))
+
+    def logits(self, size: int | None = None) -> Tensor:
+        wide = torch.promote_types(self.hidden.dtype, torch.float32)
+        return self.hidden[:, : self.vocabulary if size is None else size].to(wide).clamp(min=LOG_ZERO)
+
+
+def as_projection(name: str, given: Any) -> Projection:
+    """A `Projection`, also where logits themselves are given."""
+    if isinstance(given, Projection):
+        return given
+    if not isinstance(given, Tensor):
+        raise UserError(
+            f"{name}: expected a Projection, such as model.predict(batch), or logits of shape (N, V), got {type(given).__name__}. "
+            "Of what a transformers model returns, give `.logits`."
+        )
+    if given.ndim != 2 or not given.is_floating_point():
+        raise UserError(
+            f"{name}: expected logits of shape (N, V), a row for each token, got {given.dtype} of shape {tuple(given.shape)}. "
+            "Of logits of shape (B, T, V), choose the rows: logits[mask], with a mask of shape (B, T)."
+        )
+    return Logits.of(given)
 
 
 class Fp32Linear(torch.autograd.Function):
@@ -146,8 +179,10 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Projection))
-        device = given.hidden.device
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, (Projection, Tensor))), None)
+        if given is None:
+            return function(*args, **kwargs)  # which refuses them
+        device = given.device if isinstance(given, Tensor) else given.hidden.device
         own_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.autocast(device.type, enabled=False), own_gpu:
             return function(*args, **kwargs)

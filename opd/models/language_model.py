@@ -63,6 +63,11 @@ class LanguageModel:
         self.own_attention: str = module.config._attn_implementation
         self.route: Route = choose_route(self)
 
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        kind = f"{type(self.module).__name__}{'' if self.lora is None else ' with LoRA'}"
+        return f"LanguageModel({self.name!r}, {kind}, {count:,} parameters, {str(self.dtype)[6:]} on {self.device})"
+
     @property
     def device(self) -> torch.device:
         return self.head.weight.device

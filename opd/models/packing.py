@@ -18,7 +18,7 @@ from opd.models.attention import Packed
 from opd.types import Rollout
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pack:
     """One forward pass. N = response tokens of all its rollouts, one after the other."""
 
@@ -26,6 +26,9 @@ class Pack:
     ids_T: Tensor
     layout: Packed
     predicting_N: Tensor
+
+    def __repr__(self) -> str:
+        return f"Pack({len(self.rollouts)} rollouts, {self.ids_T.shape[0]} tokens, {self.predicting_N.shape[0]} of them responses)"
 
     @property
     def response_lengths(self) -> list[int]:

@@ -30,7 +30,7 @@ class FirstPass:
     )  # by role and k: argmax in the teacher's top k
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainingBatch:
     rollouts: Sequence[Rollout]
     signals: Signals = field(default_factory=dict)
@@ -38,6 +38,12 @@ class TrainingBatch:
     first_pass: FirstPass = field(default_factory=FirstPass)
     teacher_of: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
     traced: frozenset[str] = frozenset()  # ids of rollouts to be written down token by token: see `trace`
+
+    def __repr__(self) -> str:
+        signals = ", ".join(f"{kind} of {role}" for role, kind in self.signals)
+        return (
+            f"TrainingBatch({len(self.rollouts)} rollouts, {len(self.rewards)} rewards, signals: {signals or 'none'})"
+        )
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
         """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""

@@ -93,6 +93,10 @@ class Objective:
         self._seed = seed
         self.plateau: int | None = None  # the step after which evaluation stopped improving
 
+    def __repr__(self) -> str:
+        terms = " + ".join(f"{term.coefficient} {term.name}" for term in self.terms)
+        return f"Objective({terms}, teachers: {', '.join(self.teachers) or 'none'})"
+
     def active(self, step: int) -> list[tuple[int, Term, float]]:
         """(number, term, coefficient) of the terms that count at this step."""
         terms = [(index, term, term.coefficient.at(step, self.plateau)) for index, term in enumerate(self.terms)]

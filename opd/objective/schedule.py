@@ -31,6 +31,11 @@ class Schedule(BaseModel):
             raise ValueError(f"`after` ({self.after}) must be less than `until` ({self.until})")
         return self
 
+    def __str__(self) -> str:
+        """The number, and that it changes."""
+        moving = (self.to, self.until, self.after) != (None, None, None)
+        return f"{self.value:g}{'…' if moving else ''}"
+
     @property
     def never(self) -> bool:
         """Whether it is 0 at every step."""

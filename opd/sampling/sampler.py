@@ -14,12 +14,15 @@ from typing import Annotated, Any
 import torch
 
 from opd.data.render import render_prompt, response_text
+from opd.errors import UserError
 from opd.models.language_model import LanguageModel
 from opd.sampling.collect import collect
 from opd.sampling.draws import request_key
 from opd.sampling.requests import weights_of
+from opd.sampling.rollouts import Rollouts
 from opd.sampling.samplers import SAMPLERS, SamplerKind
 from opd.settings import by_hand
+from opd.text import shortened
 from opd.types import Prompt, Rollout, SampledToken, SampleRequest, Sampling, TokenSampler
 
 ROOM = 256  # tokens of the shortest sequence there is room for
@@ -47,6 +50,8 @@ class Sampler:
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        drawing = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        by_hand("sampler", Rollouts, drawing)  # as a recipe's are checked
         self.model, self.version = model, 0
         self.max_new_tokens, self.temperature, self.teacher_mix = max_new_tokens, temperature, 0.0
         self.top_p, self.top_k = top_p, top_k
@@ -57,6 +62,11 @@ class Sampler:
         self._room, self._swaps = 0, False
         self._ends: tuple[tuple[int, ...], int] = (), 0  # stop ids and number of ids that it was opened with
 
+    def __repr__(self) -> str:
+        drawing = f"max_new_tokens={self.max_new_tokens}, temperature={self.temperature}"
+        cut = f", top_p={self.top_p}" * (self.top_p < 1) + f", top_k={self.top_k}" * (self.top_k > 0)
+        return f"Sampler({self.model.name!r}, {drawing}{cut}, seed={self._seed})"
+
     @property
     def sampling(self) -> Sampling:
         """With the model's stop ids as they are now: a teacher opened since may have added some."""
@@ -65,14 +75,19 @@ class Sampler:
 
     def sample(
         self,
-        prompts: Iterable[Prompt | str],
+        prompts: Prompt | str | Iterable[Prompt | str],
         samples: int = 1,
         on_token: Callable[[SampledToken], None] = lambda token: None,
     ) -> list[Rollout]:
-        """`samples` answers to every prompt, one group each, in the order of the prompts. `on_token`: as it is drawn."""
+        """`samples` answers to every prompt, one group each, in the order of the prompts; or to a single one.
+
+        `on_token`: as it is drawn.
+        """
+        if samples < 1:
+            raise UserError(f"samples: expected at least 1 for each prompt, got {samples}.")
         planned: dict[str, tuple[Prompt, int, int]] = {}
         requests, sampling = [], self.sampling
-        for prompt in map(_prompt, prompts):
+        for prompt in map(_prompt, [prompts] if isinstance(prompts, (Prompt, str, Mapping)) else prompts):
             visit = self._visits[prompt.id]
             self._visits[prompt.id] += 1
             ids = render_prompt(prompt, self.model.tokenizer)
@@ -108,8 +123,15 @@ class Sampler:
         return self._opened
 
 
-def _prompt(given: Prompt | str) -> Prompt:
-    return Prompt(id=given, domain="", text=given) if isinstance(given, str) else given
+def _prompt(given: object) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(id=given, domain="", text=given)
+    if not isinstance(given, Prompt):
+        raise UserError(
+            f"prompts: expected texts or opd.Prompts, got {type(given).__name__}: {shortened(given)}. "
+            'Messages are given as opd.Prompt(id="…", domain="…", messages=({"role": "user", "content": "…"},)).'
+        )
+    return given
 
 
 def _told(rollout: Rollout, prompt: Prompt, visit: int, sample: int) -> Rollout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
@@ -69,6 +69,18 @@ class StoreReader:
         """Finished rollouts by domain, source, teacher, reward, length, stop or a note: see `Selection`."""
         self._settle()
         return Selection(cast("RolloutStore", self), self.readable()).where(**conditions)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """Every rollout that `readable` tells of, oldest first; a few are in memory at once."""
+        return iter(self.where())
+
+    @overload
+    def __getitem__(self, place: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection: ...
+    def __getitem__(self, place: int | slice) -> Rollout | Selection:
+        """In the order of iteration."""
+        return self.where()[place]
 
     def readable(self) -> np.ndarray:
         """Rows of the index whose rollouts are finished, and whose tokens were not given back."""

@@ -79,7 +79,13 @@ class RolloutStore(LinkingStore):
             self._take_in()
 
     def __len__(self) -> int:
+        """All that were begun: iteration leaves out the unfinished, and those whose tokens were given back."""
         return len(self._state.index)
+
+    def __repr__(self) -> str:
+        return (
+            f"RolloutStore({str(self.directory)!r}, {len(self.readable())} of {len(self)} rollouts finished and kept)"
+        )
 
     def configure(self, *, commit_ms: int, fsync: Fsync, hidden: bool) -> None:
         """The recipe's `store` settings, which may change from stage to stage."""

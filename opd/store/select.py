@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -46,6 +46,15 @@ class Selection:
     def __iter__(self) -> Iterator[Rollout]:
         for start in range(0, len(self.rows), BATCH):
             yield from self._store.load_rows(self.rows[start : start + BATCH])
+
+    @overload
+    def __getitem__(self, place: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection: ...
+    def __getitem__(self, place: int | slice) -> Rollout | Selection:
+        if isinstance(place, slice):
+            return Selection(self._store, self.rows[place])
+        return self._store.load_rows([self.rows[place]])[0]
 
     @property
     def ids(self) -> list[str]:

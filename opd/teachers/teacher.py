@@ -76,6 +76,10 @@ class Teacher:
         self._size, beside.stop_ids = beside.size, self.stop_ids
         self.name, self.role, self.offers = name, kind.role, kind.offers
 
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model.name!r}"
+        return f"Teacher({self.name!r}, role={self.role!r}{model}, gives {', '.join(sorted(self.offers))})"
+
     @property
     def version(self) -> int:
         return self._opened.version

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +27,7 @@ from opd.trainer.gather import sample_and_reward, score
 from opd.trainer.halving import MicroBudget, micro_batches, once
 from opd.trainer.metrics import Clock, step_metrics
 from opd.trainer.probes import TrainedStep, take_probes
+from opd.trainer.result import StepResult
 from opd.trainer.samples import sampled_ids, traces_of
 from opd.trainer.world import World
 from opd.types import Rollout
@@ -51,11 +51,11 @@ def run_step(run: StageRun, step: int) -> dict[str, Any]:
             batch = TrainingBatch(rollouts, signals, rewards, teacher_of=owners, traced=traced)
             result = run.trainer.step(batch, step)
             run.publish(step=step)
-        result.metrics |= take_probes(run, TrainedStep(run, step, gathered, batch, clock))
+        result.measured |= take_probes(run, TrainedStep(run, step, gathered, batch, clock))
     run.traces = traces_of(result.statistics)
     extra = {"lr": result.rate, "grad_norm": max(result.norms)} if result.norms else {}
     extra |= {f"rewards/{name}": count for name, count in gathered.counts.items()}
-    extra |= gathered.metrics | shown | result.metrics | run.page_metrics()
+    extra |= gathered.metrics | shown | result.measured | run.page_metrics()
     facts = (rollouts, result.statistics, rewards, clock.seconds, extra)
     metrics = step_metrics(run.spec.name, step, *facts, updates=len(result.norms))
     return metrics | run.note_needs(rollouts, metrics)
@@ -67,14 +67,6 @@ class Updates(Protocol):
     def clip(self) -> float: ...
     def step(self, step: int) -> float: ...
     def discard(self) -> None: ...
-
-
-@dataclass
-class StepResult:
-    metrics: dict[str, float]  # what gates did
-    statistics: list[tuple[Pack, TokenStatistics]] = field(default_factory=list)  # of every micro-batch
-    norms: list[float] = field(default_factory=list)  # of the gradient, one per update
-    rate: float = 0.0
 
 
 def train_step(
@@ -109,7 +101,7 @@ def train_step(
 
     repeat = budget.repeat if world.size == 1 else once  # ranks take as many passes as each other
     prepared = repeat(prepare, optimiser.discard, batch.rollouts)
-    result = StepResult(prepared.metrics)
+    result = StepResult(prepared.metrics, step=step)
     for rollouts in updates(batch.rollouts, train, seed, step):
         check_stop()
         seen = repeat(partial(passes, rollouts), optimiser.discard, rollouts)

@@ -21,8 +21,10 @@ from opd.objective.objective import Objective
 from opd.objective.term import refusals
 from opd.settings import StageView, by_hand
 from opd.teachers.router import by_teacher
+from opd.text import shortened
 from opd.trainer.halving import MicroBudget
-from opd.trainer.step import StepResult, train_step
+from opd.trainer.result import StepResult
+from opd.trainer.step import train_step
 from opd.trainer.world import World
 from opd.types import Rollout, Signal, SignalKind
 
@@ -56,6 +58,9 @@ class Trainer:
         self.steps = 0  # the newest
         self._budget = MicroBudget(self.train.micro_budget, told)
         self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.student.name!r}, {self.objective!r}, lr={self.train.lr:g}, steps={self.steps})"
 
     def _require_precision(self) -> None:
         """A student that was loaded by hand is as it was loaded."""
@@ -113,7 +118,9 @@ class Trainer:
         return names[0] if len(names) == 1 else domain
 
     def step(self, batch: TrainingBatch, step: int | None = None) -> StepResult:
-        """Train on one scored batch. `step` counts from 1, for schedules; by itself it goes up by one."""
+        """Train on one scored batch: `.loss`, `.metrics` and more of the result say how it went. `step` counts from 1, for schedules; by itself it goes up by one."""
+        if not isinstance(batch, TrainingBatch):
+            raise UserError(f"trainer.step: expected trainer.batch(rollouts), got {shortened(batch)}.")
         self.steps = self.steps + 1 if step is None else step
         return train_step(
             self.student,
