@@ -155,7 +155,8 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
             raise ModelError(
                 f"model {name!r}: its config says {key} {value}, which is not a number to compute with. {AGAIN}"
             )
-        limit = next((limit for part, limit in limits.items() if part in key), None)
+        counts = not key.startswith("vocab")  # Gemma's vocab_size_per_layer_input is no number of layers
+        limit = next((limit for part, limit in limits.items() if counts and part in key), None)
         if limit is not None and value > limit:
             raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
         if key not in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):

@@ -16,6 +16,7 @@ from opd.hub import unreachable
 from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
 from opd.models.directory import check_sizes, read_json, reading_model, stored_tensors
 from opd.models.tokenizers import check_tokenizer
+from opd.models.wrappers import reject_wrapper
 from opd.text import first_line
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ def tokenizer_file(name: str, revision: str | None = None) -> Path | None:
 
 def load_config(name: str, revision: str | None = None) -> Any:
     """The model's config, after checking that it names a causal language model which its weight files can hold."""
+    config = read_config(name, revision)
+    reject_wrapper(name, config)
+    _refuse_other_kinds(name, config)
+    return config
+
+
+def read_config(name: str, revision: str | None = None) -> Any:
+    """The config of any model that transformers knows and the weight files can hold."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     location = locate(name, revision)
@@ -183,9 +192,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
                 f"model {name!r} is a {raw.get('model_type')!r} that comes with Python code of its own, which is never run. "
                 "Choose a model whose type transformers knows."
             )
-        config = AutoConfig.from_pretrained(location.path, **location.arguments)
-        _refuse_other_kinds(name, config)
-    return config
+        return AutoConfig.from_pretrained(location.path, **location.arguments)
 
 
 def require_hub(name: str, location: Location) -> None:
