@@ -18,7 +18,7 @@ from opd.models.language_model import LanguageModel
 from opd.models.load import Location, load_tokenizer, locate, quiet_bars, read_config
 from opd.models.parts import module_without_weights
 from opd.models.probe import FOREIGN, far
-from opd.models.wrappers import reject_wrapper, text_class, inner_text_config
+from opd.models.wrappers import inner_text_config, reject_wrapper, text_class
 from opd.text import first_line
 
 LENGTH = 24  # tokens of the text that both read
