@@ -62,7 +62,9 @@ def check_merge(name: str, directory: Path, empty: Any) -> None:
     with reading_model(name, "its adapter", directory):
         stored = read_shapes(directory / WEIGHTS_FILE)
         wanted = wanted_shapes(name, directory, empty)
-        factors = {key: shape for key, shape in stored.items() if key in wanted or "lora_" in key}  # else: embeddings saved too
+        factors = {
+            key: shape for key, shape in stored.items() if key in wanted or "lora_" in key
+        }  # else: embeddings saved too
         refuse_difference(name, read_json(directory / CONFIG), wanted, factors)
 
 

@@ -52,7 +52,7 @@ def check_tensors(name: str, architecture: Any, config: Any, shapes: Mapping[str
 def _reject_difference(name: str, module: Any, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         raise ModelError(
-            f"model {name!r}: its checkpoint lacks {_some(info['missing_keys'])}, which would be random numbers. "
+            f"model {name!r}: its checkpoint lacks {some(info['missing_keys'])}, which would be random numbers. "
             "Download or save it again, or correct its config.json."
         )
     if info["mismatched_keys"]:
@@ -64,7 +64,7 @@ def _reject_difference(name: str, module: Any, info: dict[str, Any]) -> None:
     denied = denied_tensors(module, info["unexpected_keys"])
     if denied:
         raise ModelError(
-            f"model {name!r}: its checkpoint has {_some(denied)}, for which {type(module).__name__} with its config has no place, "
+            f"model {name!r}: its checkpoint has {some(denied)}, for which {type(module).__name__} with its config has no place, "
             "so it would not be the model that was trained. Correct its config.json."
         )
 
@@ -100,6 +100,6 @@ def denied_tensors(module: Any, extra: set[str]) -> list[str]:
     )
 
 
-def _some(names: Any) -> str:
+def some(names: Any) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else "")

@@ -124,7 +124,9 @@ def _fills(entry: dict[str, Any], shape: tuple[int, ...]) -> bool:
     """Whether a tensor's bytes are as many as its shape asks for; types narrower than a byte are left to the reader."""
     begin, end = entry["data_offsets"]
     width = WIDTHS.get(entry["dtype"])
-    return bool(begin >= 0 and min(shape, default=0) >= 0 and (width is None or end - begin == width * math.prod(shape)))
+    return bool(
+        begin >= 0 and min(shape, default=0) >= 0 and (width is None or end - begin == width * math.prod(shape))
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:

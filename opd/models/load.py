@@ -337,7 +337,9 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
     quiet_bars()
     module = empty_model(config)
     asked = sum(parameter.numel() for parameter in module.parameters())
-    plain = getattr(config, "quantization_config", None) is None  # else its reader makes other tensors of those in the files
+    plain = (
+        getattr(config, "quantization_config", None) is None
+    )  # else its reader makes other tensors of those in the files
     if directory is not None and plain and (location.directory is not None or weights_here(directory)):
         shapes = stored_shapes(directory)
         stored = sum(math.prod(shape) for shape in shapes.values())
