@@ -20,6 +20,7 @@ from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.sampling.choose import unfit_for_slots
+from opd.sampling.plain import PlainSampler
 from tests.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -242,6 +243,8 @@ def row(family: Family, found: LanguageModel | ModelError) -> list[str]:
     if found.route.limit is not None:
         sequences += f", one at a time beyond {LIMIT}"
     sampler = "one request at a time" if why else "slots"
+    if why and not PlainSampler(found.inference_copy(), limit, merge_stop=(EOS,)).cached:
+        sampler += ", without a cache"
     if found.route.limit is not None and not why:
         sampler += f", one request at a time beyond {LIMIT}"
     return [family.name, f"`{family.model_type}`", sequences, sampler, _lora(found), why]
