@@ -151,6 +151,7 @@ FAMILIES = (
     Family("DeepSeek-V2", "deepseek_v2", {**ROUTED, **LATENT, "head_dim": 8}),
     Family("DeepSeek-V3", "deepseek_v3", {**ROUTED, **LATENT, "head_dim": LEFT_OUT}),
     Family("DeepSeek-V3.2", "deepseek_v32", {**ROUTED, **LATENT, "head_dim": 8, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 16}),
+    Family("GLM-MoE-DSA", "glm_moe_dsa", {**ROUTED, **LATENT, "head_dim": 8, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 16}),
     Family("Kimi Linear", "kimi_linear", {**ROUTED, **LATENT, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"], "head_dim": LEFT_OUT}),
     Family("LongCat-Flash", "longcat_flash", {**LATENT, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 16, "num_hidden_layers": LEFT_OUT}),
     Family("GLM", "glm"),
