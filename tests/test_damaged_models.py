@@ -464,6 +464,18 @@ def test_an_adapter_that_is_not_whole_is_refused_without_loading_its_base(case: 
             load(str(adapter))
 
 
+def test_a_checkpoint_whose_adapter_is_not_whole_is_not_restored(copy: Path, tmp_path: Path) -> None:
+    model = load_model(str(copy), lora=Lora(rank=2))
+    model.save(tmp_path / "saved")
+    model.restore(tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[FACTOR]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{FACTOR} is only in one"):
+        model.restore(tmp_path / "saved")
+
+
 def test_a_truncated_adapter_is_refused_without_loading_its_base(adapter: Path) -> None:
     cut(adapter / "adapter_model.safetensors", 0.9)
     with pytest.raises(ModelError, match=r"adapter_model.safetensors is truncated"):
