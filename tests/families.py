@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.config import Lora
@@ -18,6 +20,7 @@ from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
 from opd.sampling.choose import unfit_for_slots
+from opd.sampling.plain import PlainSampler
 from tests.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -72,11 +75,33 @@ class Family:
         module = AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                if parameter.ndim >= 2 and "conv" not in name and "A_log" not in name:
-                    parameter.normal_(0, parameter.shape[-1] ** -0.5)
+                randomise(name, parameter)
+            for name, buffer in module.named_buffers():
+                if name.endswith(("bias", "biases")):
+                    randomise(name, buffer)
         module.generation_config.eos_token_id = EOS
         module.generation_config.pad_token_id = PAD
         return module
+
+
+def randomise(name: str, tensor: Tensor) -> None:
+    """As training leaves it: no tensor stays at what it was initialised with.
+
+    Recurrences get decays and step sizes over the whole range that trained models have; some states forget within a token,
+    others hardly at all.
+    """
+    if not tensor.is_floating_point():
+        return
+    last = name.rpartition(".")[2]
+    if last == "A_log":  # a decay of exp(-A dt)
+        tensor.add_(torch.empty_like(tensor).uniform_(-0.5, 1.0))
+    elif last == "dt_bias" or name.endswith("dt_proj.bias"):  # before softplus: steps of 0.0001 to 1
+        step = torch.empty_like(tensor).uniform_(math.log(1e-4), 0.0).exp()
+        tensor.copy_(step.expm1().log())
+    elif tensor.ndim >= 2 and "A_log" not in name:
+        tensor.normal_(0, tensor.shape[-1] ** -0.5)
+    else:  # biases, the weights of norms, gates, skips: around what they begin with
+        tensor.add_(torch.empty_like(tensor).normal_(0, 0.2))
 
 
 LEFT_OUT = object()
@@ -125,7 +150,8 @@ FAMILIES = (
     Family("Cohere 2", "cohere2", WINDOW),
     Family("DeepSeek-V2", "deepseek_v2", {**ROUTED, **LATENT, "head_dim": 8}),
     Family("DeepSeek-V3", "deepseek_v3", {**ROUTED, **LATENT, "head_dim": LEFT_OUT}),
-    Family("DeepSeek-V3.2", "deepseek_v32", {**ROUTED, **LATENT, "head_dim": 8, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}),
+    Family("DeepSeek-V3.2", "deepseek_v32", {**ROUTED, **LATENT, "head_dim": 8, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 16}),
+    Family("GLM-MoE-DSA", "glm_moe_dsa", {**ROUTED, **LATENT, "head_dim": 8, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 16}),
     Family("Kimi Linear", "kimi_linear", {**ROUTED, **LATENT, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"], "head_dim": LEFT_OUT}),
     Family("LongCat-Flash", "longcat_flash", {**LATENT, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 16, "num_hidden_layers": LEFT_OUT}),
     Family("GLM", "glm"),
@@ -218,6 +244,8 @@ def row(family: Family, found: LanguageModel | ModelError) -> list[str]:
     if found.route.limit is not None:
         sequences += f", one at a time beyond {LIMIT}"
     sampler = "one request at a time" if why else "slots"
+    if why and not PlainSampler(found.inference_copy(), limit, merge_stop=(EOS,)).cached:
+        sampler += ", without a cache"
     if found.route.limit is not None and not why:
         sampler += f", one request at a time beyond {LIMIT}"
     return [family.name, f"`{family.model_type}`", sequences, sampler, _lora(found), why]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -11,19 +12,22 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers
 
+from opd.config import Lora
 from opd.errors import ModelError
 from opd.models import load_config, load_model, load_tokenizer, locate, parameter_count
 from opd.models.gguf import check_header
-from tests.helpers import save_tiny
+from tests.families import family_named
+from tests.gguf_files import llama_tensors, write_gguf
+from tests.helpers import save_tiny, tiny_tokenizer
 
 FUZZED = int(os.environ.get("COUNT") or 300)
 
@@ -275,29 +279,207 @@ def test_damaged_gguf_files_are_refused(header: str, tmp_path: Path, monkeypatch
 
 
 def test_gguf_headers_cut_or_changed_anywhere(tmp_path: Path) -> None:
-    values = (
-        text("general.name") + struct.pack("<I", 8) + text("x") + text("llama.block_count") + struct.pack("<II", 4, 2)
-    )
-    values += (
-        text("ids")
-        + struct.pack("<IIQ", 9, 5, 4)
-        + bytes(16)
-        + text("words")
-        + struct.pack("<IIQ", 9, 8, 2)
-        + text("ab") * 2
-    )
-    good = gguf(values, 4, 20)
+    pytest.importorskip("gguf")
     path = tmp_path / "m.gguf"
-    path.write_bytes(good)
+    write_gguf(path, llama_tensors())
+    good = path.read_bytes()
+    header = len(good) - sum(values.nbytes for values in llama_tensors().values())
     check_header(path)
     generator = random.Random(0)
+    refused = 0
     for trial in range(300):
         bad = bytearray(good)
         for _ in range(generator.randint(1, 3)):
-            bad[generator.randrange(len(bad))] = generator.randrange(256)
+            bad[generator.randrange(header)] = generator.randrange(256)
         path.write_bytes(bytes(bad) if trial % 2 else good[: generator.randrange(len(good))])
-        with suppress(ModelError):
+        try:
             check_header(path)
+        except ModelError:
+            refused += 1
+    assert refused >= 150  # every cut, at least
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "opd"
+
+
+def test_a_whole_gguf_file_is_its_tensors(tmp_path: Path, cached: Path) -> None:
+    tensors = llama_tensors()
+    write_gguf(tmp_path / "m.gguf", tensors)
+    assert parameter_count(str(tmp_path / "m.gguf")) == sum(values.size for values in tensors.values())
+    module = load_model(str(tmp_path / "m.gguf")).module
+    wanted = {"token_embd.weight": module.model.embed_tokens, "blk.1.ffn_up.weight": module.model.layers[1].mlp.up_proj}
+    for name, part in wanted.items():
+        assert torch.equal(part.weight, torch.from_numpy(tensors[name]))
+
+
+@pytest.mark.parametrize("name", sorted(llama_tensors()))
+def test_a_gguf_file_that_lacks_a_tensor_is_refused_before_anything_is_made_of_it(
+    name: str, tmp_path: Path, cached: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", {key: values for key, values in llama_tensors().items() if key != name})
+    with pytest.raises(ModelError, match=f"lacks {name}, which would be random"):
+        parameter_count(str(tmp_path / "m.gguf"))
+    assert not cached.exists()
+
+
+def changed(**tensors: Any) -> dict[str, Any]:
+    return llama_tensors() | {key.replace("__", "."): values for key, values in tensors.items()}
+
+
+WRONG = {
+    "a shape": (changed(blk__0__ffn_up__weight=np.ones((63, 32), np.float32)), "2,016 elements for model.layers.0.mlp.up_proj.weight.*2,048"),
+    "a bias": (changed(blk__0__attn_q__bias=np.ones(32, np.float32)), "has blk.0.attn_q.bias, for which LlamaForCausalLM"),
+    "a layer": (llama_tensors(layers=3), "has blk.2.* more tensors, for which LlamaForCausalLM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_gguf_file_whose_tensors_are_not_its_models_is_refused(wrong: str, tmp_path: Path, cached: Path) -> None:
+    tensors, words = WRONG[wrong]
+    write_gguf(tmp_path / "m.gguf", tensors)
+    with pytest.raises(ModelError, match=words):
+        parameter_count(str(tmp_path / "m.gguf"))
+    assert not cached.exists()
+
+
+def test_a_truncated_gguf_file_and_one_without_tensors_are_refused(tmp_path: Path, cached: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", llama_tensors())
+    cut(tmp_path / "m.gguf", 0.9)
+    with pytest.raises(ModelError, match=r"is truncated: .* ends at byte"):
+        parameter_count(str(tmp_path / "m.gguf"))
+    field = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    (tmp_path / "small.gguf").write_bytes(gguf(field, 1))  # transformers would initialise a llama of seven billion
+    with pytest.raises(ModelError, match="has no tensors"):
+        parameter_count(str(tmp_path / "small.gguf"))
+    write_gguf(tmp_path / "one.gguf", {"output_norm.weight": np.ones(32, np.float32)}, layers=1)
+    with pytest.raises(ModelError, match="its metadata ask for"):
+        parameter_count(str(tmp_path / "one.gguf"))
+    assert not cached.exists()
+
+
+def test_what_an_earlier_version_made_of_a_gguf_file_is_not_believed(tmp_path: Path, cached: Path, whole: Path) -> None:
+    """It may have random weights in place of missing ones, and looks like any other model."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, {key: values for key, values in llama_tensors().items() if "ffn_up" not in key})
+    facts = file.stat()
+    key = hashlib.sha256(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    shutil.copytree(whole, cached / f"m-{key}")
+    with pytest.raises(ModelError, match="lacks blk"):
+        load_model(str(file))
+
+
+# Tensors against the config, before there is memory for any
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """The shards as one file, with other tensors in it."""
+    tensors = {key: value for path in sorted(directory.glob("*.safetensors")) for key, value in load_file(path).items()}
+    for path in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
+        path.unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "one lacks, others are left over": (lambda t: (t.pop(UP), t.update(extra=torch.zeros(9999))), f"lacks {UP}"),
+    "one has another shape": (lambda t: t.update({UP: torch.zeros(3, 5)}), f"has {UP} of shape \\(3, 5\\), and its config asks for"),
+    "one is turned": (lambda t: t.update({UP: t[UP].T.contiguous()}), f"has {UP} of shape"),
+    "a bias too many": (lambda t: t.update({UP.replace("weight", "bias"): torch.zeros(len(t[UP]))}), "has no place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_are_not_the_models_are_found_without_loading_any(
+    case: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = TENSORS[case]
+    rewrite(copy, change)
+    with pytest.raises(ModelError, match=words):
+        parameter_count(str(copy))
+    monkeypatch.setattr("opd.models.complete.load_complete", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(ModelError, match=words):
+        load_model(str(copy))
+
+
+def test_experts_that_lack_one_of_them_are_found_without_loading_any(tmp_path: Path) -> None:
+    """transformers joins them to one tensor, so none of the names that are missing is the model's."""
+    family = family_named("Qwen3-MoE")
+    family.build().save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    assert parameter_count(str(tmp_path / "m")) > 0
+    rewrite(tmp_path / "m", lambda tensors: tensors.pop("model.layers.0.mlp.experts.1.down_proj.weight"))
+    with pytest.raises(ModelError, match=r"experts.down_proj|cannot be joined"):
+        parameter_count(str(tmp_path / "m"))
+
+
+def test_a_header_whose_shape_is_not_its_bytes_is_refused(copy: Path) -> None:
+    path = shard(copy)
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    name = next(key for key, entry in header.items() if key != "__metadata__" and len(entry["shape"]) == 2)
+    header[name]["shape"][0] += 1
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    with pytest.raises(ModelError, match="are not as many as its shape asks for"):
+        parameter_count(str(copy))
+
+
+# Adapters
+
+
+@pytest.fixture
+def adapter(copy: Path, tmp_path: Path) -> Path:
+    """Of the model at `copy`."""
+    model = load_model(str(copy), lora=Lora(rank=2))
+    model.adapter.save_pretrained(tmp_path / "a")
+    edit(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=str(copy))
+    return tmp_path / "a"
+
+
+FACTOR = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+FACTORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "one lacks": (lambda t: t.pop(FACTOR), f"lacks {FACTOR}"),
+    "one is of another layer": (lambda t: t.update({FACTOR.replace(".0.", ".7."): t[FACTOR].clone()}), "has no place"),
+    "one has another shape": (lambda t: t.update({FACTOR: torch.zeros(7, 2)}), "is \\(7, 2\\) and should be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FACTORS)
+def test_an_adapter_that_is_not_whole_is_refused_without_loading_its_base(case: str, adapter: Path) -> None:
+    assert parameter_count(str(adapter)) > 0
+    load_model(str(adapter))
+    change, words = FACTORS[case]
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    for load in (parameter_count, load_model):
+        with pytest.raises(ModelError, match=words):
+            load(str(adapter))
+
+
+def test_a_checkpoint_whose_adapter_is_not_whole_is_not_restored(copy: Path, tmp_path: Path) -> None:
+    model = load_model(str(copy), lora=Lora(rank=2))
+    model.save(tmp_path / "saved")
+    model.restore(tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[FACTOR]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{FACTOR} is only in one"):
+        model.restore(tmp_path / "saved")
+
+
+def test_a_truncated_adapter_is_refused_without_loading_its_base(adapter: Path) -> None:
+    cut(adapter / "adapter_model.safetensors", 0.9)
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors is truncated"):
+        parameter_count(str(adapter))
 
 
 # Mutations by the hundred

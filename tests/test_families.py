@@ -17,11 +17,12 @@ from opd.errors import ModelError
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
+from opd.models.untrained import untrained_parameters
 from opd.sampling.choose import open_sampler
 from opd.sampling.collect import collect
 from opd.sampling.samplers import BuiltInSampler
 from opd.types import Rollout, SampleRequest, Sampling, TokenSampler
-from tests.families import FAMILIES, Family, load_family, page_rows, row
+from tests.families import FAMILIES, Family, family_named, load_family, page_rows, row
 from tests.helpers import EOS
 
 LENGTHS = [13, 5, 30, 18]
@@ -65,6 +66,25 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
 
     listed = [cells[:5] for cells in page_rows()]  # the reason is worded by the versions the page was written with
     assert row(family, teacher)[:5] in listed, "write the page again: python -m tests.families"
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.refused], ids=lambda family: family.name)
+def test_the_parameters_that_get_no_gradient_are_those_that_are_told(family: Family) -> None:
+    assert_told(family)
+
+
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3.2", "GLM-MoE-DSA", "AFMoE"])
+def test_indexers_and_routing_biases_that_get_no_gradient_are_told(name: str) -> None:
+    family = family_named(name)
+    assert_told(family)
+    assert bool(untrained_parameters(family.build())) == (name != "Llama")
+
+
+def assert_told(family: Family) -> None:
+    module = family.build().requires_grad_(True)
+    module(input_ids=ids_of([40])[0][None], use_cache=False).logits.square().sum().backward()
+    assert set(untrained_parameters(module)) == {key for key, value in module.named_parameters() if value.grad is None}
 
 
 @pytest.mark.families

@@ -13,10 +13,9 @@ import torch
 
 from opd.errors import ModelError
 from opd.models import lora
-from opd.models.adapters import CONFIG, WEIGHTS_FILE
-from opd.models.directory import read_json, reading_model
+from opd.models.adapters import CONFIG, WEIGHTS_FILE, refuse_difference, wanted_shapes
+from opd.models.directory import read_json, read_shapes, reading_model
 from opd.models.language_model import LanguageModel, share_module
-from opd.text import first_line
 
 # What adds something to the weights that is not a product of two factors, or changes the base while it is loaded.
 OTHER_WAYS = ("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora")
@@ -43,25 +42,13 @@ class AdaptedModel(LanguageModel):
 
 def check_adapter(name: str, directory: Path, empty: Any) -> None:
     """Refuse an adapter that is not one of this model (a module on the meta device, without weights) or not whole."""
-    from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
     settings = read_json(directory / CONFIG)
     _refuse_settings(name, settings)
     head = next(key for key, child in empty.named_modules() if child is empty.get_output_embeddings())
     with reading_model(name, "its adapter", directory):
-        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
-            stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        stored = read_shapes(directory / WEIGHTS_FILE)
         _refuse_tensors(name, stored, head)
-        try:
-            model = PeftModel(empty, LoraConfig.from_pretrained(str(directory), inference_mode=True))
-        except ValueError as error:
-            raise ModelError(
-                f"adapter {name!r} does not fit its base {settings.get('base_model_name_or_path')!r}: {first_line(error)} "
-                "Correct base_model_name_or_path in its config."
-            ) from None
-        found = get_peft_model_state_dict(model, save_embedding_layers=False)
-        _refuse_difference(name, settings, {key: tuple(value.shape) for key, value in found.items()}, stored)
+        refuse_difference(name, settings, wanted_shapes(name, directory, empty), stored)
 
 
 def _refuse_settings(name: str, settings: dict[str, Any]) -> None:
@@ -89,34 +76,6 @@ def _refuse_tensors(name: str, stored: dict[str, tuple[int, ...]], head: str) ->
             raise ModelError(
                 f"adapter {name!r} has {key}: it changes the {what}, which adapters over a shared base cannot. "
                 "Merge it into its base and name that as a frozen teacher."
-            )
-
-
-def _refuse_difference(
-    name: str, settings: dict[str, Any], wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
-) -> None:
-    base = settings.get("base_model_name_or_path")
-    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
-    if missing:
-        raise ModelError(
-            f"adapter {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors that its config and its base {base!r} ask "
-            "for. Copy it again, or correct its config."
-        )
-    if extra:
-        raise ModelError(
-            f"adapter {name!r} has {extra[0]}, for which its base {base!r} has no place ({len(extra)} such tensors): it was made "
-            "for another model. Correct base_model_name_or_path in its config."
-        )
-    for key, shape in wanted.items():
-        if stored[key] != shape:
-            rank = stored[key][0 if "lora_A" in key else -1] != shape[0 if "lora_A" in key else -1]
-            why = (
-                "its config names another rank (r, rank_pattern)"
-                if rank
-                else f"it was made for another base than {base!r}"
-            )
-            raise ModelError(
-                f"adapter {name!r}: {key} is {stored[key]} and should be {shape}: {why}. Correct its config."
             )
 
 

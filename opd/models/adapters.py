@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError
-from opd.models.directory import read_json, reading_model
+from opd.models.directory import read_json, read_shapes, reading_model
+from opd.text import first_line
 
 CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -48,3 +49,65 @@ def merge_adapter(module: Any, name: str, directory: Path) -> Any:
 
     with reading_model(name, "its adapter", directory):
         return PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)
+
+
+def check_merge(name: str, directory: Path, empty: Any) -> None:
+    """Refuse an adapter that lacks tensors, or has some for which its base (on the meta device, changed here) has no place.
+
+    peft would leave the first out with a warning, and drop the others without one.
+    """
+    from opd.models.lora import require_peft
+
+    require_peft()
+    with reading_model(name, "its adapter", directory):
+        stored = read_shapes(directory / WEIGHTS_FILE)
+        wanted = wanted_shapes(name, directory, empty)
+        factors = {
+            key: shape for key, shape in stored.items() if key in wanted or "lora_" in key
+        }  # else: embeddings saved too
+        refuse_difference(name, read_json(directory / CONFIG), wanted, factors)
+
+
+def wanted_shapes(name: str, directory: Path, empty: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that the adapter's config asks for with this base."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = True
+    try:
+        model = PeftModel(empty, config)
+    except ValueError as error:
+        raise ModelError(
+            f"adapter {name!r} does not fit its base {config.base_model_name_or_path!r}: {first_line(error)} "
+            "Correct base_model_name_or_path in its config."
+        ) from None
+    found = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {key: tuple(value.shape) for key, value in found.items()}
+
+
+def refuse_difference(
+    name: str, settings: dict[str, Any], wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
+) -> None:
+    base = settings.get("base_model_name_or_path")
+    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing:
+        raise ModelError(
+            f"adapter {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors that its config and its base {base!r} ask "
+            "for. Copy it again, or correct its config."
+        )
+    if extra:
+        raise ModelError(
+            f"adapter {name!r} has {extra[0]}, for which its base {base!r} has no place ({len(extra)} such tensors): it was made "
+            "for another model. Correct base_model_name_or_path in its config."
+        )
+    for key, shape in wanted.items():
+        if stored[key] != shape:
+            rank = stored[key][0 if "lora_A" in key else -1] != shape[0 if "lora_A" in key else -1]
+            why = (
+                "its config names another rank (r, rank_pattern)"
+                if rank
+                else f"it was made for another base than {base!r}"
+            )
+            raise ModelError(
+                f"adapter {name!r}: {key} is {stored[key]} and should be {shape}: {why}. Correct its config."
+            )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from opd.errors import UserError
 from opd.models.adapters import smol_models
-from opd.models.load import load_model, tiny_models
+from opd.models.load import load_model, read_config, tiny_models
+from opd.models.wrappers import inner_text_config
 
 TINY_ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
 
@@ -29,10 +30,15 @@ def catalog() -> list[str]:
 
 
 def export(name: str, to: Path) -> None:
+    """The model as a directory; of a wrapper, its text model."""
     if to.exists() and any(to.iterdir()):
         raise UserError(f"{to} exists and is not empty. Choose another directory.")
     known = tiny_models()
     if name in known:
         shutil.copytree(known[name], to, dirs_exist_ok=True)
+    elif inner_text_config(read_config(name)) is not None:
+        from opd.models.extract import extract_text_model
+
+        extract_text_model(name, to)
     else:
         load_model(name).save(to)

@@ -21,6 +21,8 @@ LAYERS = 10_000  # more than any model has, few enough to build
 POSITIONS = 1 << 28
 BOUNDS = ("limit", "clip", "max", "min")  # what may be infinite: no bound
 HEADER = 100 << 20  # bytes; the limit of safetensors itself
+WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+          "F8_E4M3": 1, "F8_E5M2": 1}  # bytes of an element  # fmt: skip
 AGAIN = "Download or copy the model again."
 
 
@@ -88,6 +90,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> dict[str, int]:
     """Tensor name -> number of elements, from the header of a safetensors file; the data is not read."""
+    return {name: math.prod(shape) for name, shape in read_shapes(path).items()}
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, from the header of a safetensors file, after comparing its sizes with the file's."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -96,8 +103,10 @@ def read_header(path: Path) -> dict[str, int]:
             if length > min(size - 8, HEADER):
                 raise ModelError(f"{path} is truncated or no safetensors file: its header says {length} bytes.")
             header = json.loads(file.read(length))
-            counts = {name: _elements(entry) for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name in counts), default=0)
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            shapes = {name: tuple(int(length) for length in entry["shape"]) for name, entry in tensors.items()}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            wrong = next((name for name, entry in tensors.items() if not _fills(entry, shapes[name])), None)
     except ModelError:
         raise
     except OSError as error:
@@ -106,20 +115,26 @@ def read_header(path: Path) -> dict[str, int]:
         raise ModelError(f"{path} has a damaged header.") from None
     if end != size - 8 - length:
         raise ModelError(f"{path} is truncated: its header describes {end} bytes, and {size - 8 - length} are there.")
-    return counts
+    if wrong is not None:
+        raise ModelError(f"{path} has a damaged header: the bytes of {wrong!r} are not as many as its shape asks for.")
+    return shapes
 
 
-def _elements(entry: dict[str, Any]) -> int:
-    count = 1
-    for length in entry["shape"]:
-        count *= int(length)
-    return count
+def _fills(entry: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor's bytes are as many as its shape asks for; types narrower than a byte are left to the reader."""
+    begin, end = entry["data_offsets"]
+    width = WIDTHS.get(entry["dtype"])
+    return bool(
+        begin >= 0 and min(shape, default=0) >= 0 and (width is None or end - begin == width * math.prod(shape))
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights, all of them there and inside the directory."""
-    index = directory / INDEX
-    if (directory / "model.safetensors").is_file() or not index.is_file():
+    index, whole = directory / INDEX, directory / "model.safetensors"
+    if whole.is_file():  # transformers reads no other then
+        return [whole]
+    if not index.is_file():
         found = sorted(directory.glob("*.safetensors"))
         if not found:
             raise ModelError(
@@ -139,10 +154,23 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def weights_here(directory: Path) -> bool:
+    """Whether all files are there; of a model on the hub, they come when it is first read."""
+    try:
+        return bool(weight_files(directory))
+    except ModelError:
+        return False
+
+
 def stored_tensors(directory: Path) -> dict[str, int]:
     """Name -> number of elements of every tensor in the weight files."""
+    return {name: math.prod(shape) for name, shape in stored_shapes(directory).items()}
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the weight files."""
     try:
-        return {name: count for file in weight_files(directory) for name, count in read_header(file).items()}
+        return {name: shape for file in weight_files(directory) for name, shape in read_shapes(file).items()}
     except ModelError as error:
         raise ModelError(f"model {str(directory)!r}: {error}") from None
 
@@ -155,7 +183,8 @@ def check_sizes(name: str, config: dict[str, Any], tensors: int | None = None) -
             raise ModelError(
                 f"model {name!r}: its config says {key} {value}, which is not a number to compute with. {AGAIN}"
             )
-        limit = next((limit for part, limit in limits.items() if part in key), None)
+        counts = not key.startswith("vocab")  # Gemma's vocab_size_per_layer_input is no number of layers
+        limit = next((limit for part, limit in limits.items() if counts and part in key), None)
         if limit is not None and value > limit:
             raise ModelError(f"model {name!r}: its config says {key} {value}, more than any model has. {AGAIN}")
         if key not in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):

@@ -6,30 +6,39 @@ The cache is `$XDG_CACHE_HOME/opd` (or `~/.cache/opd`), keyed by the file's path
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import shutil
 import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from opd.errors import ModelError
-from opd.models.directory import check_sizes
+from opd.models.complete import load_complete, some
+from opd.models.directory import AGAIN, check_sizes
 
 STRING, ARRAY = 8, 9
 WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type's number
 FORMATS = {4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
+ALIGNMENT = 32  # of the data, where the metadata name none
+DIMENSIONS = 4  # that a tensor may have
+CHECKED = "every tensor"  # part of the cache's key: what earlier versions kept may have random weights in place of missing ones
 DEPTH = 4  # of arrays in arrays
 
 
 def converted(file: Path) -> Path:
     """A Hugging Face directory with the file's weights in fp32 and its tokenizer."""
     facts = file.stat()
-    key = hashlib.sha256(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{CHECKED} {file.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd"
     target = root / f"{file.stem}-{key}"
     if not (target / "config.json").is_file():
-        check_header(file)
+        check_described(file, check_header(file))
         root.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
         try:
@@ -47,8 +56,9 @@ def _convert(file: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    module = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+    name = str(file)
+    module = load_complete(
+        AutoModelForCausalLM, file.parent, name, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
     )
     _forget_quantisation(module)
     module.save_pretrained(target)
@@ -57,28 +67,157 @@ def _convert(file: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def check_header(file: Path) -> None:
-    """Walk the metadata once: the reader that follows trusts its counts, and would loop for years over a damaged one."""
+@dataclass(frozen=True)
+class Header:
+    """What the metadata and the table of tensors say; `tensors`: name -> number of elements."""
+
+    tensors: dict[str, int]
+    architecture: str
+
+
+def check_header(file: Path) -> Header:
+    """Walk metadata and tensor table once, before the reader that trusts their counts and would loop for years."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ModelError(f"model {str(file)!r} is not a GGUF file: it does not begin with GGUF.")
-        try:
+        found: dict[str, Any] = {}
+        with _reading_header(file, stream):
             _, tensors, fields = struct.unpack("<IQQ", stream.read(20))
             if max(tensors, fields) > size:
                 raise ValueError
-            found: dict[str, Any] = {}
             for _ in range(fields):
                 key = _bytes(stream, size).decode("utf-8")
                 (kind,) = struct.unpack("<I", stream.read(4))
-                found[key.rpartition(".")[2]] = _value(stream, kind, size)
-        except (struct.error, ValueError):
+                found[key if key.startswith("general.") else key.rpartition(".")[2]] = _value(stream, kind, size)
+        sizes = {"num_hidden_layers": found.get("block_count"), "num_attention_heads": found.get("head_count"),
+                 "max_position_embeddings": found.get("context_length"), "num_experts": found.get("expert_count")}  # fmt: skip
+        check_sizes(str(file), {key: value for key, value in sizes.items() if isinstance(value, int)}, tensors)
+        with _reading_header(file, stream):
+            entries = [_tensor(stream, size) for _ in range(tensors)]
+        start = stream.tell()
+    architecture = found.get("general.architecture")
+    if not isinstance(architecture, str) or not entries:
+        what = "general.architecture" if entries else "tensors"
+        raise ModelError(f"model {str(file)!r}: this GGUF file has no {what}, so it is no language model.")
+    _check_places(file, entries, start, found.get("general.alignment", ALIGNMENT))
+    return Header({entry.name: entry.elements for entry in entries}, architecture)
+
+
+@contextmanager
+def _reading_header(file: Path, stream: BinaryIO) -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, ValueError):
+        raise ModelError(f"model {str(file)!r} has a damaged GGUF header at byte {stream.tell()}. {AGAIN}") from None
+
+
+@dataclass(frozen=True)
+class Described:
+    """A line of the table of tensors; `offset` counts from where the data begins."""
+
+    name: str
+    elements: int
+    kind: int
+    offset: int
+
+
+def _tensor(stream: BinaryIO, size: int) -> Described:
+    name = _bytes(stream, size).decode("utf-8")
+    (dimensions,) = struct.unpack("<I", stream.read(4))
+    if not 1 <= dimensions <= DIMENSIONS:
+        raise ValueError
+    shape = struct.unpack(f"<{dimensions}Q", stream.read(8 * dimensions))
+    kind, offset = struct.unpack("<IQ", stream.read(12))
+    return Described(name, math.prod(shape), kind, offset)
+
+
+def _check_places(file: Path, entries: list[Described], end: int, alignment: Any) -> None:
+    """Each tensor once, of a known type, and inside the file."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    width = alignment if isinstance(alignment, int) and alignment > 0 else ALIGNMENT
+    data = -(-end // width) * width
+    there, names = file.stat().st_size, set()
+    for entry in entries:
+        block = GGML_QUANT_SIZES.get(entry.kind)
+        if block is None:
             raise ModelError(
-                f"model {str(file)!r} has a damaged GGUF header at byte {stream.tell()}. Download the file again."
-            ) from None
-    sizes = {"num_hidden_layers": found.get("block_count"), "num_attention_heads": found.get("head_count"),
-             "max_position_embeddings": found.get("context_length"), "num_experts": found.get("expert_count")}  # fmt: skip
-    check_sizes(str(file), {key: value for key, value in sizes.items() if value is not None}, tensors)
+                f"model {str(file)!r}: {entry.name} is of type {entry.kind}, which the gguf package does not know."
+            )
+        if entry.name in names or entry.elements < 1 or entry.elements % block[0]:
+            raise ModelError(f"model {str(file)!r} has a damaged table of tensors at {entry.name!r}. {AGAIN}")
+        names.add(entry.name)
+        last = data + entry.offset + entry.elements // block[0] * block[1]
+        if last > there:
+            raise ModelError(
+                f"model {str(file)!r} is truncated: {entry.name} ends at byte {last:,}, and the file has {there:,}. {AGAIN}"
+            )
+
+
+def check_described(file: Path, header: Header) -> None:
+    """Whether the file holds every tensor that the model which its metadata describe has, and none that it has not.
+
+    By the names that transformers reads, on a model without memory.
+    """
+    from transformers import AutoConfig
+
+    from opd.models.load import empty_model
+
+    name = str(file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    module = empty_model(config)
+    asked, stored = sum(parameter.numel() for parameter in module.parameters()), sum(header.tensors.values())
+    if asked > 2 * stored:  # less is told by name
+        raise ModelError(
+            f"model {name!r}: its metadata ask for {asked:,} parameters, and the file holds {stored:,}. {AGAIN}"
+        )
+    targets = _targets(module, config, header.architecture)
+    if not targets:  # read another way, in which nothing is filled in: what is missing is told once it is read
+        return
+    wanted = {key: parameter for key, parameter in module.named_parameters()}
+    held: dict[str, int] = {}
+    for source, target in targets.items():
+        count = header.tensors.get(source) or header.tensors.get(f"{source}.weight")  # experts are listed without
+        if count is not None:
+            held[target] = held.get(target, 0) + count
+    missing = sorted(source for source, target in targets.items() if target in wanted and target not in held)
+    if missing:
+        raise ModelError(f"model {name!r}: it lacks {some(missing)}, which would be random numbers. {AGAIN}")
+    for target, count in held.items():
+        if target in wanted and wanted[target].numel() != count:
+            raise ModelError(
+                f"model {name!r}: it holds {count:,} elements for {target}, and its metadata ask for "
+                f"{wanted[target].numel():,}. {AGAIN}"
+            )
+    denied = [key for key in header.tensors if key not in targets and _denied(key, targets, config.num_hidden_layers)]
+    if denied:
+        raise ModelError(
+            f"model {name!r}: it has {some(denied)}, for which {type(module).__name__} with its metadata has no place, so it "
+            f"would not be the model that was trained. {AGAIN}"
+        )
+
+
+def _targets(module: Any, config: Any, architecture: str) -> dict[str, str]:
+    """GGUF's name -> the parameter that transformers fills from it; empty where it reads the architecture another way."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # before transformers had two ways
+        pass
+    else:
+        if is_gguf_arch_supported(architecture):
+            return {}
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    return dict(get_gguf_hf_weights_map(module, processor))
+
+
+def _denied(key: str, targets: dict[str, str], layers: int) -> bool:
+    """A bias of a layer that has none here, or a layer beyond their number."""
+    block = re.match(r"blk\.(\d+)\.", key)
+    beyond = block is not None and int(block[1]) >= layers and re.sub(r"\d+", "0", key, count=1) in targets
+    return beyond or (key.endswith(".bias") and key.removesuffix("bias") + "weight" in targets)
 
 
 def _bytes(stream: BinaryIO, size: int) -> bytes:
@@ -88,11 +227,11 @@ def _bytes(stream: BinaryIO, size: int) -> bytes:
     return stream.read(length)
 
 
-def _value(stream: BinaryIO, kind: int, size: int, depth: int = 0) -> int | None:
-    """Move past one value; whole numbers are returned."""
+def _value(stream: BinaryIO, kind: int, size: int, depth: int = 0) -> int | str | None:
+    """Move past one value; whole numbers and texts are returned."""
     if kind == STRING:
-        _bytes(stream, size)
-    elif kind == ARRAY and depth < DEPTH:
+        return _bytes(stream, size).decode("utf-8", "replace")
+    if kind == ARRAY and depth < DEPTH:
         inner, count = struct.unpack("<IQ", stream.read(12))
         if count * WIDTHS.get(inner, 1) > size - stream.tell():
             raise ValueError

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import ModelError
 from opd.hub import unreachable
-from opd.models.adapters import base_of, is_adapter, merge_adapter, smol_models
-from opd.models.directory import check_sizes, read_json, reading_model, stored_tensors
+from opd.models.adapters import base_of, check_merge, is_adapter, merge_adapter, smol_models
+from opd.models.directory import check_sizes, read_json, reading_model, stored_shapes, stored_tensors, weights_here
 from opd.models.tokenizers import check_tokenizer
+from opd.models.wrappers import reject_wrapper
 from opd.text import first_line
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ def tokenizer_file(name: str, revision: str | None = None) -> Path | None:
 
 def load_config(name: str, revision: str | None = None) -> Any:
     """The model's config, after checking that it names a causal language model which its weight files can hold."""
+    config = read_config(name, revision)
+    reject_wrapper(name, config)
+    _refuse_other_kinds(name, config)
+    return config
+
+
+def read_config(name: str, revision: str | None = None) -> Any:
+    """The config of any model that transformers knows and the weight files can hold."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     location = locate(name, revision)
@@ -183,9 +192,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
                 f"model {name!r} is a {raw.get('model_type')!r} that comes with Python code of its own, which is never run. "
                 "Choose a model whose type transformers knows."
             )
-        config = AutoConfig.from_pretrained(location.path, **location.arguments)
-        _refuse_other_kinds(name, config)
-    return config
+        return AutoConfig.from_pretrained(location.path, **location.arguments)
 
 
 def require_hub(name: str, location: Location) -> None:
@@ -237,8 +244,7 @@ def load_model(
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     quiet_bars()
     with reading_model(name, "the model", location.directory):
-        count = sum(parameter.numel() for parameter in empty_model(config).parameters())
-        _refuse_more_than_stored(name, config, location.directory, count, times=2)  # less is told by name
+        check_files(name, config, location, location.directory or weights_directory(name, revision))
         module = load_complete(
             AutoModelForCausalLM,
             location.path,
@@ -288,10 +294,9 @@ def quiet_bars() -> None:
 
 def parameter_count(name: str, revision: str | None = None) -> int:
     """Number of parameters without loading any: the model is built on the meta device."""
-    config, directory = load_config(name, revision), locate(name, revision).directory
-    count = sum(math.prod(shape) for shape in parameter_shapes(name, revision).values())
-    _refuse_more_than_stored(name, config, directory, count)
-    return count
+    config, location = load_config(name, revision), locate(name, revision)
+    with reading_model(name, "its config", location.directory):
+        return check_files(name, config, location, location.directory)
 
 
 def parameter_shapes(name: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
@@ -321,13 +326,29 @@ def empty_model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
 
 
-def _refuse_more_than_stored(name: str, config: Any, directory: Path | None, asked: int, times: int = 1) -> None:
-    """Tensors that are not there would be random numbers, and with many of them those would first fill the memory."""
-    if directory is None or getattr(config, "quantization_config", None) is not None:
-        return
-    stored = sum(stored_tensors(directory).values())
-    if asked > times * stored:
-        raise ModelError(
-            f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
-            "Download or copy the model again."
-        )
+def check_files(name: str, config: Any, location: Location, directory: Path | None) -> int:
+    """Compare names and shapes of all tensors with what the config asks for, before there is memory for any of them.
+
+    `directory`: where the base model's files are; None: they come from the hub when they are read. Returns the number of
+    parameters of the base.
+    """
+    from opd.models.complete import check_tensors
+
+    quiet_bars()
+    module = empty_model(config)
+    asked = sum(parameter.numel() for parameter in module.parameters())
+    plain = (
+        getattr(config, "quantization_config", None) is None
+    )  # else its reader makes other tensors of those in the files
+    if directory is not None and plain and (location.directory is not None or weights_here(directory)):
+        shapes = stored_shapes(directory)
+        stored = sum(math.prod(shape) for shape in shapes.values())
+        if asked > 2 * stored:  # less is told by name
+            raise ModelError(
+                f"model {name!r}: its config asks for {asked:,} parameters, and its weight files hold {stored:,}. "
+                "Download or copy the model again."
+            )
+        check_tensors(name, type(module), config, shapes)
+    if location.adapter is not None:
+        check_merge(name, location.adapter, module)
+    return asked

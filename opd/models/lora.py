@@ -231,4 +231,8 @@ def load_adapter(adapter: Any, directory: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(directory / "adapter_model.safetensors")
+    wanted = {file_name(name) for name, _ in adapter.base_model.model.named_parameters() if "lora_" in name}
+    if wanted != tensors.keys():
+        odd = sorted(wanted ^ tensors.keys())
+        raise ModelError(f"{directory} does not hold the adapter of this model: {odd[0]} is only in one of the two.")
     set_peft_model_state_dict(adapter, tensors, adapter_name=ADAPTER)

@@ -34,14 +34,6 @@ def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
     return module.eval()
 
 
-def weights_here(directory: Path) -> bool:
-    """Whether all files are there; of a model on the hub, they come when it is first read."""
-    try:
-        return bool(weight_files(directory))
-    except ModelError:
-        return False
-
-
 def reads_by_parts(module: Any, directory: Path) -> bool:
     """Whether the files hold every tensor by the name that its class has for it, and none that the config denies."""
     stored, known = stored_tensors(directory), _tensors(module)
@@ -84,7 +76,13 @@ def read_parts(
             for key, tensor in tensors.items():
                 if files.get(key) == file and id(tensor) not in read:
                     read.add(id(tensor))
-                    _fill(tensor, opened.get_slice(key), rank, size)
+                    stored = opened.get_slice(key)
+                    if tuple(stored.get_shape()) != tuple(tensor.shape):
+                        raise ModelError(
+                            f"model {name!r}: {key} has the shape {tuple(stored.get_shape())} in its files, and its config asks "
+                            f"for {tuple(tensor.shape)}. Correct its config.json, or download it again."
+                        )
+                    _fill(tensor, stored, rank, size)
 
 
 @contextmanager
@@ -121,8 +119,6 @@ def _missing(tensors: dict[str, Tensor], stored: Any) -> list[str]:
 
 
 def _fill(weight: Tensor, stored: Any, rank: int, size: int) -> None:
-    if tuple(stored.get_shape()) != tuple(weight.shape):
-        raise ModelError(f"a tensor of shape {stored.get_shape()} where {list(weight.shape)} is expected")
     if not isinstance(weight, DTensor):
         weight.data.copy_(stored[...])
         return

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opd.models.directory import reading_model
+from opd.models.directory import reading_model, weights_here
 from opd.models.fused import fuse_layers, kernels_on
 from opd.models.language_model import LanguageModel
 from opd.models.load import load_config, load_tokenizer, quiet_bars, weights_directory
-from opd.models.parts import allocate, module_without_weights, read_parts, reads_by_parts, weights_here
+from opd.models.parts import allocate, module_without_weights, read_parts, reads_by_parts
 from opd.models.probe import switch_attention
 from opd.models.recompute import checkpoint_layers, decoder_layers
 from opd.models.settings import Lora

@@ -17,7 +17,7 @@ from opd.errors import ModelError
 from opd.models.attention import Packed
 from opd.models.directory import reading_model
 from opd.models.language_model import LanguageModel
-from opd.models.load import load_config, load_tokenizer, weights_directory
+from opd.models.load import check_files, load_config, load_tokenizer, locate, weights_directory
 from opd.models.parts import allocate, module_without_weights, read_parts, reads_by_parts
 from opd.models.recompute import decoder_layers
 
@@ -56,6 +56,7 @@ def load_spread(
     if directory is None:
         raise ModelError(f"model {name!r}: an adapter merged into its base has no files to read parts of. {WHOLE}")
     with reading_model(name, "the model", directory):
+        check_files(name, config, locate(name, revision), directory)
         module = module_without_weights(config, dtype, directory)
         if not reads_by_parts(module, directory):
             raise ModelError(

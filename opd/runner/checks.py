@@ -20,9 +20,11 @@ from opd.data.source import Source, Told, silent
 from opd.data.sources import routed
 from opd.errors import RecipeError
 from opd.models import load_config, load_tokenizer, parameter_shapes
+from opd.models.directory import reading_model
 from opd.models.language_model import context_of
-from opd.models.load import locate
+from opd.models.load import empty_model, locate
 from opd.models.tokenizers import require_same
+from opd.models.untrained import untrained_notes
 from opd.remote import token_of
 from opd.rewards import Rewarder, check_rewards
 from opd.rewards.check import doubts
@@ -77,7 +79,9 @@ def check_stage(
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
     tokenizer, config = tokenizers[names[own]], configs[names[own]]
-    sampled = _sampler_notes(spec, config)
+    with reading_model(own.model, "its config", None):
+        untrained = untrained_notes(empty_model(config), spec.student.lora)
+    sampled = [*_sampler_notes(spec, config), *untrained]
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
