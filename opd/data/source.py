@@ -105,6 +105,10 @@ class PromptSource(Choice):
         """Likewise of what is no file here. None: its prompts follow from its settings alone."""
         return None
 
+    def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
+        """The same in a run that may be an earlier version's, whose `resolved.yaml` has these settings of it."""
+        return self
+
     def inside(self, directory: Path) -> PromptSource:
         """The same in a run directory: earlier stages are found there."""
         return self

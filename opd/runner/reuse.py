@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage, load_recipe
+from opd.config import Recipe, Stage, load_begun
 from opd.config.graph import edges
 from opd.config.stage import MERGED
 from opd.errors import RunDirectoryError, UserError
@@ -70,7 +70,7 @@ class EarlierStages:
         sealed = read_sealed(directory / SEALS)
         if sha256(recipe_file) != sealed["files"]["resolved.yaml"]:
             raise RunDirectoryError(f"--reuse {directory}: resolved.yaml has been altered since that run began.")
-        recipe = load_recipe(recipe_file)
+        recipe = load_begun(directory)
         if recipe.plugins:
             raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
         self._inputs, self._version = sealed.get("inputs") or {}, sealed["opd"]

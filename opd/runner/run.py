@@ -320,7 +320,7 @@ def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
 
 def verified_recipe(directory: Path) -> Recipe:
     """What the run carries out, after checking that `resolved.yaml` is the file the run wrote."""
-    from opd.config import load_recipe
+    from opd.config import load_begun
 
     if not (directory / SEALS).exists():
         raise RunDirectoryError(
@@ -336,7 +336,7 @@ def verified_recipe(directory: Path) -> Recipe:
                 f"opd run {directory / 'resolved.yaml'}"
             )
     with sealed_files(sealed):
-        loaded = load_recipe(directory / "resolved.yaml")
+        loaded = load_begun(directory)
     recorded = expected.get("packages", {})
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
@@ -359,10 +359,12 @@ def _recovered(directory: Path, sealed: Mapping[Path, str], expected: Mapping[st
 
 
 def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
+    from opd.config import as_begun_in
+
     if given is not None:
         given.require_same(directory)
         recipe = given.inside(recipe, directory)
-    if verified_recipe(directory).stages != recipe.stages:
+    if verified_recipe(directory).stages != as_begun_in(directory, recipe).stages:
         raise RunDirectoryError(
             f"{directory} was started with a different recipe (see {directory / 'resolved.yaml'}). To continue that one: "
             f"opd resume {directory}. To run this one, choose another directory."
