@@ -13,12 +13,15 @@ import yaml
 import opd
 from opd.config import load_recipe
 from opd.data.held_out import held_out_rows, question_key
+from opd.data.scan import scan
 from opd.data.source import prompt_source
 from opd.data.sources import open_source, open_sources
 from opd.errors import DataError, RecipeError
 from opd.files import SEALS, read_sealed, sha256, write_sealed
+from opd.models import load_tokenizer
 from opd.runner.evaluate import evaluate_model
 from opd.runner.plan import make_plan
+from opd.runner.run import verified_recipe
 from opd.types import Prompt
 from tests.helpers import save_tiny
 
@@ -192,6 +195,34 @@ def test_a_run_of_an_earlier_version_keeps_its_split(models: dict[str, str], tmp
         found = evaluate_model(str(opd.Run(directory).model), [path], split="heldout", **asked)  # type: ignore[arg-type]
         assert found.notes[0] == f"prompts {path}: held out as in {directory} (held_out: {rule})"
         assert found.domains["a"].n == 3
+
+
+def test_a_run_of_an_earlier_version_keeps_its_rows(models: dict[str, str], tmp_path: Path) -> None:
+    """It read verl's columns as any others, and trained on messages that the template leaves out."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{number}+1="}], "data_source": "x", "answer": "1",
+         "reward_model": {"ground_truth": "2"}} for number in range(20)
+    ]  # fmt: skip
+    student = Path(save_tiny(tmp_path / "student", seed=0))
+    template = student / "chat_template.jinja"
+    template.write_text(template.read_text().replace("in messages", "in messages if message.role == 'user'"))
+    last = {"source": write(tmp_path / "rows.jsonl", rows), "held_out": "last", "domain": "rows"}
+    chat = recipe(models | {"student": str(student)}, "", prompts=last)
+    opd.run(chat, out=tmp_path / "run", on_step=lambda live, _: live.stop())
+    as_of_before(tmp_path / "run")
+    (loaded,) = verified_recipe(tmp_path / "run").stages[0].prompts
+    assert loaded.older
+    plain = loaded.model_copy(update={"domain": None})
+    assert {(prompt.domain, prompt.fields["answer"]) for prompt in open_source(plain).prompts("all", None)} == {
+        ("rows", "1")
+    }
+    rows[0]["prompt"].append({"role": "critic", "content": "no"})  # type: ignore[attr-defined]
+    write(tmp_path / "rows.jsonl", rows)
+    tokenizer = load_tokenizer(str(student))
+    assert scan([open_source(plain)], [plain], tokenizer, limit=99, why="").longest
+    spec = prompt_source(plain.source)
+    with pytest.raises(DataError, match="critic"):
+        scan([open_source(spec)], [spec], tokenizer, limit=99, why="")
 
 
 def test_eval_holds_out_what_the_run_did(models: dict[str, str], tmp_path: Path) -> None:

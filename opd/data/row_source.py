@@ -63,8 +63,10 @@ class RowPrompts(PromptSource):
 
     def prompt(self, row: Row, identity: str) -> Prompt:
         """What a row asks. One that asks nothing is a `BadRow`."""
-        ours = as_ours(renamed(row, self.columns), self.domain)
-        return row_prompt(ours, identity, self.domain or self.default_domain())
+        ours = renamed(row, self.columns)
+        return row_prompt(
+            ours if self.older else as_ours(ours, self.domain), identity, self.domain or self.default_domain()
+        )
 
     def fingerprint(self) -> str | None:
         """Of rows without files: their content."""
@@ -72,7 +74,11 @@ class RowPrompts(PromptSource):
 
     def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
         """Runs of earlier versions do not say what is held out: it was the last rows."""
-        return self if "held_out" in written else self.model_copy(update={"held_out": "last"})
+        if "held_out" in written:
+            return self
+        found = self.model_copy(update={"held_out": "last"})
+        found._older = True
+        return found
 
     def open(self, opening: Opening) -> RowSource:
         return RowSource(self, opening)

@@ -170,7 +170,7 @@ def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, st
     usable, done = source.usable(), 0
     while batch := list(islice(usable, BATCH)):
         prompts = [source.train(index) for index in batch]
-        found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=True)
+        found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=not source.spec.older)
         for index, ids in zip(batch, found, strict=True):
             if not isinstance(ids, DataError):
                 lengths[index] = len(ids)
@@ -200,6 +200,7 @@ def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
         source.spec.model_dump(mode="json", exclude={"share"}),
         source.size,
         source.selected,
+        source.spec.older,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.eos_token_id,
         tokenizer.special_tokens_map,

@@ -186,7 +186,7 @@ class HeldOutFilter:
             self.unrewarded += 1
             return False
         try:
-            ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs, whole=True)
+            ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs, whole=not self.spec.older)
         except DataError:
             if self.remedy:
                 raise
