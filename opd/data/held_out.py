@@ -16,6 +16,7 @@ import numpy as np
 from opd.types import Message, Prompt
 
 PART = 10  # one question in so many is held out, and one at least of a domain that has two
+ENCODER = json.JSONEncoder(sort_keys=True, default=str)
 KEY = b"opd held-out questions"  # of the hash; with another one, runs would hold out other rows
 
 
@@ -23,7 +24,7 @@ def question_key(prompt: Prompt) -> int:
     """64 bits of what a prompt asks: its text, or the roles and texts of its messages, without those of the system."""
     messages = [{"role": "user", "content": prompt.text or ""}] if prompt.messages is None else list(prompt.messages)
     asked = [_said(message) for message in messages if message["role"] != "system"]
-    canonical = json.dumps(asked or [_said(message) for message in messages], sort_keys=True, default=str)
+    canonical = ENCODER.encode(asked or [_said(message) for message in messages])
     return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8, key=KEY).digest(), "big")
 
 

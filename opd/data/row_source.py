@@ -61,12 +61,10 @@ class RowPrompts(PromptSource):
     def default_domain(self) -> str:
         return self.name
 
-    def prompt(self, row: Row, identity: str) -> Prompt:
-        """What a row asks. One that asks nothing is a `BadRow`."""
+    def prompt(self, row: Row, identity: str, domain: str) -> Prompt:
+        """What a row asks. One that asks nothing is a `BadRow`. `domain`: where neither row nor settings name one."""
         ours = renamed(row, self.columns)
-        return row_prompt(
-            ours if self.older else as_ours(ours, self.domain), identity, self.domain or self.default_domain()
-        )
+        return row_prompt(ours if self.older else as_ours(ours, self.domain), identity, self.domain or domain)
 
     def fingerprint(self) -> str | None:
         """Of rows without files: their content."""
@@ -156,7 +154,7 @@ class RowFacts:
         self.found: dict[tuple[str, bool, str], int] = {}  # (domain, has a verifier, value of the route's column)
         self.checkable = False
         self.reasons: list[str] = []  # of the first bad rows
-        unseen, columns = set(spec.columns.values()), dict[str, None]()
+        unseen, columns, domain = set(spec.columns.values()), dict[str, None](), spec.default_domain()
         for index, row in zip(range(count), rows.each(), strict=False):
             if index % PROGRESS == 0:
                 told(name, index, count)
@@ -165,7 +163,7 @@ class RowFacts:
                     raise row
                 unseen -= row.keys()
                 columns |= dict.fromkeys(row)
-                self._note(index, spec.prompt(row, f"{index}"), route)
+                self._note(index, spec.prompt(row, f"{index}", domain), route)
             except BadRow as bad:
                 if len(self.reasons) < SHOWN:
                     self.reasons.append(f"{rows.place(index)}: {bad}")
@@ -224,6 +222,7 @@ class RowSource:
 
     def __init__(self, spec: RowPrompts, opening: Opening) -> None:
         self.spec, self.name, self._label, self.route = spec, spec.source, opening.label, opening.route
+        self._domain = spec.default_domain()
         self._rows = as_rows(spec.rows())
         count = min(len(self._rows), spec.limit or len(self._rows))
         self.facts = _checked(self._rows, count, spec, spec.source, opening)
@@ -372,7 +371,7 @@ class RowSource:
 
     def _prompt(self, rows: Rows, index: int, where: str) -> Prompt:
         try:
-            return self.spec.prompt(rows[index], f"{self._label}/{where}")
+            return self.spec.prompt(rows[index], f"{self._label}/{where}", self._domain)
         except BadRow as bad:
             raise DataError(f"prompts {self.name!r}, {rows.place(index)}: {bad}.") from None
 
