@@ -103,7 +103,7 @@ GLOSSARY: dict[str, tuple[Translation, ...]] = {  # section of the table -> its 
     "Prompts": (
         Translation("`prompts`", trl="dataset_name train_dataset", verl="data.train_files", tinker="dataset dataset_configs dataset_builder file_path", swift="dataset"),
         Translation("`prompts.split`", trl="dataset_train_split"),
-        Translation("`prompts.eval_source`", "; without it the last tenth of the rows is held out", trl="eval_dataset dataset_test_split", verl="data.val_files", swift="val_dataset split_dataset_ratio"),
+        Translation("`prompts.eval_source`", "; without it a tenth of each domain's questions is held out", trl="eval_dataset dataset_test_split", verl="data.val_files", swift="val_dataset split_dataset_ratio"),
         Translation("`prompts.columns`", trl="dataset_text_field", verl="data.prompt_key", swift="columns"),
         Translation("`prompts.limit`", verl="data.train_max_samples", tinker="max_prompts"),
         Translation("`prompts.chat_template_kwargs`", trl="chat_template_kwargs", verl="data.apply_chat_template_kwargs", swift="enable_thinking"),

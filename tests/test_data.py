@@ -26,12 +26,13 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
-    rows = [
+    rows: list[Any] = [
         {"prompt": "2+2=", "completion": "4", "answer": "4", "domain": "maths"},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]},
-    ] * 10  # fmt: skip
-    source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows)), domain="other"))
-    assert source.size == 18  # a tenth is held out
+    ]  # fmt: skip
+    more = [{"prompt": f"{number}+2=", "answer": "4", "domain": "maths"} for number in range(18)]
+    source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows + more)), domain="other"))
+    assert source.size == 19  # a tenth of maths is held out
     first, second = source.train(0), source.train(1)
     assert (first.text, first.domain, first.fields["completion"], first.fields["verifier"]) == (
         "2+2=",
@@ -44,8 +45,8 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
         "other",
         "hello",
     )
-    assert len(source.held_out(100)) == 2
-    assert {prompt.id for prompt in source.held_out(100)}.isdisjoint({source.train(index).id for index in range(18)})
+    assert len(source.held_out(100)) == 1
+    assert {prompt.id for prompt in source.held_out(100)}.isdisjoint({source.train(index).id for index in range(19)})
 
 
 def test_parquet_and_limit(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]}).save_to_disk(str(tmp_path / "set"))
     source = open_source(prompt_source(str(tmp_path / "set"), eval_source=None))
     assert source.size == 1
-    assert source.held_out(5)[0].fields["answer"] == "2"
+    assert {source.train(0).fields["answer"], source.held_out(5)[0].fields["answer"]} == {"1", "2"}
 
 
 def test_eval_source(tmp_path: Path) -> None:
@@ -254,10 +255,14 @@ def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, change: dict[str
 
 
 def test_held_out_prompts_are_counted_by_domain(tmp_path: Path) -> None:
-    rows = [{"prompt": "x", "answer": "1", "domain": "a" if number < 95 else "b"} for number in range(100)]
-    source = open_source(prompt_source(str(write(tmp_path / "rows.jsonl", rows))))
+    rows = [{"prompt": f"{number}", "answer": "1", "domain": "a" if number < 95 else "b"} for number in range(100)]
+    path = str(write(tmp_path / "rows.jsonl", rows))
+    source = open_source(prompt_source(path, held_out="last"))
     assert [prompt.domain for prompt in source.held_out(2)] == ["a", "a", "b", "b"]
     assert {prompt.domain for prompt in source.examples()} == {"a"}  # what is held out needs no teacher
+    source = open_source(prompt_source(path))
+    assert sorted(prompt.domain for prompt in source.held_out(2)) == ["a", "a", "b"]
+    assert {prompt.domain for prompt in source.examples()} == {"a", "b"}
 
 
 def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +299,10 @@ def test_the_address_says_which_source_it_is(tmp_path: Path, monkeypatch: pytest
 def test_prompts_for_a_loop_of_ones_own(tmp_path: Path) -> None:
     rows = str(write(tmp_path / "rows.jsonl", [{"question": str(number), "answer": "1"} for number in range(20)]))
     columns = {"prompt": "question"}
-    assert [prompt.text for prompt in prompts(rows, 3, start=16, columns=columns)] == ["16", "17"]
-    assert [prompt.text for prompt in prompts(rows, split="heldout", columns=columns)] == ["18", "19"]
-    assert len(prompts(rows, split="all", columns=columns)) == 20
+    last = {"columns": columns, "held_out": "last"}
+    assert [prompt.text for prompt in prompts(rows, 3, start=16, **last)] == ["16", "17"]
+    assert [prompt.text for prompt in prompts(rows, split="heldout", **last)] == ["18", "19"]
+    assert [prompt.text for prompt in prompts(rows, split="all", columns=columns)] == [str(n) for n in range(20)]
     first, second = prompts("task:addition", 2, start=1, domain="sums")
     assert (first.id, second.domain) == ("task:addition/train/1", "sums")
     assert [prompt.id for prompt in prompts("task:addition", 1, split="heldout")] == ["task:addition/heldout/0"]

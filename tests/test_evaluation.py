@@ -123,8 +123,8 @@ def test_eval_says_what_it_measured(tmp_path: Path) -> None:
     assert whole.what == f"19 prompts of {path} (split all)"
     assert whole.notes == (f"evaluation: 1 prompts of {path} have nothing to be rewarded by",)
     assert whole.to_json()["sums"]["split"] == "all"
-    assert measure(str(path), split="heldout").domains["sums"].n == 1
-    assert measure(str(path), split="train").domains["sums"].n == 18
+    assert measure(str(path), split="heldout").domains["sums"].n == 2
+    assert measure(str(path), split="train").domains["sums"].n == 17
     assert measure(str(path), count=3).domains["sums"].n == 3
     assert measure(str(path), rewards="{kind: format, pattern: '[0-9]+'}").domains["sums"].n == 20
     (tmp_path / "rewards.yaml").write_text("sums: [numeric]\n")

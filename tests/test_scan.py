@@ -97,7 +97,9 @@ def test_lengths_are_remembered_by_content(tmp_path: Path, cache: Path, monkeypa
     calls: list[int] = []
     render = scanning.render_prompts
     monkeypatch.setattr(
-        scanning, "render_prompts", lambda prompts, *rest: calls.append(len(prompts)) or render(prompts, *rest)
+        scanning,
+        "render_prompts",
+        lambda prompts, *rest, **more: calls.append(len(prompts)) or render(prompts, *rest, **more),
     )
     assert look(path).longest == first.longest
     assert not calls

@@ -6,7 +6,9 @@ A recipe is YAML. Unknown keys are refused with the nearest known one named.
 from opd.config.plain_data import parse_yaml
 from opd.config.read import (
     STAGE_PREFIX,
+    as_begun_in,
     find_recipe,
+    load_begun,
     load_recipe,
     recipe_text,
     resolve,
@@ -45,7 +47,9 @@ __all__ = [
     "Student",
     "Term",
     "Train",
+    "as_begun_in",
     "find_recipe",
+    "load_begun",
     "load_recipe",
     "parse_yaml",
     "recipe_schema",

@@ -21,7 +21,9 @@ from opd.config.paths import anchored
 from opd.config.places import below
 from opd.config.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.config.refusals import refuse_recipe, refuse_stage
+from opd.config.runs import read_resolved
 from opd.config.stage import ALONE, Recipe, Stage
+from opd.data.source import PromptSource
 from opd.errors import RecipeError
 from opd.files import is_directory, is_file
 from opd.glossary import translate_below
@@ -79,6 +81,29 @@ def load_recipe(
         )
     apply_overrides(raw, overrides, here)
     return resolve(raw, name)
+
+
+def load_begun(directory: Path, resolved: Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe that a run carries out; `resolved`: its file, by default the one that the run began with."""
+    return as_begun_in(directory, load_recipe(resolved or directory / "resolved.yaml", overrides))
+
+
+def as_begun_in(directory: Path, recipe: Recipe) -> Recipe:
+    """A recipe as a run of it, which an older version may have begun, carries it out (`PromptSource.as_begun`)."""
+    written = {stage["name"]: stage for stage in read_resolved(directory)["stages"]}
+    return recipe.model_copy(
+        update={"stages": [_stage_as_begun(stage, written.get(stage.name, {})) for stage in recipe.stages]}
+    )
+
+
+def _stage_as_begun(stage: Stage, written: Mapping[str, Any]) -> Stage:
+    def begun(sources: Sequence[PromptSource], settings: Sequence[Mapping[str, Any]]) -> list[PromptSource]:
+        known = [*settings, *({} for _ in sources)]
+        return [source.as_begun(written) for source, written in zip(sources, known, strict=False)]
+
+    further = begun(stage.eval.further, (written.get("eval") or {}).get("further") or [])
+    prompts = begun(stage.prompts, written.get("prompts") or [])
+    return stage.model_copy(update={"prompts": prompts, "eval": stage.eval.model_copy(update={"further": further})})
 
 
 def recipe_text(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:

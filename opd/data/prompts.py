@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opd.data.layouts import as_message
 from opd.data.parse import BadRow
 from opd.types import Message, Prompt
 
@@ -71,7 +72,7 @@ def _messages(content: Any, column: str) -> tuple[Message, ...]:
         raise BadRow(
             f"`{column}` must be text or a list of {{role, content}} messages and not empty, got {_short(content)}"
         )
-    return tuple(_message(message, column) for message in content)
+    return tuple(_message(as_message(message), column) for message in content)
 
 
 def _message(message: Any, column: str) -> Message:

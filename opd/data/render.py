@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,42 @@ from opd.data.template import render
 from opd.errors import DataError
 from opd.types import Prompt
 
+OTHER = "opd looks whether this is read"  # added to a message, to see whether the template renders it
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
 
-def render_prompt(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+
+def render_prompt(
+    prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, *, whole: bool = False
+) -> np.ndarray:
     """(P,) int32. Messages go through the chat template, text is encoded as it is (with the tokenizer's BOS, if
     any).
     """
-    (found,) = render_prompts([prompt], tokenizer, template_kwargs)
+    (found,) = render_prompts([prompt], tokenizer, template_kwargs, whole=whole)
     if isinstance(found, DataError):
         raise found
     return found
 
 
 def render_prompts(
-    prompts: Sequence[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    whole: bool = False,
 ) -> list[np.ndarray | DataError]:
-    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, left to the caller."""
+    """Many at once, as `render_prompt` would one by one; what cannot be rendered is its error, left to the caller.
+
+    `whole`: a prompt of which the chat template leaves a message out cannot be used.
+    """
     found: dict[int, np.ndarray | DataError] = {}
+    read: set[str] = set()  # roles of which the template has rendered a message
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # from messages? -> number -> text
     for number, prompt in enumerate(prompts):
         try:
-            texts[prompt.messages is not None][number] = _text(prompt, tokenizer, template_kwargs or {})
+            text = _text(prompt, tokenizer, template_kwargs or {})
+            if whole:
+                _require_whole(prompt, text, tokenizer, template_kwargs or {}, read)
+            texts[prompt.messages is not None][number] = text
         except DataError as error:
             found[number] = error
     for templated, some in texts.items():
@@ -49,6 +66,39 @@ def _text(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
             "or a tokenizer with a template."
         )
     return render(prompt.id, prompt.messages, tokenizer, template_kwargs)
+
+
+def _require_whole(
+    prompt: Prompt, text: str, tokenizer: Any, template_kwargs: Mapping[str, Any], read: set[str]
+) -> None:
+    """Refuse a prompt of which the chat template leaves a message out, as most do with roles that they do not know.
+
+    The first message of each role is changed, to see whether the text changes. Of the others that is asked only where
+    their content is not found in the text as it is.
+    """
+    for number, message in enumerate(prompt.messages or ()):
+        content, role = message["content"], message["role"]
+        if not content or not content.strip() or (role in read and content.strip() in text):
+            continue
+        if _changes(prompt, number, text, tokenizer, template_kwargs):
+            read.add(role)
+            continue
+        known = ROLES.get(role.lower())
+        rename = f"Rename the role to {known!r}" if known else "Templates know the roles system, user and assistant"
+        raise DataError(
+            f"prompt {prompt.id!r}: the chat template renders nothing of message {number + 1}, whose role is {role!r}, so "
+            f"no model would read it. {rename}, or give a template that reads it, or text prompts."
+        )
+
+
+def _changes(prompt: Prompt, number: int, text: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether another content of a message makes another text."""
+    messages = list(prompt.messages or ())
+    messages[number] = {**messages[number], "content": f"{messages[number]['content']} {OTHER}"}
+    try:
+        return _text(replace(prompt, messages=tuple(messages)), tokenizer, template_kwargs) != text
+    except DataError:  # the template reads it, and asks for something else
+        return True
 
 
 def _ids(prompt: Prompt, ids: list[int], tokenizer: Any) -> np.ndarray | DataError:

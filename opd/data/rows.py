@@ -1,6 +1,7 @@
 """Rows of files and datasets, read when asked for: what is kept is where each begins, not what is in it.
 
-.jsonl .json .csv .tsv    UTF-8 text, with or without a BOM, also as .gz; a .json file is an array or one row a line
+.jsonl .json .csv .tsv    UTF-8 text, with or without a BOM, also as .gz; a .json file is an array or one row a line;
+                          cells may be separated by commas, semicolons, tabs or bars
 .parquet                  through pyarrow
 a folder                  what `save_to_disk` wrote, or the files of one split
 anything else             a dataset on the Hugging Face hub
@@ -28,6 +29,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from opd.data.layouts import ASKED
 from opd.data.parse import BadRow, csv_cells, csv_row, json_row, json_value, object_of, require_text, text_of
 from opd.errors import DataError
 from opd.files import is_directory, is_file
@@ -35,6 +37,7 @@ from opd.files import is_directory, is_file
 Row = Mapping[str, Any]
 BLOCK = 1024  # rows of a table turned into Python at a time
 BOM = b"\xef\xbb\xbf"
+DELIMITERS = ",;\t|"  # between the cells of a .csv or .tsv file
 
 
 class Rows(Protocol):
@@ -317,18 +320,20 @@ def _require_rows(file: BinaryIO) -> None:
     except BadRow:
         return  # one row a line, or told when it is read
     inner = [key for key, value in first.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if inner and not {"prompt", "messages"} & first.keys():
+    if inner and not {*ASKED} & first.keys():
         raise BadRow(f"one object, with rows under {inner[0]!r}; save that list alone, or one row a line")
 
 
-def _csv(path: Path, delimiter: str) -> TextRows:
+def _csv(path: Path, usual: str) -> TextRows:
     """Records may span lines: the reader says where one ends.
 
-    Bytes that are not UTF-8 do not hide quotes or line ends.
+    Bytes that are not UTF-8 do not hide quotes or line ends. `usual`: the delimiter, unless the header shows another.
     """
     bounds, numbers = array("q"), array("q")
     with _binary(path) as file:
         position = file.tell()
+        delimiter = _delimiter(file, usual)
+        file.seek(position)
         number = 0
 
         def lines() -> Iterator[str]:
@@ -366,6 +371,21 @@ def _csv(path: Path, delimiter: str) -> TextRows:
     )
 
 
+def _delimiter(file: BinaryIO, usual: str) -> str:
+    """The usual one, unless it leaves the header in one piece, or hides the column of the prompts, and another does not."""
+    line = next((line for line in file if line.strip()), b"").decode("utf-8", errors="replace").strip("\r\n")
+    found = {}
+    for delimiter in dict.fromkeys(usual + DELIMITERS):
+        try:
+            found[delimiter] = csv_cells(line.encode(), delimiter)
+        except BadRow:  # cells that go on in the next line, for one
+            return usual
+    naming = [delimiter for delimiter, cells in found.items() if {*ASKED} & {*cells}]
+    if naming:
+        return naming[0]
+    return max(found, key=lambda delimiter: len(found[delimiter])) if len(found[usual]) < 2 else usual
+
+
 def _filled(file: BinaryIO, bounds: array[int], index: int) -> bool:
     """Whether anything stands in a record; only short ones can be blank lines."""
     start, end = bounds[2 * index], bounds[2 * index + 1]
@@ -394,7 +414,7 @@ def _names(files: Sequence[Path]) -> str:
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _lines,
     ".json": _json,
-    ".csv": partial(_csv, delimiter=","),
-    ".tsv": partial(_csv, delimiter="\t"),
+    ".csv": partial(_csv, usual=","),
+    ".tsv": partial(_csv, usual="\t"),
     ".parquet": _parquet,
 }

@@ -33,7 +33,7 @@ PROGRESS = 5000  # rows between two signs of life
 PROBE = 256  # prompts looked at of a source without end
 SLACK = 1.25  # room for the later prompts of such a source, beyond the longest of those
 BATCH = 512
-FORMAT = 1  # of the cache; goes up when lengths are counted differently
+FORMAT = 2  # of the cache; goes up when lengths are counted differently
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
     if skipped and (scan.bad_rows == "stop" or skipped == len(bad)):
         raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
     first = "; ".join(list(reasons.values())[:SHOWN] or source.facts.reasons)
-    note = f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})" if skipped else ""
-    return ScannedSource(lengths[~bad], bad, note)
+    left_out = [f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})"] if skipped else []
+    return ScannedSource(lengths[~bad], bad, "; ".join([*left_out, *source.remarks]))
 
 
 def scan_endless(source: Source, scan: Scan) -> ScannedSource:
     """The first prompts stand for the rest."""
     prompts = [source.train(index) for index in range(PROBE)]
-    found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs)
+    found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=True)
     for ids in found:
         if isinstance(ids, DataError):
             raise ids
@@ -132,7 +132,7 @@ def scan_endless(source: Source, scan: Scan) -> ScannedSource:
 def refusal(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
     """The first few by line and reason, and how many there are."""
     more = [f"… and {bad - len(reasons):,} more"] if bad > len(reasons) else []
-    remedy = "" if bad == count else " Mend them, or leave them out: `data: {bad_rows: skip}`."
+    remedy = "" if bad == count else " Fix them, or leave them out: `data: {bad_rows: skip}`."
     return DataError(
         f"prompts {name!r}: {bad:,} of {count:,} rows cannot be used.{remedy}\n  " + "\n  ".join([*reasons, *more])
     )
@@ -152,7 +152,7 @@ def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], s
         )
     bad |= lengths > limit
     if scan.completions:
-        missing = ~source.facts.complete[: source.size] & ~bad
+        missing = ~source.complete & ~bad
         for index in np.flatnonzero(missing)[:SHOWN]:
             reasons[int(index)] = f"{source.place(int(index))}: no `completion`, which rollout.data_share needs"
         bad |= missing
@@ -169,7 +169,8 @@ def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, st
     reasons: dict[int, str] = {}
     usable, done = source.usable(), 0
     while batch := list(islice(usable, BATCH)):
-        found = render_prompts([source.train(index) for index in batch], scan.tokenizer, scan.template_kwargs)
+        prompts = [source.train(index) for index in batch]
+        found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=not source.spec.older)
         for index, ids in zip(batch, found, strict=True):
             if not isinstance(ids, DataError):
                 lengths[index] = len(ids)
@@ -198,6 +199,8 @@ def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
         [fingerprint, *(content_hash(path) for path in files)],
         source.spec.model_dump(mode="json", exclude={"share"}),
         source.size,
+        source.selected,
+        source.spec.older,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.eos_token_id,
         tokenizer.special_tokens_map,

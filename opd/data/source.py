@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator
+from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, ValidationError, field_validator
 from pydantic_core import CoreSchema
 
 from opd.data.prompts import DOMAIN
@@ -93,9 +93,16 @@ class PromptSource(Choice):
     share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    _older: bool = PrivateAttr(default=False)
+
     @abstractmethod
     def open(self, opening: Opening) -> Source:
         raise NotImplementedError
+
+    @property
+    def older(self) -> bool:
+        """Whether a run of an earlier version reads it, which goes on with the rows as that version read them."""
+        return self._older
 
     def files(self) -> list[Path]:
         """Every file it reads: a run remembers their content, and does not go on with another one."""
@@ -104,6 +111,10 @@ class PromptSource(Choice):
     def fingerprint(self) -> str | None:
         """Likewise of what is no file here. None: its prompts follow from its settings alone."""
         return None
+
+    def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
+        """The same in a run that may be an earlier version's, whose `resolved.yaml` has these settings of it."""
+        return self
 
     def inside(self, directory: Path) -> PromptSource:
         """The same in a run directory: earlier stages are found there."""

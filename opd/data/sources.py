@@ -75,12 +75,7 @@ def routed(sources: Sequence[Source], column: str) -> dict[tuple[str, str], str]
         return {(prompt.domain, prompt.domain): "" for source in sources for prompt in source.examples()}
     found: dict[tuple[str, str], str] = {}
     for source in sources:
-        if isinstance(source, RowSource):
-            some = {
-                key: source.place(index) for key, index in source.facts.routed.items() if index < (source.size or 0)
-            }
-        else:
-            some = _probed(source, column)
+        some = source.routed() if isinstance(source, RowSource) else _probed(source, column)
         for key, place in some.items():
             found.setdefault(key, f"prompts {source.name!r}, {place}")
     return found

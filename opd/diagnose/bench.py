@@ -240,7 +240,7 @@ def _asked(
     for number, source in enumerate(sources):
         kwargs = spec.prompts[number].chat_template_kwargs
         prompts = source.prompts("train", count)
-        for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, kwargs), strict=True):
+        for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, kwargs, whole=True), strict=True):
             if isinstance(ids, DataError):
                 unreadable.append(ids)
             elif ids.size > room:

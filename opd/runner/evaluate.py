@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,14 @@ from rich.text import Text
 
 from opd.config.overrides import apply_override
 from opd.config.read import read_text
-from opd.data.source import Source, Split, prompt_source
+from opd.config.runs import read_resolved
+from opd.data.row_source import RowSource
+from opd.data.rows import looks_local
+from opd.data.source import SOURCES, PromptSource, Source, Split, prompt_source
 from opd.data.sources import open_sources
 from opd.errors import DataError, RecipeError
 from opd.evaluation import Measures, Question, evaluate
+from opd.files import SEALS
 from opd.models import load_model
 from opd.plugins import load_plugins
 from opd.rewards import Rewards, check_rewards
@@ -65,7 +70,11 @@ def evaluate_model(
     load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
     if temperature is not None and not k:
         raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
-    specs, chosen = [prompt_source(source) for source in sources], parse_rewards(rewards)
+    run, chosen = run_of(name), parse_rewards(rewards)
+    parted = run is not None and split in ("heldout", "train")
+    specs = [
+        as_trained_on(run, prompt_source(source)) if run and parted else prompt_source(source) for source in sources
+    ]
     opened = open_sources(specs, rewarded=bool(chosen.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
     rewarder = check_rewards(chosen, examples)
@@ -97,12 +106,46 @@ def evaluate_model(
         reward=rewarder,
     )
     notes = [
+        *(
+            f"prompts {plain(source.name)}: held out as in {run[0]} (held_out: {source.spec.held_out})"
+            for source in opened
+            if run is not None and parted and isinstance(source, RowSource)
+        ),
         *doubts(rewarder, examples),
         *asked.notes,
         *(note for domain, measures in found.items() for note in _left_out(domain, measures)),
     ]
     splits = {domain: "+".join(parts) for domain, parts in asked.splits.items()}
     return Evaluation(found, splits, "; ".join(asked.what), tuple(notes))
+
+
+def run_of(model: str) -> tuple[Path, str] | None:
+    """The directory and the stage of the run that made a checkpoint; None: it is no run's."""
+    path = Path(model).resolve()
+    found = next((parent for parent in path.parents if (parent / SEALS).is_file()), None) if path.is_dir() else None
+    if found is None or not (found / "resolved.yaml").is_file():
+        return None
+    inside = path.relative_to(found).parts
+    return found, inside[1] if len(inside) > 1 else ""
+
+
+def as_trained_on(run: tuple[Path, str], source: PromptSource) -> PromptSource:
+    """The source with the settings that the run gives it, where it reads the same file or dataset: it holds out the same rows."""
+    directory, stage = run
+    stages = sorted(read_resolved(directory)["stages"], key=lambda one: one["name"] != stage)
+    for settings in (one for written in stages for one in written.get("prompts") or ()):
+        if _same_rows(directory, str(settings["source"]), source.source):
+            trained = SOURCES.read({**settings, "source": source.source})
+            assert isinstance(trained, PromptSource)
+            if type(trained) is type(source):
+                return trained.as_begun(settings)
+    return source
+
+
+def _same_rows(directory: Path, one: str, other: str) -> bool:
+    if not looks_local(other):
+        return one == other
+    return os.path.realpath(directory / os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 @dataclass

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from opd.runner.results import watched_domains
 from opd.sampling.replay import require_drawn_alike
 from opd.text import plain
 from opd.types import Prompt
+
+SHOWN = 20  # domains that are named in a line
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def look_at_prompts(
     if questions:
         watched_domains(spec.eval.metric, list(questions))
     room = found.room(held.longest, limit, spec.rollout.max_prompt_tokens)
-    return Looked(found, questions, room, (*found.notes, *held.notes))
+    notes = [*found.notes, *held.notes, *asked_in_words(questions, sources)]
+    return Looked(found, questions, room, tuple(notes))
 
 
 def response_limit(spec: Stage) -> int:
@@ -120,6 +123,27 @@ def prompt_limit(spec: Stage, context: int) -> tuple[int, str]:
 
 
 # Held-out prompts
+
+
+def asked_in_words(questions: Mapping[str, Sequence[Question]], sources: Sequence[Source]) -> list[str]:
+    """How many prompts of each domain are asked, and which domains are trained on without."""
+    if not questions:
+        return []
+    trained = dict.fromkeys(prompt.domain for source in sources for prompt in source.examples())
+    missing = [plain(domain) for domain in trained if domain not in questions]
+    asked = [f"{len(some):,} of {plain(domain)}" for domain, some in questions.items()]
+    lines = [f"evaluation: held-out prompts: {_first_few(asked)}"]
+    if missing:
+        lines.append(
+            f"WARNING: evaluation: no held-out prompts of {_first_few(missing)}, which is trained on. A domain needs two "
+            "different questions, with answers that can be rewarded"
+        )
+    return lines
+
+
+def _first_few(words: Sequence[str]) -> str:
+    more = f" and {len(words) - SHOWN:,} more domains" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more
 
 
 @dataclass
@@ -155,12 +179,19 @@ class HeldOutFilter:
     ids: dict[str, np.ndarray] = field(default_factory=dict)
     unrewarded: int = 0
     too_long: int = 0
+    unreadable: int = 0
 
     def __call__(self, prompt: Prompt) -> bool:
         if not self.covers(prompt):
             self.unrewarded += 1
             return False
-        ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs)
+        try:
+            ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs, whole=not self.spec.older)
+        except DataError:
+            if self.remedy:
+                raise
+            self.unreadable += 1
+            return False
         if ids.size > self.limit:
             if self.remedy:
                 fit = f"at most {max(self.limit, 0):,} fit ({self.why})"
@@ -172,7 +203,11 @@ class HeldOutFilter:
 
     def notes(self, source: str) -> list[str]:
         """What was left out, in words."""
-        left = {"have nothing to be rewarded by": self.unrewarded, f"are too long ({self.why})": self.too_long}
+        left = {
+            "have nothing to be rewarded by": self.unrewarded,
+            f"are too long ({self.why})": self.too_long,
+            "cannot be rendered by the chat template": self.unreadable,
+        }
         return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
 
 
@@ -187,11 +222,11 @@ def choose_held_out(
     why: str,
     bad_rows: BadRows,
 ) -> HeldOut:
-    """At most `count` questions of each domain. Rows without end cannot be mended: there, what is too long is left out."""
+    """At most `count` questions of each domain. Rows without end cannot be fixed: there, what is too long is left out."""
     found = HeldOut()
     for spec, source in zip(specs, sources, strict=True):
-        mend = bad_rows == "stop" and source.size is not None
-        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if mend else ""
+        fix = bad_rows == "stop" and source.size is not None
+        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if fix else ""
         chosen = HeldOutFilter(spec, covers, tokenizer, limit, why, remedy)
         for prompt in source.held_out(count, chosen):
             asked = found.questions.setdefault(prompt.domain, [])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage, load_recipe
+from opd.config import Recipe, Stage, load_begun
 from opd.config.graph import edges
 from opd.config.run_changes import parts_of, recipe_file
 from opd.config.stage import MERGED
@@ -85,7 +85,7 @@ class EarlierStages:
         sealed, current = read_sealed(directory / SEALS), recipe_file(directory)
         if sha256(current) != sealed["files"][current.name]:
             raise RunDirectoryError(f"--reuse {directory}: {current.name} has been altered since that run began.")
-        recipe = load_recipe(current)
+        recipe = load_begun(directory, current)
         if recipe.plugins:
             raise UserError(f"--reuse {directory}: its recipe has plugins, whose code no key covers. Run it again.")
         self._inputs, self._version = sealed.get("inputs") or {}, sealed["opd"]

@@ -344,7 +344,7 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
     """What the run carries out, or what it has `begun` with, after checking that `resolved.yaml` and files like it are what the run
     wrote.
     """
-    from opd.config import load_recipe
+    from opd.config import load_begun
     from opd.config.run_changes import RESOLVED, recipe_file
 
     if not (directory / SEALS).exists():
@@ -363,7 +363,7 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
             )
     current = recipe_file(directory)
     with sealed_files(sealed):
-        loaded = load_recipe(directory / RESOLVED if begun else current, overrides)
+        loaded = load_begun(directory, directory / RESOLVED if begun else current, overrides)
     recorded = expected.get("packages", {})
     for package, version in plugin_versions(loaded.plugins).items():
         if recorded.get(package) != version:
@@ -394,10 +394,13 @@ def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected
 
 
 def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
+    from opd.config import as_begun_in
+
     if given is not None:
         given.require_same(directory)
         recipe = given.inside(recipe, directory)
     current = verified_recipe(directory)
+    recipe = as_begun_in(directory, recipe)
     if recipe.stages in (current.stages, verified_recipe(directory, begun=True).stages):
         return
     from opd.config.run_changes import recipe_file

@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 from pydantic import Field
 
+from opd.data.row_source import RowSource
 from opd.data.scan import Scan, ScannedSource, refusal
 from opd.data.source import SOURCES, Opening, PromptSource, Source, Split, Wanted, anything
 from opd.errors import DataError, RecipeError
@@ -156,8 +157,7 @@ class RunSource:
                 found = source.prompt(prompt_id)
             else:
                 number = prompt_id.rpartition("/")[2]
-                known = number.isdecimal() and (source.size is None or int(number) < source.size)
-                found = source.train(int(number)) if known else None
+                found = _numbered(source, int(number)) if number.isdecimal() else None
             if found is not None and found.id == prompt_id:
                 return found
         return None
@@ -226,6 +226,13 @@ class RunSource:
         pass
 
 
+def _numbered(source: Source, number: int) -> Prompt | None:
+    """The training prompt whose id ends in this number. Of rows it counts those that are held out now, too."""
+    if isinstance(source, RowSource):
+        return source.row(number) if number < len(source.facts.usable) else None
+    return source.train(number) if source.size is None or number < source.size else None
+
+
 def require_drawn_alike(sources: Sequence[Source], rollout: Rollouts) -> None:
     for source in sources:
         if isinstance(source, RunSource):
@@ -235,7 +242,7 @@ def require_drawn_alike(sources: Sequence[Source], rollout: Rollouts) -> None:
 def _source(settings: Mapping[str, Any]) -> PromptSource:
     found = SOURCES.read(settings)
     assert isinstance(found, PromptSource)
-    return found
+    return found.as_begun(settings)
 
 
 def _names(store: RolloutStore, row: int) -> list[str]:
