@@ -196,7 +196,7 @@ class TopK:
 
     ids: np.ndarray  # (T, K)
     logprobs: np.ndarray  # (T, K)
-    tail: np.ndarray  # (T,) log of the mass outside
+    tail: np.ndarray  # (T,) log of the mass outside; NaN: no more is known of it than one minus the sum of the others
     stop_logprob: (
         np.ndarray
     )  # (T,) of all stop ids together, whether they are among the likeliest or not; NaN: not known

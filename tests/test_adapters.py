@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import opd
 from opd.config import Lora
 from opd.config.paths import anchored
 from opd.errors import ModelError
@@ -57,6 +58,16 @@ def test_an_adapter_is_the_model_it_was_saved_with(saved: Path) -> None:
     assert (adapted - logits(str(saved / "base"))).abs().max() > 0.1
     assert parameter_count(str(saved / "whole" / "adapter")) == parameter_count(str(saved / "base"))
     assert load_tokenizer(str(saved / "whole" / "adapter")).eos_token == "<eos>"
+
+
+def test_an_adapter_may_be_the_student(saved: Path, tmp_path: Path) -> None:
+    """Without `lora` all of its weights are trained, with it the new ones alone."""
+    name = str(saved / "whole" / "adapter")
+    assert load_model(name).trainable().keys() == load_model(str(saved / "whole")).trainable().keys()
+    assert all("lora_" in key for key in load_model(name, lora=Lora(rank=2)).trainable())
+    recipe = {"student": name, "teachers": str(saved / "base"), "prompts": "task:addition", "train": {"steps": 1},
+              "rollout": {"prompts": 2, "max_new_tokens": 4}, "eval": {"prompts": 0}, "device": "cpu"}  # fmt: skip
+    assert opd.run(recipe, out=tmp_path / "run").metrics[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ SMALLEST = {
     "sampler": "--device cpu --layers 1 --requests 4 --new-tokens 4 --slots 2",
     "decode": "--device cpu --shapes tiny --slots 4 --columns 24 --steps 4",
     "step_gpu": "--device cpu --cases tiny --steps 1 --warm 1 --profile",
+    "tails": "--only arithmetic --rollouts 4",
     "topk": "--device cpu --tokens 16 --vocabulary 64 --width 8 --repeats 1",
     "step_curves": "--device cpu --smallest --warm 0",
     "ranks_gpu": "--device cpu --case tiny --steps 1 --warm 1 --models {run}",

@@ -112,6 +112,19 @@ def test_a_head_may_rule_ids_out(kind: str, params: dict, backend: Any) -> None:
             assert not any(value.isnan().any() for value in outcome(8, *one_sided))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_of_half_precision_may_rule_ids_out(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, theirs = (draw(generator, *shape).to(dtype) for shape in ((5, 4), (8, 4), (8, 4)))
+    bias = torch.zeros(8, dtype=dtype)
+    bias[7] = -torch.inf
+    values = [
+        divergence("jsd", *(Projection(hidden, side[:count], bias[:count]) for side in (weight, theirs))).value
+        for count in (7, 8)
+    ]
+    torch.testing.assert_close(*values)
+
+
 @pytest.mark.parametrize(("kind", "params"), CASES)
 @given(seed=SEEDS)
 def test_expected_policy_gradient_is_the_direct_gradient(kind: str, params: dict, seed: int) -> None:

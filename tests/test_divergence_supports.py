@@ -26,7 +26,7 @@ from opd.divergences.formulas import Formula
 from opd.divergences.mixture import source_log_probs
 from opd.divergences.plan import aligned, triton_plan
 from opd.divergences.projection import log_probs
-from opd.divergences.supports import largest, largest_by_blocks
+from opd.divergences.supports import TopRows, largest, largest_by_blocks
 from opd.errors import UserError
 from tests.divergence_cases import (
     CASES,
@@ -331,6 +331,29 @@ def test_a_tail_that_was_sent_stays_sharp(merge: tuple, k: int | None) -> None:
     torch.testing.assert_close(found.value, exact.value, rtol=1e-4, atol=1e-5)
     for one, other in zip(*(torch.autograd.grad(some.loss, leaves(student)) for some in (found, exact)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [61, 4000])
+def test_what_rounding_makes_of_a_sum_is_no_tail(size: int) -> None:
+    """Logits of 60 are rounded to 4e-6 in their normaliser, and with it each log-prob: what the sum then lacks says nothing. A tail
+    that was sent counts even where the rounded sum is above 1."""
+    generator = torch.Generator().manual_seed(0)
+    tails = torch.arange(-30, -5, 0.1, dtype=torch.float64)
+    inside = torch.randn(len(tails), 20, generator=generator, dtype=torch.float64).log_softmax(-1)
+    rest = torch.randn(len(tails), size - 20, generator=generator, dtype=torch.float64).log_softmax(-1) + tails[:, None]
+    logits = (torch.cat([inside, rest], -1) + 60).float()
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)  # as a server's kernel has it
+    ids, nan = np.tile(np.arange(20, dtype=np.int32), (len(tails), 1)), np.full(len(tails), np.nan, np.float32)
+    exact = logits.double().log_softmax(-1)[:, 20:].logsumexp(-1)
+    sums = logprobs[:, :20].double().exp().sum(-1)
+    assert (sums[tails < -14] > 1 + 1e-7).any()
+    assert (1 - sums[tails < -14] > 2e-7).any()
+    for sent in (nan, exact.float().numpy()):
+        top = TopK(ids, logprobs[:, :20].numpy(), sent, nan, "")
+        found = TopRows.of(top, torch.device("cpu"), torch.float32, (), size, None, 1.0)
+        known = ~found.vague
+        torch.testing.assert_close(found.tail[known].double(), exact[known], rtol=0, atol=0.7 if sent is nan else 1e-5)
+        assert known.tolist() == [sent is not nan or 1 - float(sum_) > 3.8e-6 for sum_ in sums]
 
 
 @pytest.mark.parametrize("sent", [float("nan"), float(np.log(np.finfo(np.float32).eps))])

@@ -24,7 +24,7 @@ from opd.teachers.kinds import Supplies
 from opd.teachers.local import LocalTeacher
 from opd.teachers.views import behind
 from opd.teachers.vllm import OpenAITeacher, SglangTeacher, VllmTeacher
-from opd.types import SignalNeed
+from opd.types import SignalNeed, TopK
 from tests.foreign_server import NAME, app_of, serving
 from tests.helpers import KINDS, save_tiny, tiny_model
 from tests.servers import free_port
@@ -118,6 +118,17 @@ def test_log_probs_from_a_completions_server_are_the_models_own(model: LanguageM
                         other.values.stop_logprob[known], one.values.stop_logprob[known], atol=2e-3
                     )
         assert there.context == 63
+
+
+def test_a_tail_that_rounding_hides_is_not_known(model: LanguageModel, directory: str) -> None:
+    with serving(app_of(model, runner="generate")) as address:
+        teacher = asked(address, directory)
+        nan = np.full((3, 2), np.nan, np.float32)
+        tops = TopK(np.full((3, 2), -1, np.int32), nan, nan[:, 0].copy(), nan[:, 0].copy(), "")
+        for place, missing in enumerate((1e-3, 1e-6, -1e-6)):
+            teacher._fill(tops, place, {5: math.log(0.75), 7: math.log(0.25 - missing)}, 2)
+        assert tops.tail[0] == pytest.approx(math.log(1e-3), abs=1e-3)
+        assert np.isnan(tops.tail[1:]).all()
 
 
 def test_a_stop_event_that_is_not_known_is_masked(model: LanguageModel, directory: str) -> None:
@@ -322,6 +333,7 @@ def test_a_student_trains_from_it_as_from_the_model_here(
     for one, other in zip(here.metrics, there.metrics, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert other.get("tail_unknown/0:direct") == (0.0 if "support" in objective else None)
 
 
 def test_a_restart_in_mid_step_loses_nothing(model: LanguageModel, directory: str, tmp_path: Path) -> None:

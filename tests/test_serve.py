@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -222,6 +223,28 @@ def test_what_would_be_costly_to_parse_is_counted_first(name: str) -> None:
         read_question(body, kind, LIMITS, rows=100, size=100, context=512)
     assert (refused.value.status, "at most" in str(refused.value)) == (413, True)
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json_of(b"[" + b'"a",' * 600_000 + b"1]"),
+        json_of(b"[3]", b', "spans": [[', b",".join([b"[]"] * 250_000), b"]]"),
+        json_of(b"[3]", b', "tokens": [', b",".join([b'"a"'] * 250_000), b"]"),
+        json_of(b"[3]", b', "stop_ids": [', b",".join([b"-1"] * 250_000), b"]"),
+    ],
+    ids=["ids", "spans", "tokens", "stop ids"],
+)
+def test_the_first_of_many_mistakes_is_enough(body: bytes) -> None:
+    """A list of half a million mistakes took two CPU-seconds and half a gigabyte."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError) as refused:
+            read_question(body, "application/json", LIMITS, rows=100, size=100, context=512)
+        assert refused.value.status == 422
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_question_as_large_as_the_limits_is_read() -> None:

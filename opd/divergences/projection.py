@@ -29,7 +29,7 @@ MergeGroups = Sequence[Sequence[int]]  # each group of ids is one event
 class Projection:
     """Logits are `softcap_tanh(scale * (hidden @ weight.T + bias))` over the first `size` ids; the rest is padding.
 
-    A bias of -inf, with which a model rules an id out, becomes `LOG_ZERO`.
+    A bias of -inf, with which a model rules an id out, becomes `LOG_ZERO`, or the lowest number of its type.
     """
 
     hidden: Tensor  # (N, D)
@@ -41,7 +41,8 @@ class Projection:
 
     def __post_init__(self) -> None:
         if self.bias is not None:
-            object.__setattr__(self, "bias", self.bias.clamp(min=LOG_ZERO))
+            lowest = max(LOG_ZERO, torch.finfo(self.bias.dtype).min)  # float16 ends before
+            object.__setattr__(self, "bias", self.bias.clamp(min=lowest))
 
     @property
     def vocabulary(self) -> int:

@@ -9,8 +9,9 @@ it). A closure decides:
     none           the bare sum. Not a divergence; here to reproduce what others publish
 
 With whole rows of log-probs the tail is the log-sum-exp of the ids outside A, exact however small it is. One minus the sum over
-A is not: that sum is near 1, and fp32 rounds it to a multiple of 6e-8. A served teacher sends A alone, so its tail may be known
-that way only; `TopRows.vague` marks the rows where it is not known.
+A is not: that sum is near 1, and each log-prob in it is a logit less a normaliser, rounded as numbers up to 64 are: to 4e-6 in
+fp32. A server that sends A alone leaves no other way; `TopRows.vague` marks the rows whose tail is smaller than that, where it is
+not known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from opd.types import TopK
 
 Support = Literal["full", "topk", "ids"]
 SMALL_MASS = 1e-20  # sums of probabilities below may lack some that are no floats any more
+SUM_STEPS = 32  # of a type's epsilon: how far the listed masses of a row may be from what they should add up to
 TOP_BLOCK = 64  # ids whose maximum stands for them where the k likeliest are looked for
 
 
@@ -142,10 +144,19 @@ def on_support(logprobs: Tensor, ids: Tensor, closure: Closure, probs: Tensor | 
     return torch.cat([chosen, tail], -1)
 
 
+def sum_resolution(dtype: torch.dtype) -> float:
+    """The smallest mass that one minus a sum of masses can tell from nothing, of log-probs of this type.
+
+    >>> f"{sum_resolution(torch.float32):.1e}"
+    '3.8e-06'
+    """
+    return SUM_STEPS * torch.finfo(dtype).eps
+
+
 def unlisted(logprobs: Tensor, resolution: float) -> Tensor:
     """(N,) log of one minus the sum of the listed masses (N, K): all that is known where the others are not listed.
 
-    Never below `resolution`, the step in which a sum near 1 is rounded.
+    Never below `resolution`.
     """
     return (1 - logprobs.exp().sum(-1)).clamp(min=resolution).log()
 
@@ -232,16 +243,17 @@ class TopRows:
 def _tail_of(
     top: TopK, logprobs: Tensor, joining: Tensor, leaving: Tensor, whole: Tensor, given: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The tail that was sent, with what joins it, and whether it is vague; one minus the sum where that does not tell.
+    """The tail that was sent, with what joins it, and whether it is vague; one minus the sum where none was sent, or it is wrong.
 
     `whole`: rows whose support is the whole vocabulary, so that nothing is outside.
     """
-    resolution = max(torch.finfo(dtype).eps for dtype in (given, logprobs.dtype))
+    resolution = max(sum_resolution(dtype) for dtype in (given, logprobs.dtype))
     sent = torch.as_tensor(top.tail).to(logprobs).clamp(min=LOG_ZERO)
     tail = torch.cat([sent[:, None], joining], -1).logsumexp(-1)
-    unknown = sent.isnan() | leaving | (logprobs.exp().sum(-1) > 1)
+    floor = math.log(resolution / SUM_STEPS)  # what earlier versions sent in place of anything smaller
+    unknown = sent.isnan() | ((sent - floor).abs() < 1e-3) | leaving | (logprobs.exp().sum(-1) > 1 + resolution)
     tail = torch.where(unknown, unlisted(logprobs, resolution), tail).masked_fill(whole, LOG_ZERO)
-    return tail, (tail - math.log(resolution)).abs() < 1e-3
+    return tail, unknown & ~whole & (tail < math.log(resolution) + 1e-3)
 
 
 def merge_top(

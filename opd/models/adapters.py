@@ -48,7 +48,8 @@ def merge_adapter(module: Any, name: str, directory: Path) -> Any:
     from peft import PeftModel
 
     with reading_model(name, "its adapter", directory):
-        return PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)
+        merged = PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)
+    return merged.requires_grad_(True)  # peft has frozen the base, and a student learns with all of its weights
 
 
 def check_merge(name: str, directory: Path, empty: Any) -> None:

@@ -98,6 +98,8 @@ class Direct(CorrectedTerm):
                 trusted=True,
                 **self.support.truncation,
             )
+            if (unknown := result.statistics.vague_tail) is not None and self.support.truncation["closure"] == "tail":
+                micro.count(f"tail_unknown/{prepared.name}", unknown)
             self._note(micro, rows, self._untempered(micro, result.statistics, student, teacher, tokens))
             total = total + result.loss
         return total

@@ -70,11 +70,8 @@ def evaluate_model(
     load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
     if temperature is not None and not k:
         raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
-    run, chosen = run_of(name), parse_rewards(rewards)
-    parted = run is not None and split in ("heldout", "train")
-    specs = [
-        as_trained_on(run, prompt_source(source)) if run and parted else prompt_source(source) for source in sources
-    ]
+    chosen = parse_rewards(rewards)
+    specs, run = _specs(name, sources, split)
     opened = open_sources(specs, rewarded=bool(chosen.domains))
     examples = [prompt for source in opened for prompt in source.examples()]
     rewarder = check_rewards(chosen, examples)
@@ -109,7 +106,7 @@ def evaluate_model(
         *(
             f"prompts {plain(source.name)}: held out as in {run[0]} (held_out: {source.spec.held_out})"
             for source in opened
-            if run is not None and parted and isinstance(source, RowSource)
+            if run is not None and isinstance(source, RowSource)
         ),
         *doubts(rewarder, examples),
         *asked.notes,
@@ -117,6 +114,15 @@ def evaluate_model(
     ]
     splits = {domain: "+".join(parts) for domain, parts in asked.splits.items()}
     return Evaluation(found, splits, "; ".join(asked.what), tuple(notes))
+
+
+def _specs(
+    model: str, sources: Sequence[str], split: Split | None
+) -> tuple[list[PromptSource], tuple[Path, str] | None]:
+    """The sources as they are asked; of the rows that a run held out, or trained on, as that run divided them."""
+    run = run_of(model) if split in ("heldout", "train") else None
+    specs = [prompt_source(source) for source in sources]
+    return [spec if run is None else as_trained_on(run, spec) for spec in specs], run
 
 
 def run_of(model: str) -> tuple[Path, str] | None:

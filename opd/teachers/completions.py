@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from opd.divergences.supports import sum_resolution
 from opd.errors import RemoteError
 from opd.models.head import describe_head
 from opd.models.tokenizers import Elsewhere, fingerprint, require_same
@@ -125,7 +127,7 @@ class CompletionsTeacher:
         tops.ids[place, : len(likeliest)] = [index for index, _ in likeliest]
         tops.logprobs[place, : len(likeliest)] = [value for _, value in likeliest]
         rest = 1.0 - math.fsum(math.exp(value) for _, value in likeliest)
-        tops.tail[place] = math.log(max(rest, float(np.finfo(np.float32).eps)))
+        tops.tail[place] = math.log(rest) if rest > sum_resolution(torch.float32) else math.nan  # smaller: not known
         tops.stop_logprob[place] = self._stop(entry, k)
 
     def _stop(self, entry: Listed, k: int) -> float:

@@ -53,18 +53,22 @@ class ScoreQuestion(BaseModel):
 
     want: Literal["hidden", "logprobs", "topk"]
     k: int | None = Field(None, ge=1, le=LARGEST, strict=True)
-    stop_ids: tuple[Id, ...] = Field((), max_length=STOP_IDS)
+    stop_ids: Annotated[tuple[Id, ...], Field(fail_fast=True)] = Field((), max_length=STOP_IDS)
     size: int | None = Field(None, ge=1, le=LARGEST, strict=True)
     temperature: float = Field(1.0, ge=0.01, le=100)
     exact: bool = False  # a forward pass of its own: the answer's bits do not depend on who else asks
 
 
-class TextQuestion(ScoreQuestion):
-    """The same with the texts in it: a body in JSON."""
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Spans = Annotated[list[tuple[Id, Id]], Field(fail_fast=True)]
 
-    ids: list[list[Id]]
-    spans: list[list[tuple[Id, Id]]] | None = None
-    tokens: list[list[Id]] | None = None
+
+class TextQuestion(ScoreQuestion):
+    """The same with the texts in it: a body in JSON. Checking ends at the first mistake, of which there may be as many as ids."""
+
+    ids: Annotated[list[Ids], Field(fail_fast=True)]
+    spans: Annotated[list[Spans], Field(fail_fast=True)] | None = None
+    tokens: Annotated[list[Ids], Field(fail_fast=True)] | None = None
 
 
 @dataclass(frozen=True)
