@@ -103,11 +103,7 @@ def evaluate_model(
         reward=rewarder,
     )
     notes = [
-        *(
-            f"prompts {plain(source.name)}: held out as in {run[0]} (held_out: {source.spec.held_out})"
-            for source in opened
-            if run is not None and isinstance(source, RowSource)
-        ),
+        *([] if run is None else _held_out_as(run[0], opened)),
         *doubts(rewarder, examples),
         *asked.notes,
         *(note for domain, measures in found.items() for note in _left_out(domain, measures)),
@@ -123,6 +119,14 @@ def _specs(
     run = run_of(model) if split in ("heldout", "train") else None
     specs = [prompt_source(source) for source in sources]
     return [spec if run is None else as_trained_on(run, spec) for spec in specs], run
+
+
+def _held_out_as(run: Path, sources: Sequence[Source]) -> list[str]:
+    return [
+        f"prompts {plain(source.name)}: held out as in {run} (held_out: {source.spec.held_out})"
+        for source in sources
+        if isinstance(source, RowSource)
+    ]
 
 
 def run_of(model: str) -> tuple[Path, str] | None:
