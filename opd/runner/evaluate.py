@@ -68,8 +68,7 @@ def evaluate_model(
     `plugins`: Python files or modules with rewards and sources of prompts of one's own.
     """
     load_plugins([str(Path(name).resolve()) if name.endswith(".py") else name for name in plugins])
-    if temperature is not None and not k:
-        raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
+    _require_k(k, temperature)
     chosen = parse_rewards(rewards)
     specs, run = _specs(name, sources, split)
     opened = open_sources(specs, rewarded=bool(chosen.domains))
@@ -110,6 +109,11 @@ def evaluate_model(
     ]
     splits = {domain: "+".join(parts) for domain, parts in asked.splits.items()}
     return Evaluation(found, splits, "; ".join(asked.what), tuple(notes))
+
+
+def _require_k(k: int, temperature: float | None) -> None:
+    if temperature is not None and not k:
+        raise RecipeError("--temperature applies to sampled answers, but --k is 0. Set --k, or drop --temperature.")
 
 
 def _specs(
