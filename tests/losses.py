@@ -117,9 +117,7 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
 def _plain(name: str) -> list[str]:
     """Without evaluation; with as little as there can be where a stage chooses its domains by it."""
-    from opd.config import find_recipe
-
-    recipe = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))
+    recipe = yaml.safe_load(_text(name))
     if any("select" in stage for stage in recipe.get("stages", ())):
         return ["eval.prompts=1", "eval.teachers=false", *PLAIN[1:]]
     stages = {f"stages.{stage['name']}.": stage for stage in recipe.get("stages", ())} | {"": recipe}
@@ -127,6 +125,12 @@ def _plain(name: str) -> list[str]:
         *PLAIN,
         *(f"{where}eval.further=[]" for where, stage in stages.items() if "further" in stage.get("eval", {})),
     ]
+
+
+def _text(name: str) -> str:
+    from opd.config import find_recipe
+
+    return find_recipe(name).read_text(encoding="utf-8")
 
 
 def first_losses(recipe: Any, overrides: list[str], steps: int) -> list[dict[str, str | None]]:
