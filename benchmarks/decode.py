@@ -35,20 +35,20 @@ COMPILED = {"compiled": Part(compiled=True)}
 
 
 def engine_of(model: Any, slots: int, columns: int, part: Part) -> Any:
-    from opd.sampling import graphs
-    from opd.sampling.engine import Engine
-    from opd.sampling.samplers import BuiltInSampler
+    from opd.engines import calls
+    from opd.engines.builtin import Engine
+    from opd.engines.kinds import BuiltInSampler
 
-    usual = graphs.DecodeLayers.of, graphs.fused_drawing
+    usual = calls.DecodeLayers.of, calls.fused_drawing
     if not part.layers:
-        graphs.DecodeLayers.of = lambda model, room: None  # type: ignore[method-assign]
+        calls.DecodeLayers.of = lambda model, room: None  # type: ignore[method-assign]
     if not part.drawing:
-        graphs.fused_drawing = lambda device: None
+        calls.fused_drawing = lambda device: None
     try:
         spec = BuiltInSampler(slots=slots, compile=part.compiled)
         return Engine(model.inference_copy(), spec, 2 * columns, merge_stop=model.stop_ids)
     finally:
-        graphs.DecodeLayers.of, graphs.fused_drawing = usual  # type: ignore[method-assign]
+        calls.DecodeLayers.of, calls.fused_drawing = usual  # type: ignore[method-assign]
 
 
 def milliseconds(engine: Any, columns: int, count: int) -> float:

@@ -18,8 +18,8 @@ import numpy as np
 from runs import circumstances
 
 import opd
-from opd.config import load_recipe
 from opd.diagnose.diagnosis import Diagnosis, diagnose
+from opd.recipe import load_recipe
 
 TASKS = {"arithmetic": "addition", "spelling": "reverse", "sorting": "sort", "ciphers": "caesar"}
 TEACHERS = tuple(TASKS)

@@ -304,10 +304,10 @@ def first_call() -> float:
 
 def scaling() -> dict[str, Any]:
     """Time and memory of both modes against each size in turn; Ds = 1024, Dt = 2048, reverse KL (JSD for mixtures' sake)."""
-    from opd.divergences import plan
+    from opd.divergences import compute
 
     rows: list[dict[str, Any]] = []
-    chosen: Any = plan.triton_plan
+    chosen: Any = compute.triton_plan
     cases = [("N", n, 65536, 1) for n in (1024, 4096, 16384, 65536)]
     cases += [("V", 8192, v, 1) for v in (16384, 32768, 65536, 131072, 262144)]
     cases += [("teachers", 4096, 65536, count) for count in (1, 2, 3, 4)]
@@ -315,8 +315,8 @@ def scaling() -> dict[str, Any]:
         heads = inputs(n, v, 1024, 2048, "cuda", torch.bfloat16, teachers)
         gradients = 2 * (n + v) * 1024
         for mode in ("fast", "small"):
-            small: Any = lambda student, size, _: plan.small_plan(student, size, 2**40)  # noqa: E731
-            plan.triton_plan = chosen if mode == "fast" else small
+            small: Any = lambda student, size, _: compute.small_plan(student, size, 2**40)  # noqa: E731
+            compute.triton_plan = chosen if mode == "fast" else small
             found = timed(opd_call(heads, "reverse_kl"), list(heads[0]), repeats=5, warm=2)
             found["beyond_gradients_gib"] = round(found["peak_gib"] - gradients / 2**30, 3)
             rows.append({"axis": axis, "n": n, "v": v, "teachers": teachers, "mode": mode, **found})
@@ -343,7 +343,7 @@ def profile(ds: int, kind: str, memory: int | None) -> list[dict[str, Any]]:
 
 def sweep(ds: int) -> list[dict[str, Any]]:
     """Steps of the row kernels, chunks of `fast` and tiles of `small`."""
-    from opd.divergences import plan, triton_tiles
+    from opd.divergences import compute, triton_backend
 
     heads, found = inputs(N, V, ds, DT, "cuda", torch.bfloat16), []
 
@@ -351,18 +351,18 @@ def sweep(ds: int) -> list[dict[str, Any]]:
         found.append({**labels, "kind": kind, **timed(opd_call(heads, kind, memory), list(heads[0]), 5, 2)})
         print(json.dumps(found[-1]), flush=True)
 
-    usual = triton_tiles.WIDE, plan.FAST_TILE_BYTES
+    usual = triton_backend.WIDE, compute.FAST_TILE_BYTES
     for steps in ((1024, 4), (1024, 8), (2048, 8), (4096, 16)):
-        triton_tiles.WIDE = steps
+        triton_backend.WIDE = steps
         for kind in ("reverse_kl", "jsd"):
             measure(kind=kind, steps=steps)
-    triton_tiles.WIDE = usual[0]
+    triton_backend.WIDE = usual[0]
     for rows in (768, 1152, 1536, 2048):
-        plan.FAST_TILE_BYTES = rows * 8 * V
+        compute.FAST_TILE_BYTES = rows * 8 * V
         measure(chunk=rows)
-    plan.FAST_TILE_BYTES = usual[1]
+    compute.FAST_TILE_BYTES = usual[1]
     for rows, slab in ((8192, 8192), (4096, 16384), (4096, 8192), (2048, 32768), (2048, 16384)):
-        plan.SMALL_ROWS, plan.SMALL_SLAB = rows, slab
+        compute.SMALL_ROWS, compute.SMALL_SLAB = rows, slab
         measure(SMALL_BUDGET[ds], tile=(rows, slab))
     return found
 

@@ -29,8 +29,8 @@ import numpy as np
 import yaml
 from runs import RESULTS, refuse_other_changes, save, saved
 
-from opd.config import shipped_recipes
-from opd.runner.story import story_lines
+from opd.recipe import shipped_recipes
+from opd.runner.reports import story_lines
 
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
 DRAWS = 2000

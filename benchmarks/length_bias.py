@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from opd.records import SampledToken
 from opd.store import RolloutStore
-from opd.types import SampledToken
 
 HERE = Path(__file__).parent
 MU, LONGEST, SLOTS, COMMIT_STEPS = 48.0, 1200, 32, 3

@@ -17,9 +17,9 @@ from typing import Any
 
 from runs import carry_out, refuse_other_changes, save
 
-from opd.config import load_recipe, shipped_recipes
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from opd.monitors.monitor import usual_monitors
+from opd.recipe import load_recipe, shipped_recipes
 
 GOING_WELL = ["quickstart", *(name for name in shipped_recipes() if name.startswith("labs/"))]
 EVERY, PROMPTS = 20, 100  # of evaluations; training does not depend on them

@@ -26,15 +26,16 @@ import torch
 from runs import circumstances
 from step_gpu import CASES, RESULTS, ForcedLengths, Phases, lengths, prompt_rows, save_model
 
+from opd.loop.ranks import Ranks
 from opd.runner.run import joined
-from opd.trainer.world import World
 
 
 def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, world: Any) -> Any:
     from dataclasses import replace
 
-    from opd.config import load_recipe
-    from opd.runner.stage import StageRun
+    from opd.common.context import RunContext
+    from opd.recipe import load_recipe
+    from opd.runner.stage import open_stage as open_parts
     from opd.store import RolloutStore
 
     case = CASES[arguments.case]
@@ -56,25 +57,21 @@ def open_stage(arguments: argparse.Namespace, directory: Path, phases: Phases, w
         "eval": {"prompts": 0},
         "device": arguments.device,
     }
-    run = StageRun(
+    run = open_parts(
         load_recipe(recipe, arguments.set).stages[0],
         RolloutStore(directory / "rollouts"),
-        str,
-        check_stop=lambda: None,
-        on_phase=phases,
-        on_token=lambda: None,
-        world=world,
+        context=RunContext(say=lambda line: None, on_phase=phases),
+        ranks=world,
     )
     if world.size == 1:  # else each rank has some of the requests, and other lengths would be forced on them
         forced = ForcedLengths(run.engine, lengths(case))
-        run.trajectories.desk = replace(run.trajectories.desk, student=forced)
+        run.rollouter.desk = replace(run.rollouter.desk, student=forced)
     return run
 
 
 def predicted(stage: Any, case: Any, ranks: int, sharded: bool, device: str) -> dict[str, int]:
     """Of the plan, in bytes by part."""
-    from opd.cluster.placement import Placement, group_of, rank_memory
-    from opd.cluster.plan import task_of
+    from opd.cluster.plan import Placement, group_of, rank_memory, task_of
     from opd.runner.cost import DEVICES, Device
 
     paper = DEVICES["h200"] if device != "cpu" else Device("cpu", 1 << 40, 1e11, 1e10)
@@ -88,7 +85,7 @@ def say(what: str) -> None:
 
 def measure(arguments: argparse.Namespace, world: Any, name: str) -> dict[str, Any]:
     """Medians of the measured steps, peak memory, and what the plan says of it."""
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
     phases, samples = Phases(arguments.device), []
     with tempfile.TemporaryDirectory() as directory:
@@ -150,7 +147,7 @@ def main() -> None:
             write(out, arguments, name, found)
     if arguments.both and world.sharded and world.leads:
         gc.collect()
-        write(out, arguments, "alone", measure(arguments, World(), "alone"))
+        write(out, arguments, "alone", measure(arguments, Ranks(), "alone"))
     faulthandler.cancel_dump_traceback_later()
 
 

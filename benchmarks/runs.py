@@ -91,7 +91,7 @@ def rollouts_of(tokens: list[tuple[list[int], list[int]]], domain: str) -> list[
     """Given (prompt, response) ids as rollouts that nobody sampled here, so that two trainers see the same ones."""
     import numpy as np
 
-    from opd.types import Author, Rollout
+    from opd.records import Author, Rollout
 
     rollouts = []
     for number, (prompt, response) in enumerate(tokens):

@@ -28,12 +28,12 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from opd.models.fused import fuse_layers, kernels_on
+from opd.engines.builtin import Engine
+from opd.engines.draws import request_key
+from opd.engines.kinds import BuiltInSampler
+from opd.models.fused_layers import fuse_layers, kernels_on
 from opd.models.language_model import LanguageModel
-from opd.sampling.draws import request_key
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import SampledToken, SampleRequest, Sampling
+from opd.records import SampledToken, SampleRequest, Sampling
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 49152

@@ -29,11 +29,11 @@ from typing import Any
 import yaml
 from runs import FIGURES, RESULTS, run_all, save
 
-from opd.config import load_recipe
+from opd.common.errors import RecipeError
 from opd.data.tasks import WORDS, Dice, get_task
-from opd.errors import RecipeError
 from opd.models import load_model
-from opd.monitors.history import with_estimates
+from opd.monitors.monitor import with_estimates
+from opd.recipe import load_recipe
 
 STUDIES = ("privileged", "concise", "collapse", "control")
 BRIEF = "Be concise."

@@ -27,11 +27,11 @@ import torch
 from runs import save
 
 import opd
+from opd.common.http import Remote
 from opd.models import load_model
-from opd.remote import Remote
+from opd.records import Author, Rollout, SignalNeed
 from opd.teachers.scoring import behind
 from opd.teachers.wire import ScoreQuestion, read_answer, write_question
-from opd.types import Author, Rollout, SignalNeed
 
 TOKEN_ENV = "OPD_BENCHMARK_TOKEN"
 TOPS = (20, 128)

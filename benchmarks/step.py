@@ -11,8 +11,8 @@ process of its own; the two take turns, step by step, so a noisy machine disturb
 to trust on shared cores, and not from three steps. Peak memory is what each process reached above what its imports alone take.
 
 TRL runs in the fastest way measured (`--trl compact` projects real tokens only, which stock TRL does not on a CPU); opd
-runs as it comes. That includes large pages (`opd.pages`), on ARM switching oneDNN off for the process, and on Intel's
-processors MKL's mode (`opd.rounding`), none of which TRL does.
+runs as it comes. That includes large pages (`opd.common.cpu_env`), on ARM switching oneDNN off for the process, and on Intel's
+processors MKL's mode (`opd.common.cpu_env`), none of which TRL does.
 
 Before anything is timed, opd computes loss and gradient norm on the very tokens of TRL's first step.
 """
@@ -44,8 +44,7 @@ from typing import Any
 from runs import rollouts_of
 
 from opd import __version__
-from opd.pages import LARGE
-from opd.rounding import MODE
+from opd.common.cpu_env import LARGE, MODE
 
 RESULTS = Path(__file__).parent / "results" / "step-cpu.json"
 PHASES = ("sample", "score", "update")
@@ -250,8 +249,9 @@ class ForcedLengths:
 
 def open_stage(job: Job, on_phase: Callable[[str], None]) -> Any:
     """A stage of a recipe, as `opd run` builds it, but for the lengths of its answers."""
-    from opd.config import load_recipe
-    from opd.runner.stage import StageRun
+    from opd.common.context import RunContext
+    from opd.recipe import load_recipe
+    from opd.runner.stage import open_stage as open_parts
     from opd.store import RolloutStore
 
     source = job.directory / "prompts.jsonl"
@@ -267,17 +267,17 @@ def open_stage(job: Job, on_phase: Callable[[str], None]) -> Any:
         "eval": {"prompts": 0},
         "device": "cpu",
     }
-    run = StageRun(
-        load_recipe(recipe).stages[0], RolloutStore(job.directory / "rollouts"), str,
-        check_stop=lambda: None, on_phase=on_phase, on_token=lambda: None,
+    run = open_parts(
+        load_recipe(recipe).stages[0], RolloutStore(job.directory / "rollouts"),
+        context=RunContext(say=lambda line: None, on_phase=on_phase),
     )  # fmt: skip
-    run.trajectories.desk = replace(run.trajectories.desk, student=ForcedLengths(run.engine, job.lengths))
+    run.rollouter.desk = replace(run.rollouter.desk, student=ForcedLengths(run.engine, job.lengths))
     return run
 
 
 def work_opd(pipe: Connection, job: Job) -> None:
     """opd's side, of which `run_step` is the real one."""
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
     for name in ("config", "runner.stage", "store"):  # what importing takes is no part of what a step takes
         importlib.import_module(f"opd.{name}")
@@ -293,7 +293,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
             continue
         marks.clear()
         clock, step = Clock(), step + 1
-        metrics = run_step(run, step)
+        metrics = run_step(run, step).metrics
         end = Clock()
         # The phases follow one another, so a phase lasts until the next begins.
         for (phase, begun), (_, ended) in zip(marks, [*marks[1:], ("end", end)], strict=True):
@@ -307,7 +307,7 @@ def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, fl
     import torch
 
     from opd.divergences import divergence
-    from opd.models.packing import Pack
+    from opd.models.language_model import Pack
 
     rollouts = rollouts_of(tokens, run.domains[0])
     batch, parameters = Pack.of(rollouts), list(run.student.trainable().values())

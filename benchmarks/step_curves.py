@@ -43,7 +43,7 @@ PLOTTED = {"slots": ("sample",), "new tokens of an answer": ("sample", "update")
 def measure(case: Case, settings: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
     phases = Phases(arguments.device)
     given = argparse.Namespace(models=arguments.models, device=arguments.device, set=settings)
@@ -52,7 +52,7 @@ def measure(case: Case, settings: list[str], arguments: argparse.Namespace) -> d
         samples, tokens = [], 0
         for step in range(1, arguments.warm + 2):
             phases.reset()
-            tokens = run_step(run, step)["tokens"]
+            tokens = run_step(run, step).metrics["tokens"]
             samples.append(phases.result())
     del run
     gc.collect()

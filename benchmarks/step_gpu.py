@@ -181,8 +181,9 @@ class Phases:
 
 
 def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phases: Phases) -> Any:
-    from opd.config import load_recipe
-    from opd.runner.stage import StageRun
+    from opd.common.context import RunContext
+    from opd.recipe import load_recipe
+    from opd.runner.stage import open_stage as open_parts
     from opd.store import RolloutStore
 
     source = directory / "prompts.jsonl"
@@ -200,18 +201,18 @@ def open_stage(case: Case, directory: Path, arguments: argparse.Namespace, phase
         "eval": {"prompts": 0},
         "device": arguments.device,
     }
-    run = StageRun(
-        load_recipe(recipe, arguments.set).stages[0], RolloutStore(directory / "rollouts"), str,
-        check_stop=lambda: None, on_phase=phases, on_token=lambda: None,
+    run = open_parts(
+        load_recipe(recipe, arguments.set).stages[0], RolloutStore(directory / "rollouts"),
+        context=RunContext(say=lambda line: None, on_phase=phases),
     )  # fmt: skip
     forced = ForcedLengths(run.engine, lengths(case))
-    run.trajectories.desk = replace(run.trajectories.desk, student=forced)
+    run.rollouter.desk = replace(run.rollouter.desk, student=forced)
     return run
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of the measured steps; the first ones, in which kernels are compiled and graphs captured, are left out."""
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
     case, phases = CASES[name], Phases(arguments.device)
     peer = peer_results(name, arguments) if arguments.trl else {}
@@ -226,7 +227,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         samples, facts = [], []
         for step in range(1, arguments.warm + arguments.steps + 1):
             phases.reset()
-            facts.append(run_step(run, step))
+            facts.append(run_step(run, step).metrics)
             samples.append(phases.result())
             print(name, step, {key: round(value, 3) for key, value in samples[-1]["seconds"].items()}, flush=True)
         if arguments.profile:
@@ -302,7 +303,7 @@ def loss_on(run: Any, tokens: list[tuple[list[int], list[int]]]) -> dict[str, fl
     """opd's loss and gradient norm on given (prompt, response) ids, without an update."""
 
     from opd.divergences import divergence
-    from opd.trainer.halving import micro_batches
+    from opd.loop.oom_retry import micro_batches
 
     rollouts = rollouts_of(tokens, run.domains[0])
     count, total = sum(len(response) for _, response in tokens), 0.0
@@ -375,17 +376,18 @@ def profile(run: Any, name: str, arguments: argparse.Namespace) -> None:
 
     Sampling is recorded over a few tokens: every one takes the same kernels, and their number is what recording costs.
     """
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
-    forced, before = run.trajectories.desk.student, run.on_phase
+    forced, before = run.rollouter.desk.student, run.context
     whole, tables = forced.limits, []
     for number, wanted in enumerate((["sample"], ["score", "update"]), 1):
         forced.limits = [min(limit, PROFILED) for limit in whole] if number == 1 else whole
-        run.on_phase = PhaseProfiler(arguments.device != "cpu", wanted)
+        profiler = PhaseProfiler(arguments.device != "cpu", wanted)
+        run.context = replace(before, on_phase=profiler)
         run_step(run, arguments.warm + arguments.steps + number)
-        run.on_phase.stop()
-        tables += [run.on_phase.tables[phase] for phase in wanted]
-    run.on_phase = before
+        profiler.stop()
+        tables += [profiler.tables[phase] for phase in wanted]
+    run.context = before
     path = arguments.out.with_name(f"{arguments.out.stem}-{name}-profile.txt")
     path.write_text("".join(tables), encoding="utf-8")
 

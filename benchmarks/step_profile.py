@@ -109,7 +109,7 @@ def measure(job: Job) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """CPU seconds by phase, medians of plain steps; and those of one that is recorded, by kind of operation."""
     from torch.profiler import ProfilerActivity, profile
 
-    from opd.trainer.step import run_step
+    from opd.loop.step import run_step
 
     marks: list[tuple[str, float]] = []
     run = open_stage(job, lambda phase: marks.append((phase, time.process_time())))

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from opd.store import RolloutStore
-from opd.store.files import Files
 from opd.store.index import COLUMNS, Index, Table, Texts, Vocabulary
+from opd.store.log import Files
 
 RESULTS = Path(__file__).parent / "results"
 GROUP = 4

@@ -25,16 +25,15 @@ from typing import Any
 import torch
 import transformers
 
-from opd.config import Store
 from opd.data.render import render_prompt
-from opd.data.source import prompt_source
-from opd.data.sources import open_source
+from opd.data.sources import open_source, prompt_source
+from opd.engines.builtin import Engine
+from opd.engines.draws import request_key
+from opd.engines.kinds import BuiltInSampler
 from opd.models import load_model
-from opd.sampling.draws import request_key
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
+from opd.recipe import Store
+from opd.records import SampledToken, SampleRequest, Sampling
 from opd.store import RolloutStore
-from opd.types import SampledToken, SampleRequest, Sampling
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 0.03

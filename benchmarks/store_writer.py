@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from runs import save
 
+from opd.records import SampledToken, StopReason, TokenColumns
 from opd.store import RolloutStore
-from opd.store.samplers import SamplerLog, folder_of
-from opd.types import SampledToken, StopReason, TokenColumns
+from opd.store.reading import SamplerLog, folder_of
 
 NAME = "store-writer-cpu.json"
 PROMPT = np.arange(200)

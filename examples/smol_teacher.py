@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import opd
-from opd.models.adapters import CONFIG, WEIGHTS_FILE
+from opd.models.load import CONFIG, WEIGHTS_FILE
 
 
 def pack(run: opd.Run, to: Path) -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from opd.pages import large_pages
-from opd.rounding import round_alike
+from opd.common.cpu_env import large_pages, round_alike
+from opd.common.moved_modules import find_moved_modules
 from opd.runner.run import Run, resume, run
 
 if TYPE_CHECKING:
-    from opd.config import Recipe, load_recipe
-    from opd.data.sources import prompts
-    from opd.divergences import Mixture, Projection, divergence, token_logprobs
-    from opd.errors import (
+    from opd.common.errors import (
         DataError,
         DiskError,
         ModelError,
@@ -31,25 +28,28 @@ if TYPE_CHECKING:
         TrainingError,
         UserError,
     )
-    from opd.families import register
+    from opd.data.sources import prompts
+    from opd.divergences import Mixture, Projection, divergence, token_logprobs
+    from opd.loop.learner import Trainer
     from opd.models import load_model
-    from opd.models.language_model import LanguageModel
-    from opd.models.packing import Pack
+    from opd.models.language_model import LanguageModel, Pack
     from opd.objective.objective import Objective
+    from opd.recipe import Recipe, load_recipe
+    from opd.records import Prompt, RewardResult, Rollout, Sample
+    from opd.registry import register
     from opd.rewards import Reward
-    from opd.sampling.sampler import Sampler
+    from opd.rollouts.sampler import Sampler
     from opd.teachers.teacher import Teacher
-    from opd.trainer.trainer import Trainer
-    from opd.types import Prompt, RewardResult, Rollout, Sample
 
 round_alike()  # before anything multiplies; processes that are started inherit it
 large_pages()  # and before torch allocates
+find_moved_modules()
 __version__ = "0.1.0"
 PLACES = {
-    "opd.config": ("Recipe", "load_recipe"),
+    "opd.recipe": ("Recipe", "load_recipe"),
     "opd.data.sources": ("prompts",),
     "opd.divergences": ("Mixture", "Projection", "divergence", "token_logprobs"),
-    "opd.errors": (
+    "opd.common.errors": (
         "DataError",
         "DiskError",
         "ModelError",
@@ -64,16 +64,15 @@ PLACES = {
         "TrainingError",
         "UserError",
     ),
-    "opd.families": ("register",),
+    "opd.registry": ("register",),
     "opd.models": ("load_model",),
-    "opd.models.language_model": ("LanguageModel",),
-    "opd.models.packing": ("Pack",),
+    "opd.models.language_model": ("LanguageModel", "Pack"),
     "opd.objective.objective": ("Objective",),
     "opd.rewards": ("Reward",),
-    "opd.sampling.sampler": ("Sampler",),
+    "opd.rollouts.sampler": ("Sampler",),
     "opd.teachers.teacher": ("Teacher",),
-    "opd.trainer.trainer": ("Trainer",),
-    "opd.types": ("Prompt", "RewardResult", "Rollout", "Sample"),
+    "opd.loop.learner": ("Trainer",),
+    "opd.records": ("Prompt", "RewardResult", "Rollout", "Sample"),
 }
 LAZY = {name: place for place, names in PLACES.items() for name in names}
 __all__ = [

@@ -4,21 +4,313 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opd.commands import models, recipes, store
-from opd.diagnose.command import diagnose_command
-from opd.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped
-from opd.report.commands import add_commands
-from opd.text import PlainFormatter, plain, printable
+from opd.common.errors import RESUME_ME, AnotherRank, OpdError, Preempted, Stopped, UserError
+from opd.common.text import PlainFormatter, plain, printable
 
 if TYPE_CHECKING:
-    from opd.config import Recipe
+    from opd.diagnose.diagnosis import Diagnosis
+    from opd.recipe import Recipe, Stage
+
+
+# Commands about what lies there: shipped recipes and models, the log of a run. Like `cli`, they parse and delegate.
+
+
+recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
+models = typer.Typer(no_args_is_help=True, help="Models that come with opd.")
+store = typer.Typer(no_args_is_help=True, help="The rollout log of a run.")
+
+
+@recipes.command("list")
+def list_recipes() -> None:
+    """Names of the shipped recipes, with their first line."""
+    from opd.recipe import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        print(plain(f"{name:32} {first}"))
+
+
+@recipes.command("show")
+def show_recipe(name: str) -> None:
+    """Print a shipped recipe."""
+    from opd.recipe import find_recipe
+
+    print(printable(find_recipe(name).read_text(encoding="utf-8")), end="")
+
+
+@recipes.command("copy")
+def copy_recipe(name: str, to: Annotated[Path | None, typer.Argument(help="Default: NAME.yaml here.")] = None) -> None:
+    """Copy a shipped recipe, to change it."""
+    from opd.recipe import find_recipe
+
+    source = find_recipe(name)
+    target = to or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{target} exists already. Give another name: opd recipes copy {name} NEW.yaml") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(target)!r} cannot be written: {error}.") from None
+    print(plain(f"wrote {target}; run it with: opd run {target}"))
+
+
+@models.command("list")
+def list_models() -> None:
+    """Built-in models and how they score."""
+    from opd.models.load import catalog
+
+    for line in catalog():
+        print(plain(line))
+
+
+@models.command("export")
+def export_model(name: str, to: Path) -> None:
+    """Write a model as a plain Hugging Face directory."""
+    from opd.models.load import export
+
+    try:
+        export(name, to)
+    except OSError as error:
+        raise UserError(f"{str(to)!r} cannot be written: {error.strerror or error}.") from None
+    print(plain(f"wrote {to}"))
+
+
+@models.command("build")
+def build_models(
+    to: Annotated[Path | None, typer.Option(help="Where to put them; default: into the package.")] = None,
+) -> None:
+    """Rebuild tiny/* from fixed seeds (about six minutes on one core)."""
+    from opd.models.load import TINY_ROOT
+    from opd.runner.tiny_models import build
+
+    build(to or TINY_ROOT, progress=print)
+
+
+@store.command("check")
+def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Verify every byte of a run's rollout log; exit code 1 if it is damaged."""
+    from opd.store.repair import check_log
+
+    report = check_log(run)
+    print("\n".join(map(plain, report.lines())))
+    if report.damages:
+        raise typer.Exit(1)
+
+
+@store.command("repair")
+def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
+    """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
+    from opd.runner.lock import RunLock
+    from opd.store.repair import find_log, repair
+
+    with RunLock(find_log(run).parent):
+        print("\n".join(map(plain, repair(run))))
+
+
+# `opd report`, `opd view` and `opd plot`: parse and delegate.
+
+
+RunsGiven = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command("report")(_report)
+    app.command("view")(_view)
+    app.command("plot")(_plot)
+
+
+def _report(
+    runs: RunsGiven,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file; default: report.html in the run directory.")
+    ] = None,
+) -> None:
+    """Write a run, or several side by side, as one HTML file that needs nothing else."""
+    from opd.report.page import write_report
+
+    print(plain(f"wrote {write_report(runs, out)}"))
+
+
+def _view(
+    run: Annotated[Path, typer.Argument(help="A run directory, of a run at work or ended.")],
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 0,
+) -> None:
+    """Serve the report live to this machine, with every rollout of the store."""
+    from opd.report.view import serve_view
+
+    serve_view(run, port, lambda line: print(printable(line), file=sys.stderr, flush=True))
+
+
+def _plot(
+    runs: RunsGiven,
+    metric: Annotated[
+        list[str], typer.Option(help="As in metrics.jsonl, * for any part of a name; repeat for more panels.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .svg, .pdf or .png file.")],
+    smooth: Annotated[int, typer.Option(min=1, help="Mean over so many steps.")] = 1,
+    width: Annotated[float, typer.Option(min=1.0, max=40.0, help="Inches.")] = 5.5,
+) -> None:
+    """Draw curves of one run or several, for papers."""
+    from opd.report.plot import plot_runs
+
+    print(plain(f"wrote {plot_runs(runs, metric, out, smooth=smooth, width=width)}"))
+
+
+# `opd diagnose`: parse and delegate.
+
+
+LARGEST_SEED = 2**63 - 1  # seed
+MAX_NEW_TOKENS = 128  # of an answer, without a recipe
+
+
+def diagnose_command(
+    recipe: Annotated[str | None, typer.Argument(help="A .yaml file, or the name of a shipped recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="With a recipe or without, for example rewards=numeric"),
+    ] = None,
+    student: Annotated[str | None, typer.Option(help="Without a recipe: the model that is to learn.")] = None,
+    teacher: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL|NAME=MODEL", help="Its teacher; repeat to compare several.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="A file, a folder, a task or a dataset; repeat for several.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Of a recipe with several; default: the first.")] = None,
+    n: Annotated[int, typer.Option(min=2, max=10_000, help="Prompts of each domain.")] = 32,
+    samples: Annotated[int, typer.Option(min=2, max=1024, help="Answers of the student to each.")] = 8,
+    target: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="The accuracy that you want, for example 0.9.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Without a recipe; default 128.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=LARGEST_SEED)] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the recommended recipe to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page that needs nothing else to this .html file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Before you train: is there a gap, do the models think alike, is the teacher reliable, does on-policy pay?"""
+    for place in (write, page):
+        _require_free(place)
+    changes = list(overrides or ())
+    if (
+        recipe is not None and "=" in recipe and (student or teacher or prompts)
+    ):  # no recipe: the first of the overrides
+        changes, recipe = [recipe, *changes], None
+    changes += _diagnose_options(changes, device=device, seed=seed)
+    if recipe is not None:
+        if student or teacher or prompts or max_new_tokens:
+            raise UserError(
+                "a recipe names its models, prompts and lengths itself: give either RECIPE or --student, --teacher and --prompts."
+            )
+        spec = _stage_of(recipe, changes, stage)
+    else:
+        lengths = {} if max_new_tokens is None else {"rollout.max_new_tokens": max_new_tokens}
+        changes += _diagnose_options(changes, **lengths)
+        spec = _stage_around(student, teacher or [], prompts or [], changes)
+    from opd.common.files import json_text
+    from opd.diagnose.diagnosis import diagnose
+    from opd.diagnose.words import diagnosis_lines
+
+    given = recipe is not None or any(change.startswith("objective") for change in changes)
+    found = diagnose(spec, prompts=n, samples=samples, target=target, given=given, say=_to_stderr)
+    print(json_text(found.to_json(), indent=1) if as_json else "\n".join(diagnosis_lines(found)))
+    _write_diagnosis(found, write, page)
+
+
+def _diagnose_options(changes: Sequence[str], **options: int | str | None) -> list[str]:
+    """Options as the overrides that they stand for. A value that is given both ways is refused."""
+    found = [f"{key}={value}" for key, value in options.items() if value is not None]
+    for option in found:
+        key, _, value = option.partition("=")
+        if twice := [change for change in changes if change.partition("=")[0] == key]:
+            name = key.rpartition(".")[2].replace("_", "-")
+            raise UserError(f"--{name} {value} and {twice[0]}: both set {key}. Give one of them.")
+    return found
+
+
+def _to_stderr(line: str) -> None:
+    print(plain(line), file=sys.stderr, flush=True)
+
+
+def _write_diagnosis(found: Diagnosis, recipe: Path | None, page: Path | None) -> None:
+    from opd.common.files import write_whole
+    from opd.report.page import diagnosis_page
+
+    if page is not None:
+        write_whole(page, diagnosis_page(found.to_json()))
+        _to_stderr(f"wrote {page}")
+    if recipe is not None and found.recommendation.settings is None:
+        _to_stderr("no recipe was written: there is none to recommend")
+    elif recipe is not None:
+        write_whole(recipe, found.recommendation.text())
+        _to_stderr(f"wrote {recipe}; look at it with: opd run {recipe} --dry-run")
+
+
+def _require_free(place: Path | None) -> None:
+    """Before anything is spent."""
+    if place is None:
+        return
+    if place.exists():
+        raise UserError(f"{place} exists already. Give another name.")
+    if not place.absolute().parent.is_dir():
+        raise UserError(
+            f"{str(place)!r} cannot be written: there is no directory {str(place.absolute().parent)!r}. Make it first."
+        )
+
+
+def _stage_of(recipe: str, overrides: list[str], name: str | None) -> Stage:
+    from opd.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    known = {stage.name: stage for stage in loaded.stages}
+    if name is not None and name not in known:
+        raise UserError(f"--stage {name!r}: the recipe has {', '.join(known)}.")
+    return known[name] if name is not None else loaded.stages[0]
+
+
+def _stage_around(student: str | None, teachers: list[str], prompts: list[str], overrides: list[str]) -> Stage:
+    from opd.recipe import load_recipe
+
+    missing = [
+        name for name, value in (("--student", student), ("--teacher", teachers), ("--prompts", prompts)) if not value
+    ]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: missing. Give a recipe, or a student, a teacher and prompts.")
+    named: dict[str, Any] = {}
+    for given in teachers:
+        name, model = _named(given)
+        if name in named:
+            raise UserError(f"--teacher {given!r}: there are two of the name {name!r}. Write NAME={model}.")
+        named[name] = {"model": model}
+    settings = {
+        "student": student,
+        "teachers": named,
+        "prompts": [{"source": source} for source in prompts],
+        "rollout": {"max_new_tokens": MAX_NEW_TOKENS},
+    }
+    return load_recipe(settings, overrides).stages[0]
+
+
+def _named(given: str) -> tuple[str, str]:
+    """NAME=MODEL, or a name made of the model's."""
+    name, sign, model = given.partition("=")
+    if sign and name and re.fullmatch(r"[\w.-]+", name):
+        return name, model
+    return re.sub(r"[^\w.-]+", "-", Path(given).name).strip("-") or "teacher", given
+
 
 app = typer.Typer(
     name="opd",
@@ -41,7 +333,7 @@ LARGEST = 2**64 - 1  # seed
 
 def _version(asked: bool) -> None:
     if asked:
-        from opd.version import this_version
+        from opd.common.version import this_version
 
         print(f"opd {this_version()}")
         raise typer.Exit
@@ -121,9 +413,9 @@ def run(
     ] = None,
 ) -> None:
     """Train: from a recipe to a model."""
-    from opd.config import load_recipe
-    from opd.config.graph import ChosenStages
-    from opd.config.names import check_output
+    from opd.recipe import load_recipe
+    from opd.recipe.graph import ChosenStages
+    from opd.recipe.paths import check_output
     from opd.runner.run import launched
 
     if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
@@ -134,7 +426,7 @@ def run(
         _show_plan(loaded)
         return
     if on is not None:
-        from opd.cluster.ray_run import run_on_ray
+        from opd.cluster.on_ray import run_on_ray
 
         run_on_ray(recipe, overrides or (), loaded, out, resume, whole=not (only or start or until or reuse))
         return
@@ -205,8 +497,8 @@ def graph(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
 ) -> None:
     """Draw the stages of a recipe and what they take from each other, in Mermaid."""
-    from opd.config import load_recipe
-    from opd.config.graph import mermaid
+    from opd.recipe import load_recipe
+    from opd.recipe.graph import mermaid
 
     print(printable(mermaid(load_recipe(recipe, overrides or ()))), end="")
 
@@ -260,7 +552,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure pass@1 and pass@k of a model on a file, a dataset or a task."""
-    from opd.files import json_text
+    from opd.common.files import json_text
     from opd.runner.evaluate import evaluate_model
 
     model = _model(model)
@@ -309,8 +601,8 @@ def chat(
     """Ask a model, and a teacher against it; one question per line, the end of the input ends it."""
     from rich.console import Console
 
+    from opd.runner.chat import Talk, converse, questions
     from opd.runner.checks import pick_device
-    from opd.runner.talk import Talk, converse, questions
 
     model, against = _model(model), None if against is None else _model(against)
     place, said = str(pick_device(device)), {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -351,7 +643,7 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
 ) -> None:
     """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
-    from opd.remote import to_stderr
+    from opd.common.http import to_stderr
     from opd.serve.server import ServeSettings
     from opd.serve.server import serve as start
     from opd.teachers.wire import RequestLimits
@@ -378,7 +670,7 @@ def schema(
     recipe: Annotated[str | None, typer.Argument(help="a recipe whose plugins' choices are to stand in it")] = None,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
-    from opd.config import load_recipe, recipe_schema
+    from opd.recipe import load_recipe, recipe_schema
 
     if recipe is not None:
         load_recipe(recipe)
@@ -405,9 +697,8 @@ def plan_cluster(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Placement, memory, bytes moved and time of a step on so many GPUs, on paper: no model has to be here."""
-    from opd.cluster.plan import cluster_plan, device_named
-    from opd.cluster.shapes import given_sizes
-    from opd.config import load_recipe
+    from opd.cluster.plan import cluster_plan, device_named, given_sizes
+    from opd.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     plans = cluster_plan(

@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from opd.errors import OpdError, RecipeError, RunDirectoryError, Stopped, TrainingError
+from opd.common.errors import OpdError, RecipeError, RunDirectoryError, Stopped, TrainingError
 
 GROUP = "opd.plugins"
 FOLDER = "plugins"  # of a run directory

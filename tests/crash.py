@@ -19,9 +19,9 @@ import torch
 import opd
 import opd.runner.pipeline  # slow to import: once, in the process that the others are forked from
 from opd import cli
+from opd.engines.alongside import SamplerProcess
+from opd.records import Author, Rollout, TokenColumns
 from opd.store import RolloutStore, iterate
-from opd.trainer.sampler_processes import SamplerProcess
-from opd.types import Author, Rollout, TokenColumns
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",

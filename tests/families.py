@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.config import Lora
-from opd.errors import ModelError
+from opd.common.errors import ModelError
+from opd.engines.builtin import PlainSampler, unfit_for_slots
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.sampling.choose import unfit_for_slots
-from opd.sampling.plain import PlainSampler
+from opd.recipe import Lora
 from tests.helpers import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from opd.config import shipped_recipes
-from opd.config.plain_data import parse_yaml
+from opd.recipe import shipped_recipes
+from opd.recipe.plain_data import parse_yaml
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3.5, -0.5, 1e-30, 1e30, 1e308, 2**31, 2**63, 2**64 - 1, 10**31, float("nan"), float("inf"), -float("inf"),

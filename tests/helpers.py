@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from opd.config import Rollouts, Train
 from opd.models.language_model import LanguageModel
 from opd.objective.term import AnyTerm
 from opd.objective.term import refusals as objective_refusals
-from opd.settings import StageView
+from opd.recipe import Rollouts, Train
+from opd.registry import StageView
 
 PAD, EOS = 0, 1
 CHARACTERS = string.digits + string.ascii_letters + " +-*/=.,:;!?()"  # 76; ids 2 to 77

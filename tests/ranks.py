@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 import opd
-import opd.trainer.ranks  # slow to import: once, in the process that the others are forked from
+import opd.loop.distributed  # slow to import: once, in the process that the others are forked from
 from opd import cli
 from tests.crash import FORKS
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from opd.common.files import line_of
+from opd.common.process_identity import myself
 from opd.diagnose.measures import Answering, Depth, Form, PairMeasures, StopProbe, Stretch
-from opd.files import line_of
-from opd.holder import myself
+from opd.records import Author, SampledToken
 from opd.store import RolloutStore
-from opd.types import Author, SampledToken
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2"> <!-- \x1b[31mred\x1b[0m \u202eright to left\u2066 '

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from opd.cluster import ray_nodes
-from opd.types import Author, Rollout
+from opd.cluster import on_ray
+from opd.records import Author, Rollout
 
 TOKEN_ENV = "OPD_TEST_TOKEN"
 TOKEN = "a-token-for-tests"
 
 
 def free_port() -> int:
-    return ray_nodes.free_port("127.0.0.1")
+    return on_ray.free_port("127.0.0.1")
 
 
 class ServeProcess:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from opd.records import SampledToken
 from opd.store import RolloutStore
-from opd.types import SampledToken
 
 
 def begin(store: RolloutStore, name: str, prompt: tuple[int, ...] = (5, 6), domain: str = "d") -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opd.config import Lora
-from opd.models import adapted_linear
+from opd.models import lora
 from opd.models.attention import Packed
-from opd.models.fused import fuse_layers
+from opd.models.fused_layers import fuse_layers
 from opd.models.language_model import LanguageModel
 from opd.models.lora import adapted_layers
+from opd.recipe import Lora
 from tests.helpers import tiny_model
 
 pytest.importorskip("peft")
@@ -50,7 +50,7 @@ def both(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Tensor) -> tuple[list[T
     found = []
     for joined in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(adapted_linear, "runs_joined", lambda *_, joined=joined: joined)
+            patch.setattr(lora, "runs_joined", lambda *_, joined=joined: joined)
             found.append(computed(layer, x))
     return found[0], found[1]
 
@@ -111,7 +111,7 @@ def test_how_many_kernels_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 5, layer.in_features, dtype=torch.bfloat16)
     counts = []
     for joined in (True, False):
-        monkeypatch.setattr(adapted_linear, "runs_joined", lambda *_, joined=joined: joined)
+        monkeypatch.setattr(lora, "runs_joined", lambda *_, joined=joined: joined)
         with Kernels() as kernels:
             computed(layer, x)
         counts.append(kernels.count - 2)  # `computed` has two of its own
@@ -120,7 +120,7 @@ def test_how_many_kernels_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_needs_no_gradient_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weight's that is frozen, and no input's that comes from frozen embeddings."""
-    monkeypatch.setattr(adapted_linear, "runs_joined", lambda *_: True)
+    monkeypatch.setattr(lora, "runs_joined", lambda *_: True)
     (_, layer), *_ = adapted_layers(adapted().module)
     counts = []
     for learns in (True, False):
@@ -145,10 +145,10 @@ def test_who_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 
     (_, layer), *_ = adapted_layers(model.module)
     x = torch.randn(1, 5, layer.in_features)
-    monkeypatch.setattr(adapted_linear.AdaptedLinear, "apply", None)
+    monkeypatch.setattr(lora.AdaptedLinear, "apply", None)
     usual = layer(x)  # on a CPU
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-    monkeypatch.setattr(adapted_linear, "runs_joined", lambda *_: True)
+    monkeypatch.setattr(lora, "runs_joined", lambda *_: True)
     layer.float().enable_adapters(False)
     assert not torch.equal(layer(x), usual)
 
@@ -164,7 +164,7 @@ def check_whole_passes(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     model.module.to(device)
     fuse_layers(model.module)
     ids_T, layout = torch.arange(2, 62, device=device), Packed.of([40, 20], device)
-    calls, apply = [0], adapted_linear.AdaptedLinear.apply
+    calls, apply = [0], lora.AdaptedLinear.apply
 
     def counted(*args: Any) -> Any:
         calls[0] += 1
@@ -176,10 +176,10 @@ def check_whole_passes(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         (hidden * torch.linspace(-1, 1, hidden.numel(), device=device).view(hidden.shape)).sum().backward()
         return {name: weight.grad.clone() for name, weight in model.trainable().items() if weight.grad is not None}
 
-    monkeypatch.setattr(adapted_linear.AdaptedLinear, "apply", counted)
+    monkeypatch.setattr(lora.AdaptedLinear, "apply", counted)
     joined = gradients()
     assert calls[0] == len(list(adapted_layers(model.module)))
-    monkeypatch.setattr(adapted_linear, "runs_joined", lambda *_: False)
+    monkeypatch.setattr(lora, "runs_joined", lambda *_: False)
     expected = gradients()
     assert calls[0] == len(joined) / 2 == len(expected) / 2
     assert {value.dtype for value in joined.values()} == {torch.float32}
@@ -188,7 +188,7 @@ def check_whole_passes(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 
 def test_whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapted_linear, "runs_joined", lambda *_: True)
+    monkeypatch.setattr(lora, "runs_joined", lambda *_: True)
     check_whole_passes(monkeypatch, "cpu")
 
 

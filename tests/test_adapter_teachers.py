@@ -13,16 +13,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import opd
-from opd.config import load_recipe
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 from opd.models import load_model
-from opd.models.adapted import AdaptedModel
 from opd.models.attention import Packed
-from opd.models.identity import weights_hash
+from opd.models.load import weights_hash
 from opd.models.settings import Lora
-from opd.runner import stage_models
+from opd.models.shared_base import AdaptedModel
+from opd.recipe import load_recipe
+from opd.runner import stage
 from opd.runner.checks import check_stage
-from opd.teachers.adapter import AdapterTeacher
+from opd.teachers.kinds import AdapterTeacher
 from opd.teachers.mixture import MixtureTeacher
 from tests.helpers import save_tiny
 
@@ -112,13 +112,13 @@ def test_a_run_learns_from_adapters_over_its_own_base(
     tmp_path: Path, base: str, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = stage_models.load_model
+    load = stage.load_model
 
     def counted(name: str, **settings: Any) -> Any:
         loaded.append(name)
         return load(name, **settings)
 
-    monkeypatch.setattr("opd.runner.stage_models.load_model", counted)
+    monkeypatch.setattr("opd.runner.stage.load_model", counted)
     monkeypatch.setattr("opd.teachers.quantised.load_model", counted)
     evaluated = {"eval": {"prompts": 1, "max_new_tokens": 2}}
     _, found = run(tmp_path, "shared", recipe(base, adapters, **evaluated))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import opd
-from opd.config import Lora
-from opd.config.paths import anchored
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 from opd.models import load_model, load_tokenizer, parameter_count
-from opd.models.adapters import CONFIG, WEIGHTS_FILE, smol_models
 from opd.models.attention import Packed
+from opd.models.load import CONFIG, WEIGHTS_FILE, smol_models
+from opd.recipe import Lora
+from opd.recipe.paths import anchored
 from tests.helpers import save_tiny
 
 

@@ -15,18 +15,18 @@ import torch
 import yaml
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, StoreError, TrainingError
+from opd.common.errors import RecipeError, StoreError, TrainingError
+from opd.engines.alongside import ThreadSampler
+from opd.engines.builtin import Engine
+from opd.engines.kinds import BuiltInSampler
+from opd.loop.producer import AheadProducer
 from opd.models.attention import Packed
+from opd.recipe import load_recipe
+from opd.records import SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.rollouts.rollouter import answers
 from opd.runner import pipeline
-from opd.sampling.ahead import ThreadSampler
-from opd.sampling.collect import collect
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
 from opd.store import RolloutStore
-from opd.store.files import AppendFile, Files
-from opd.trainer.ahead import Ahead
-from opd.types import SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.store.log import AppendFile, Files
 from tests.crash import RECIPE, durable, ended, kept, start
 from tests.helpers import EOS, tiny_model
 
@@ -72,13 +72,13 @@ def test_its_weights_are_its_own() -> None:
     student, sampler = opened("wait")
     student.module.requires_grad_(True)
     sampler.load(student.weights(0))
-    before = [rollout.response_ids.tolist() for rollout in collect(sampler, requests())]
+    before = [rollout.response_ids.tolist() for rollout in answers(sampler, requests())]
     loss = read(student, torch.arange(4, 12)).logsumexp(-1).sum()  # saves weights for its backward pass
     sampler.load(student.weights(1))
-    assert [rollout.response_ids.tolist() for rollout in collect(sampler, requests())] == before
+    assert [rollout.response_ids.tolist() for rollout in answers(sampler, requests())] == before
     loss.backward()  # which would refuse weights that were written to meanwhile
     moved(student, 2)  # and nobody told the sampler
-    assert [rollout.response_ids.tolist() for rollout in collect(sampler, requests())] == before
+    assert [rollout.response_ids.tolist() for rollout in answers(sampler, requests())] == before
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "wait"])
@@ -166,13 +166,13 @@ def test_other_students_and_teachers(tmp_path: Path, changes: dict[str, Any]) ->
 
 def test_a_producer_is_gated_and_never_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[int, int]] = []
-    sample = Ahead._sample
+    sample = AheadProducer._sample
 
-    def noted(self: Ahead, run: Any, step: int, *rest: Any) -> Any:
-        begun.append((step, run.version))
-        return sample(self, run, step, *rest)
+    def noted(self: AheadProducer, step: int, *rest: Any) -> Any:
+        begun.append((step, self._maker.samplers.version))
+        return sample(self, step, *rest)
 
-    monkeypatch.setattr(Ahead, "_sample", noted)
+    monkeypatch.setattr(AheadProducer, "_sample", noted)
     recipe = AHEAD | changed(rollout={"staleness": 1, "in_flight": "wait"})
     run = opd.run(recipe, out=tmp_path / "run")
     assert [step for step, _ in begun] == [1, 2, 3, 4]
@@ -182,14 +182,14 @@ def test_a_producer_is_gated_and_never_drops(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("who", ["_sample", pytest.param("_finish", marks=pytest.mark.slow)])
 def test_an_error_in_another_thread_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
-    work = getattr(Ahead, who)
+    work = getattr(AheadProducer, who)
 
-    def fails(self: Ahead, run: Any, *rest: Any) -> Any:
-        if len(run.store) > 6:
+    def fails(self: AheadProducer, *rest: Any) -> Any:
+        if len(self._maker.store) > 6:
             raise TrainingError("the sampler has had enough")
-        return work(self, run, *rest)
+        return work(self, *rest)
 
-    monkeypatch.setattr(Ahead, who, fails)
+    monkeypatch.setattr(AheadProducer, who, fails)
     with pytest.raises(TrainingError, match="had enough") as caught:
         opd.run(AHEAD, out=tmp_path / "run")
     assert str(caught.value).count("had enough") == 1

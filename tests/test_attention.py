@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opd.models.attention import SLACK, Packed, masked_attention, take
-from opd.models.packing import Pack
+from opd.models.language_model import Pack
 from tests.test_teachers import rollout
 
 LENGTHS = [5, 1, 12, 3, 12]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.models import varlen
+from opd.models import attention
 from opd.models.attention import Packed
 from tests.helpers import tiny_model
 
@@ -36,7 +36,7 @@ def test_kernels_equal_the_rectangle(
 ) -> None:
     layout, scale = Packed.of(LENGTHS, "cuda"), width**-0.5
     inputs = tensors(heads, groups, width, dtype)
-    assert varlen.fits_varlen(inputs[0], inputs[2])
+    assert attention.fits_varlen(inputs[0], inputs[2])
     exact = [tensor.detach().float().requires_grad_(True) for tensor in inputs]
     ours, padded = layout.attend(*inputs, scale, window, None), layout.attend_padded(*inputs, scale, window, None)
     reference = layout.attend_padded(*exact, scale, window, None)
@@ -57,7 +57,7 @@ def test_what_the_kernels_do_not_take_goes_through_the_rectangle() -> None:
     layout = Packed.of(LENGTHS, "cuda")
     for width, dtype in ((64, torch.float32), (36, torch.bfloat16), (264, torch.bfloat16)):
         inputs = tensors(4, 2, width, dtype)
-        assert not varlen.fits_varlen(inputs[0], inputs[2])
+        assert not attention.fits_varlen(inputs[0], inputs[2])
         assert layout.attend(*inputs, 0.1, None, None).isfinite().all()
     inputs = tensors(4, 2, 64, torch.bfloat16)
     assert error(layout.attend(*inputs, 0.1, None, 2.0), layout.attend_padded(*inputs, 0.1, None, 2.0).float()) == 0

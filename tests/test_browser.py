@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from opd.common.files import line_of
 from opd.evaluation import Measures
-from opd.files import line_of
 from opd.report.page import diagnosis_page, write_report
 from opd.report.view import ViewServer
 from opd.runner.results import StageResult

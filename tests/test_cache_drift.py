@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from opd.engines.builtin import DRIFT, PlainSampler, Reader, small_steps
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.sampling.collect import collect
-from opd.sampling.plain import DRIFT, PlainSampler, Reader, small_steps
-from opd.types import SampleRequest, Sampling
+from opd.records import SampleRequest, Sampling
+from opd.rollouts.rollouter import answers
 from tests.families import family_named
 from tests.helpers import EOS, tiny_tokenizer
 
@@ -49,7 +49,7 @@ def test_a_cache_that_drifts_is_not_used_and_sampled_log_probs_are_those_that_tr
     assert not sampler.cached
     assert "reading the whole sequence" in sampler.manner
     prompt = np.array(IDS[:9], dtype=np.int32)
-    (rollout,) = collect(sampler, [SampleRequest("r", prompt, 0, Sampling(40, 1.0, stop_ids=()), None)])
+    (rollout,) = answers(sampler, [SampleRequest("r", prompt, 0, Sampling(40, 1.0, stop_ids=()), None)])
     ids = [*IDS[:9], *rollout.response_ids.tolist()]
     whole = Reader(sampler, cached=False).read_all(ids).log_softmax(-1)
     wanted = [float(whole[8 + at, token]) for at, token in enumerate(rollout.response_ids.tolist())]

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import opd
-from opd.errors import DataError, RecipeError, RunDirectoryError
+from opd.common.errors import DataError, RecipeError, RunDirectoryError
 from opd.models import load_model
-from opd.models.catalog import export
-from opd.types import Author, SignalNeed
+from opd.models.load import export
+from opd.records import Author, SignalNeed
 
 DIRECT = {"form": "direct", "divergence": "reverse_kl"}
 SAMPLED = {"form": "policy_gradient", "advantage": {"student": "proximal"}}

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, RunDirectoryError
+from opd.common.errors import RecipeError, RunDirectoryError
+from opd.recipe import load_recipe
+from opd.records import Prompt, Sample
 from opd.rewards import Rewarder, Rewards
-from opd.rewards.callables import with_callables
-from opd.types import Prompt, Sample
+from opd.rewards.custom import with_callables
 from tests.helpers import save_tiny
 
 
@@ -83,9 +83,9 @@ def test_a_callable_of_this_process_is_asked_in_forks(tmp_path: Path) -> None:
 
 PROGRAM = """
 import opd
-from opd.config import load_recipe
+from opd.recipe import load_recipe
 from opd.rewards import Rewarder
-from opd.types import Prompt, Sample
+from opd.records import Prompt, Sample
 
 @opd.register
 class Twice(opd.Reward):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import opd
-from opd.errors import Stopped, UserError
+from opd.common.errors import Stopped, UserError
 from tests.crash import same_run
 from tests.helpers import save_tiny
 from tests.test_resume import small

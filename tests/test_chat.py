@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import opd
-from opd.chat import Answer, Chat, ChatQuestion, Endpoint
-from opd.errors import RecipeError, RemoteError, TrainingError, UserError
+from opd.common.chat_client import Answer, Chat, ChatQuestion, Endpoint
+from opd.common.errors import RecipeError, RemoteError, TrainingError, UserError
+from opd.records import Author, Prompt, Sample
 from opd.rewards.chat import ChatReward, digit_of
+from opd.rewards.reward import Rewards
 from opd.rewards.rewarder import Rewarder
-from opd.rewards.settings import Rewards
-from opd.types import Author, Prompt, Sample
 from tests.chat_endpoint import TOKEN, Served, serving
 
 

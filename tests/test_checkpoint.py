@@ -16,15 +16,23 @@ import pytest
 import torch
 
 import opd
-from opd.config import Lora, Train
-from opd.errors import DiskError, Preempted, RunDirectoryError
-from opd.files import read_sealed, sealed, write_sealed
+from opd.common.errors import DiskError, Preempted, RunDirectoryError
+from opd.common.files import read_sealed, sealed, write_sealed
+from opd.loop.learner import Optimiser
 from opd.models import load_model
-from opd.runner import pipeline, saving
-from opd.runner.checkpoint import Saver, point_latest, retain, save_checkpoint, step_of, steps_in, verify_checkpoint
+from opd.recipe import Lora, Train
+from opd.runner import checkpoint, pipeline
+from opd.runner.checkpoint import (
+    Saver,
+    point_latest,
+    retain,
+    save_checkpoint,
+    step_of,
+    steps_in,
+    tidy,
+    verify_checkpoint,
+)
 from opd.runner.interrupts import Interrupts
-from opd.runner.resume import tidy
-from opd.trainer.optimiser import Optimiser
 from tests.crash import FORKS, ended
 from tests.helpers import save_tiny
 
@@ -113,7 +121,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save ends only after the next step: a save that stalled the step would never end."""
-    stepped, save, step = threading.Event(), saving.save_checkpoint, pipeline.run_step
+    stepped, save, step = threading.Event(), checkpoint.save_checkpoint, pipeline.run_step
 
     def slow(directory: Path, *arguments: Any) -> Path:
         assert directory.name != "step-000002" or stepped.wait(600)
@@ -125,7 +133,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             stepped.set()
         return metrics
 
-    monkeypatch.setattr(saving, "save_checkpoint", slow)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
     monkeypatch.setattr(pipeline, "run_step", noted)
     behind = opd.run(small(model, checkpoint={"every": 2, "keep": 9}), out=tmp_path / "behind")
     assert stepped.is_set()
@@ -140,7 +148,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_save_that_fails_ends_the_run(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    save, calls = saving.save_checkpoint, []
+    save, calls = checkpoint.save_checkpoint, []
 
     def full(directory: Path, *arguments: Any) -> Path:
         calls.append(directory)
@@ -148,7 +156,7 @@ def test_a_save_that_fails_ends_the_run(
             raise OSError(errno.ENOSPC, "No space left on device", str(directory))
         return save(directory, *arguments)
 
-    monkeypatch.setattr(saving, "save_checkpoint", full)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
     spec = small(model, checkpoint={"every": 1, "background": background, "resume": "exact"})
     with pytest.raises(DiskError, match=r"step-000002.*No space.*opd resume"):
         opd.run(spec, out=tmp_path / "run")
@@ -258,7 +266,7 @@ def test_preemption_leaves_a_long_save_out(model: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(pipeline, "run_step", preempted)
     for name, seconds, saved in (("short", 0.0, ["step-000002"]), ("long", 1e6, [])):
-        monkeypatch.setattr(saving.StageCheckpoints, "_save_seconds", lambda self, seconds=seconds: seconds)
+        monkeypatch.setattr(checkpoint.StageCheckpoints, "_save_seconds", lambda self, seconds=seconds: seconds)
         with pytest.raises(Preempted):
             opd.run(small(model, checkpoint={"grace": 3600}), out=tmp_path / name)
         run = opd.Run(tmp_path / name)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
-from opd import families
-from opd.config import Recipe, Rollouts, Stage, load_recipe, recipe_schema
-from opd.data.source import SOURCES
+from opd import registry
+from opd.common.errors import RecipeError
+from opd.data.sources import SOURCES
 from opd.divergences import Projection
 from opd.divergences.kinds import CustomDivergence
-from opd.errors import RecipeError
+from opd.engines.kinds import SAMPLERS
 from opd.objective.gates import Arrays, Gate, GateView
 from opd.objective.micro import autocast_head
-from opd.sampling.samplers import SAMPLERS
-from opd.settings import Choice, Family
+from opd.recipe import Recipe, Rollouts, Stage, load_recipe, recipe_schema
+from opd.registry import Choice, Family
 from tests.helpers import refusals, term, tiny_model
 from tests.test_semantics import gradients, sampled_by, some_rollouts
 
@@ -107,7 +107,7 @@ def spelled_out(family: Family, name: str, settings: dict[str, Any]) -> Choice:
     return family.read({family.key: name, **settings})
 
 
-@pytest.mark.parametrize("entry", families.CHOICES)
+@pytest.mark.parametrize("entry", registry.CHOICES)
 def test_every_choice_reads_what_it_wrote(entry: str) -> None:
     family_name, name = entry.split(".")
     family = FAMILIES.get(family_name, Family(family_name))
@@ -261,7 +261,7 @@ def test_coefficients_that_are_zero_for_a_while_are_no_mistake() -> None:
 
 @pytest.fixture
 def every_other() -> Iterator[type[Gate]]:
-    @families.register
+    @registry.register
     class EveryOther(Gate):
         """Every n-th token."""
 
@@ -272,7 +272,7 @@ def every_other() -> Iterator[type[Gate]]:
             return [(np.arange(rollout.response_ids.size) % self.n == 0).astype(float) for rollout in view.rollouts]
 
     yield EveryOther
-    del families._registered["gate.every_other"]
+    del registry._registered["gate.every_other"]
 
 
 def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> None:
@@ -285,7 +285,7 @@ def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> Non
     with pytest.raises(RecipeError, match=r"gate\.0\.n"):
         load_recipe(recipe(objective={"gate": {"kind": "every_other", "n": 0}}))
     with pytest.raises(ValueError, match="exists already"):
-        families.register(type("Entropy", (Gate,), {"name": "entropy", "__module__": __name__}))
+        registry.register(type("Entropy", (Gate,), {"name": "entropy", "__module__": __name__}))
     student, teacher = tiny_model("llama"), tiny_model("llama", 1)
     rollouts = sampled_by(student, some_rollouts())
     _, _, statistics = gradients(student, {"t": teacher}, [term(gate="every_other")], rollouts)
@@ -295,7 +295,7 @@ def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> Non
 
 @pytest.fixture
 def pearson() -> Iterator[type[CustomDivergence]]:
-    @families.register
+    @registry.register
     class Pearson(CustomDivergence):
         """scale * sum (S - T)^2 / T."""
 
@@ -306,7 +306,7 @@ def pearson() -> Iterator[type[CustomDivergence]]:
             return self.scale * ((2 * student - teacher).exp().sum(-1) - 1)
 
     yield Pearson
-    del families._registered["divergence.pearson"]
+    del registry._registered["divergence.pearson"]
 
 
 @pytest.mark.parametrize("support", [{}, {"support": "topk", "k": 5, "closure": "renormalised"}], ids=str)
@@ -337,7 +337,7 @@ def test_a_divergence_of_ones_own_needs_a_formula_only(
 
 def test_reading_recipes_needs_no_torch() -> None:
     code = (
-        "import sys; from opd.config import load_recipe, recipe_schema, shipped_recipes\n"
+        "import sys; from opd.recipe import load_recipe, recipe_schema, shipped_recipes\n"
         "for name in shipped_recipes(): load_recipe(name)\n"
         "recipe_schema(); sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
@@ -361,7 +361,7 @@ def test_metrics_do_not_know_the_divergences_temperature() -> None:
 def test_under_autocast_heads_reach_the_kernels_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in fp32, and a last norm that gives fp32 back: hidden states and head still go in as bf16."""
     from opd.divergences import compute
-    from opd.divergences.plan import heads_obstacle
+    from opd.divergences.compute import heads_obstacle
 
     weight = torch.randn(11, 4, requires_grad=True)
     hidden = torch.randn(5, 4, requires_grad=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from opd import cli
-from opd.config import load_recipe
+from opd.common.version import this_version
+from opd.recipe import load_recipe
 from opd.runner.plan import make_plan
-from opd.version import this_version
 from tests.helpers import save_tiny
 
 

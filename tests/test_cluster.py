@@ -15,12 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import opd
-from opd.cluster.placement import Placement, place, rank_memory
-from opd.cluster.plan import cluster_plan, task_of
-from opd.cluster.shapes import given_sizes, of_directory, shape_of
-from opd.config import Recipe, load_recipe
-from opd.errors import ModelError, RecipeError, UserError
+from opd.cluster.plan import Placement, cluster_plan, given_sizes, of_directory, place, rank_memory, shape_of, task_of
+from opd.common.errors import ModelError, RecipeError, UserError
 from opd.models.load import locate
+from opd.recipe import Recipe, load_recipe
 from opd.runner.cost import DEVICES, Device
 from opd.runner.plan import make_plan
 from tests.ranks import Job, give_back_what_is_freed, together

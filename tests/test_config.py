@@ -12,12 +12,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.config import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
-from opd.config.overrides import merge
-from opd.config.places import below, family_at
-from opd.errors import RecipeError
-from opd.glossary import GLOSSARY, table
-from opd.settings import Family, keys_of
+from opd.common.errors import RecipeError
+from opd.common.peer_keys import GLOSSARY, table
+from opd.recipe import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
+from opd.recipe.overrides import below, family_at, merge
+from opd.registry import Family, keys_of
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
 
@@ -320,4 +319,4 @@ def test_the_glossary_names_keys_that_a_recipe_has() -> None:
 
 def test_the_page_for_those_who_come_from_elsewhere_is_the_glossary() -> None:
     page = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    assert page.endswith(table()), "write it again: python -m opd.glossary"
+    assert page.endswith(table()), "write it again: python -m opd.common.peer_keys"

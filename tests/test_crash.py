@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import opd
-from opd.errors import OpdError, StoreError
+from opd.common.errors import OpdError, StoreError
 from tests.crash import RECIPE, durable, ended, interrupt, kept, same_run, same_weights, start, written
 
 pytestmark = pytest.mark.crash

@@ -14,22 +14,21 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import opd
-from opd.config import load_recipe
+from opd.common.errors import RecipeError, TokenizerMismatch
 from opd.divergences import Projection
-from opd.divergences.crossed import crossed_loss, matched_distance, sorted_distance
+from opd.divergences.cross_vocabulary import crossed_loss, matched_distance, sorted_distance
 from opd.divergences.formulas import jsd
-from opd.errors import RecipeError, TokenizerMismatch
 from opd.models.attention import Packed
 from opd.models.load import load_model, load_tokenizer
-from opd.models.token_bytes import common_spans, matching_ids, pieces, readable, token_bytes
-from opd.objective.batch import TrainingBatch, beside
+from opd.models.tokenizers import common_spans, matching_ids, pieces, readable, token_bytes
+from opd.objective.batch import Batch, beside
 from opd.objective.gates import Gate
-from opd.objective.prepare import prepare_term
+from opd.objective.objective import prepare_term
+from opd.recipe import load_recipe
+from opd.records import Prompt, Signal, StopReason
 from opd.runner.plan import make_plan
-from opd.teachers.crossing import BytesView, aligned_bytes
 from opd.teachers.scoring import span_sums
-from opd.teachers.views import Group, texts_for
-from opd.types import Prompt, Signal, StopReason
+from opd.teachers.views import BytesView, Group, aligned_bytes, texts_for
 from tests.helpers import term, tiny_model, tiny_tokenizer
 from tests.test_teachers import rollout
 
@@ -224,7 +223,7 @@ def test_gold_has_no_gradient_where_both_agree_on_some_of_their_ids(beta: float)
 
 def test_the_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block, and made again in the backward pass."""
-    monkeypatch.setattr("opd.divergences.crossed.BLOCK_BYTES", 4 * 12 * 2)
+    monkeypatch.setattr("opd.divergences.cross_vocabulary.BLOCK_BYTES", 4 * 12 * 2)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, theirs, head = (
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (9, 4), (5, 6), (12, 6))
@@ -272,7 +271,7 @@ def test_a_span_is_one_event_however_many_tokens_it_has(form: str, aggregate: st
     for one, spans in zip(rollouts, cut, strict=True):
         mask = np.arange(one.response_ids.size) < spans[-1][1]
         signals[one.id] = Signal("t", 0, "teacher", "bytes", spans, None, mask, crossed=np.zeros(2))
-    batch = TrainingBatch(rollouts, {("teacher", "hidden"): signals})
+    batch = Batch(rollouts, {("teacher", "hidden"): signals})
     prepared = prepare_term(term(form=form, aggregate=aggregate), "0", 1.0, batch, 9, 0)
     weights = prepared.weights(rollouts)
     sums = [

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers
 
-from opd.config import Lora
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 from opd.models import load_config, load_model, load_tokenizer, locate, parameter_count
 from opd.models.gguf import check_header
+from opd.recipe import Lora
 from tests.families import family_named
 from tests.gguf_files import llama_tensors, write_gguf
 from tests.helpers import save_tiny, tiny_tokenizer
@@ -401,7 +401,7 @@ def test_tensors_that_are_not_the_models_are_found_without_loading_any(
     rewrite(copy, change)
     with pytest.raises(ModelError, match=words):
         parameter_count(str(copy))
-    monkeypatch.setattr("opd.models.complete.load_complete", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("opd.models.load.load_complete", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(ModelError, match=words):
         load_model(str(copy))
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.config import load_recipe
+from opd.common.errors import DataError, RecipeError
 from opd.data.render import render_completion, render_prompt, response_text
-from opd.data.source import SOURCES, prompt_source
-from opd.data.sources import open_source, open_sources, prompts
+from opd.data.sources import SOURCES, open_source, open_sources, prompt_source, prompts
 from opd.data.stream import PromptStream
-from opd.errors import DataError, RecipeError
+from opd.recipe import load_recipe
+from opd.records import Prompt, Sample
 from opd.rewards import verify
-from opd.types import Prompt, Sample
 from tests.helpers import EOS, tiny_tokenizer
 
 

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
+from opd.engines.slots import SlotLayout
 from opd.models.attention import masked_attention
-from opd.sampling.slots import SlotLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -30,7 +30,7 @@ def test_one_token_per_slot(
     dtype: torch.dtype, window: int | None, slots: int, heads: int, groups: int, width: int
 ) -> None:
     """Slots of every length: empty but for the token itself, at a block's edge, and idle beyond the span."""
-    from opd.sampling.decode_kernel import attend_slots
+    from opd.engines.kernels import attend_slots
 
     if INTERPRETED and slots > 10:
         pytest.skip("takes long in the interpreter")
@@ -49,7 +49,7 @@ def test_one_token_per_slot(
 
 def test_a_layout_with_kernels_equals_one_without() -> None:
     """What is written, and what is read."""
-    from opd.sampling.decode_kernel import attend_slots, store_slots
+    from opd.engines.kernels import attend_slots, store_slots
 
     slots, columns = torch.arange(2, device=DEVICE), torch.tensor([[70], [9]], device=DEVICE)
     before = [torch.randn(3, 2, 128, 24, device=DEVICE).half() for _ in range(2)]
@@ -73,6 +73,6 @@ def test_a_layout_with_kernels_equals_one_without() -> None:
 )
 def test_tiles_on_their_way_fit_into_shared_memory(room: int, width: int, expected: int) -> None:
     """H100, A100 and an RTX 4090."""
-    from opd.sampling.decode_kernel import stages_in
+    from opd.engines.kernels import stages_in
 
     assert stages_in(room, width, 2) == expected

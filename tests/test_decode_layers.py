@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from opd.models.fused import fuse_layers, norm_formula
+from opd.engines.gpu_layers import DecodeLayers, agree
+from opd.engines.slots import SlotCache, SlotLayout
+from opd.models.fused_layers import fuse_layers, norm_formula
 from opd.models.language_model import LanguageModel
-from opd.sampling.decode_layers import DecodeLayers, agree
-from opd.sampling.slots import SlotCache, SlotLayout
 from tests.helpers import tiny_model
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +40,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("rows", [3, 70, 130])  # a part of a tile, more than one, more than kernels take
 @pytest.mark.parametrize("biased", [False, True])
 def test_joined_products(rows: int, biased: bool) -> None:
-    from opd.sampling.layer_kernels import joined_products
+    from opd.engines.kernels import joined_products
 
     x = numbers(rows, 96)
     weights = [numbers(count, 96, seed=count) / 10 for count in (64, 32, 96)]
@@ -54,7 +54,7 @@ def test_joined_products(rows: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("rows", [3, 70, 130])
 def test_gated_products(rows: int) -> None:
-    from opd.sampling.layer_kernels import gated_products
+    from opd.engines.kernels import gated_products
 
     x, gate, up = numbers(rows, 64), numbers(96, 64, seed=1) / 8, numbers(96, 64, seed=2) / 8
     expected = silu(linear(x.float(), gate.float())) * linear(x.float(), up.float())
@@ -63,7 +63,7 @@ def test_gated_products(rows: int) -> None:
 
 @pytest.mark.parametrize(("offset", "early"), [(0.0, True), (1.0, False)])
 def test_a_sum_and_its_norm(offset: float, early: bool) -> None:
-    from opd.sampling.layer_kernels import add_norm
+    from opd.engines.kernels import add_norm
 
     stream, change, weight = numbers(5, 48), numbers(5, 48, seed=1), numbers(48, seed=2)
     total = stream + change
@@ -84,7 +84,7 @@ def made(kind: str, **config: Any) -> LanguageModel:
 
 def after(model: LanguageModel, layers: DecodeLayers | None, count: int) -> tuple[Tensor, Tensor]:
     """Hidden states behind some tokens of three slots, each at columns of its own, and what the cache holds."""
-    from opd.sampling.decode_kernel import attend_slots
+    from opd.engines.kernels import attend_slots
 
     cache = SlotCache(model.module.config.num_hidden_layers, 4, 64)
     slots = torch.arange(3, device=DEVICE)

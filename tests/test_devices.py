@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
+from opd.recipe import load_recipe
+from opd.records import SignalNeed
 from opd.runner import plan
 from opd.runner.checks import check_stage
 from opd.runner.plan import make_plan
 from opd.teachers.kinds import ModelRef
-from opd.teachers.local import LocalTeacher
 from opd.teachers.pool import settled
-from opd.types import SignalNeed
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import save_tiny, tiny_model
 from tests.test_resume import same_run
 from tests.test_teachers import rollout

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from opd import cli
-from opd.config import load_recipe
+from opd.common.errors import UserError
 from opd.data.tasks import TASKS
 from opd.diagnose.diagnosis import Diagnosis, diagnose
 from opd.diagnose.measures import (
@@ -30,14 +30,13 @@ from opd.diagnose.measures import (
     stretch_edges,
     within_prompt_auroc,
 )
-from opd.diagnose.recommend import Advice, ranked, recommend
-from opd.diagnose.rules import REFINEMENTS, RULES, Case, decide, useful_depth
+from opd.diagnose.rules import REFINEMENTS, RULES, Advice, Case, decide, ranked, recommend, useful_depth
 from opd.diagnose.words import diagnosis_lines
-from opd.errors import UserError
-from opd.models.catalog import TINY_ROOT
+from opd.models.load import TINY_ROOT
+from opd.recipe import load_recipe
 from opd.report.page import diagnosis_page
 from opd.runner.plan import make_plan
-from opd.trainer.tiny import TEMPLATE, make_tokenizer, optimiser, task_rows, update
+from opd.runner.tiny_models import TEMPLATE, make_tokenizer, optimiser, task_rows, update
 from tests.reports import HOSTILE, made_up_diagnosis
 
 PROMPTS, SAMPLES = 12, 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opd.divergences import Projection, divergence, divergence_advantage, statistics
 from opd.divergences.formulas import KINDS, Formula, entropy
-from opd.objective.surrogates import importance_sampling
+from opd.objective.policy_gradient import importance_sampling
 from tests.divergence_cases import CASES, SMOOTH, draw, textbook
 
 SEEDS = st.integers(0, 10**6)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opd.common.errors import UserError
 from opd.divergences import (
     Mixture,
     Projection,
@@ -22,12 +23,10 @@ from opd.divergences import (
     statistics,
     token_logprobs,
 )
+from opd.divergences.compute import aligned, triton_plan
 from opd.divergences.formulas import Formula
-from opd.divergences.mixture import source_log_probs
-from opd.divergences.plan import aligned, triton_plan
-from opd.divergences.projection import log_probs
+from opd.divergences.projection import log_probs, source_log_probs
 from opd.divergences.supports import TopRows, largest, largest_by_blocks
-from opd.errors import UserError
 from tests.divergence_cases import (
     CASES,
     SMOOTH,

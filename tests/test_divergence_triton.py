@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from opd.divergences import Mixture, Projection, divergence, statistics, token_logprobs
-from opd.divergences.plan import KernelPlan
-from opd.divergences.rows import RowStatistics
+from opd.divergences.compute import KernelPlan
+from opd.divergences.torch_backend import RowStatistics
 from tests.divergence_cases import CASES, SMOOTH, leaves, tailed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -73,8 +73,8 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(student: Projection, size: int, memory: int | None) -> KernelPlan:
         return KernelPlan("triton", "a test", ROWS, 128 if memory else 0)
 
-    monkeypatch.setattr("opd.divergences.triton_tiles.NARROW", (128, 4))
-    monkeypatch.setattr("opd.divergences.plan.triton_plan", plan)
+    monkeypatch.setattr("opd.divergences.triton_backend.NARROW", (128, 4))
+    monkeypatch.setattr("opd.divergences.compute.triton_plan", plan)
 
 
 def budget(mode: str) -> int | None:
@@ -262,9 +262,9 @@ def test_equality_is_zero(mode: str) -> None:
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of the passes without a divergence's gradient."""
-    monkeypatch.setattr("opd.divergences.plan.VALUES_TILE_BYTES", ROWS * 4 * V)
+    monkeypatch.setattr("opd.divergences.compute.VALUES_TILE_BYTES", ROWS * 4 * V)
     monkeypatch.setattr("opd.divergences.compute.CHUNK_BYTES", ROWS * 4 * V)
-    monkeypatch.setattr("opd.divergences.triton_tiles.NARROW", (128, 4))
+    monkeypatch.setattr("opd.divergences.triton_backend.NARROW", (128, 4))
 
 
 OPTIONS: list[dict[str, Any]] = [

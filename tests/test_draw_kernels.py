@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.sampling.sampling import RowSettings, draw, kept
+from opd.engines.requests import RowSettings, draw, kept
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -39,7 +39,7 @@ def logits(rows: int, size: int) -> Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 0.6])
 @pytest.mark.parametrize("size", [90, 9000])
 def test_kernels_draw_what_torch_draws(temperature: float, size: int) -> None:
-    from opd.sampling.draw_kernels import draw_rows
+    from opd.engines.kernels import draw_rows
 
     rows = settings(6, temperature)
     z = logits(6, size)
@@ -54,7 +54,7 @@ def test_kernels_draw_what_torch_draws(temperature: float, size: int) -> None:
 
 def test_filters_and_neighbours() -> None:
     """Top-k and top-p; and a row without them comes out the same beside rows that have them."""
-    from opd.sampling.draw_kernels import draw_rows
+    from opd.engines.kernels import draw_rows
 
     z = logits(6, 5000)
     filtered = settings(6, 0.8, top_p=0.7, top_k=30)
@@ -69,7 +69,7 @@ def test_filters_and_neighbours() -> None:
 
 
 def test_what_is_no_number_is_none() -> None:
-    from opd.sampling.draw_kernels import draw_rows
+    from opd.engines.kernels import draw_rows
 
     z = logits(2, 5000)
     z[1, 17] = float("nan")

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.config import Lora
+from opd.common.errors import DataError, ModelError, TrainingError
 from opd.divergences import token_logprobs
 from opd.divergences.projection import log_probs
-from opd.errors import DataError, ModelError, TrainingError
+from opd.engines.builtin import Engine
+from opd.engines.draws import request_key, uniforms, uniforms_at
+from opd.engines.kinds import BuiltInSampler
+from opd.engines.requests import RowSettings, draw
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.load import load_model, tiny_models
-from opd.sampling.draws import request_key, uniforms, uniforms_at
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
-from opd.sampling.sampling import RowSettings, draw
-from opd.types import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.recipe import Lora
+from opd.records import Finished, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.helpers import CHARACTERS, EOS, KINDS, tiny_model, tiny_module
 
 SIZE = len(CHARACTERS) + 2
@@ -42,7 +42,7 @@ class Response:
 
     @property
     def numbers(self) -> list[tuple[Any, ...]]:
-        return [event[1:] for event in self.events]
+        return [event[1:6] for event in self.events]
 
 
 def collect(engine: Engine, requests: Iterable[SampleRequest]) -> dict[str, Response]:
@@ -406,7 +406,7 @@ def test_new_weights_end_the_sharing() -> None:
     events: dict[str, list[Any]] = {}
     for number, event in enumerate(engine.sample(requests)):
         if isinstance(event, SampledToken):
-            events.setdefault(event.request_id, []).append(event[1:])
+            events.setdefault(event.request_id, []).append(event[1:6])
         if number == 12:
             engine.load(other.weights(1))
     fresh = make_engine(other)

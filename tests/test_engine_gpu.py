@@ -12,12 +12,12 @@ import torch
 
 from opd.divergences import Projection, token_logprobs
 from opd.divergences.projection import log_probs
+from opd.engines.builtin import Engine
+from opd.engines.draws import request_key, uniforms, uniforms_at
+from opd.engines.kinds import BuiltInSampler
 from opd.models.attention import Packed
-from opd.models.fused import fuse_layers
-from opd.sampling.draws import request_key, uniforms, uniforms_at
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import SampledToken, Sampling
+from opd.models.fused_layers import fuse_layers
+from opd.records import SampledToken, Sampling
 from tests.helpers import EOS, tiny_model, tiny_module
 from tests.test_engine import STOPS, collect, make_requests
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from opd.errors import UserError
-from opd.evaluation.passk import Measures, mean_and_stderr, measure, pass_at_k
+from opd.common.errors import UserError
+from opd.evaluation import Measures, mean_and_stderr, measure, pass_at_k
+from opd.records import RewardResult
 from opd.runner.evaluate import evaluate_model, measures_table
 from opd.runner.results import StageResult, results_table, watched
-from opd.types import RewardResult
 from tests.test_teachers import rollout
 
 

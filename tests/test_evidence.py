@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from opd.records import Prompt, Sample
 from opd.rewards.texts import Exact
-from opd.types import Prompt, Sample
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = ("integration", "runs", "headline", "labs", "monitors")

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import opd
-from opd.config import load_recipe
-from opd.config.run_changes import changed_keys, changed_text, changes_of, recipe_file
-from opd.config.stage import Stage, Train
-from opd.errors import RecipeError, RunDirectoryError
+from opd.common.errors import RecipeError, RunDirectoryError
+from opd.common.files import read_sealed
 from opd.evaluation import Measures
-from opd.files import read_sealed
+from opd.loop.learner import learning_rate
+from opd.recipe import load_recipe
+from opd.recipe.run_changes import changed_keys, changed_text, changes_of, recipe_file
+from opd.recipe.stage import Stage, Train
 from opd.report.facts import run_facts
 from opd.runner.extend import CHANGEABLE, EVERY_KEY, WHY, as_overrides
 from opd.runner.results import StageResult
 from opd.runner.run import verified_recipe
-from opd.trainer.optimiser import learning_rate
 from tests.crash import RECIPE, killed, same_rollouts, same_run, same_weights, settled, written
 from tests.helpers import save_tiny
 from tests.test_resume import Crash, small, strike

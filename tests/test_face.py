@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import opd
-from opd.config import Lora
-from opd.types import SignalNeed
+from opd.recipe import Lora
+from opd.records import SignalNeed
 from tests.helpers import tiny_model
 
 
@@ -144,7 +144,7 @@ def test_what_people_hold_is_shown_in_one_line(tmp_path: Path) -> None:
         "Prompt(id='iiii": flood,
         "Prompt(id='task:addition/train/0', domain='arithmetic', messages=1, last='add": opd.prompts("task:addition", 1)[0],
         "Rollout(id='task:addition/train/0/0/0', domain='arithmetic', source='student', 10 +": rollouts[0],
-        "TrainingBatch(4 rollouts": batch,
+        "Batch(4 rollouts": batch,
         "StepResult(step=1, loss=": trainer.step(batch),
         f"Pack(4 rollouts, {sum(rollout.length for rollout in rollouts)} tokens": pack,
         "Projection(": teacher.predict(pack),

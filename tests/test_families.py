@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from opd.config import Lora
+from opd.common.errors import ModelError
 from opd.divergences import divergence
-from opd.errors import ModelError
+from opd.engines.builtin import open_sampler
+from opd.engines.kinds import BuiltInSampler
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.untrained import untrained_parameters
-from opd.sampling.choose import open_sampler
-from opd.sampling.collect import collect
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import Rollout, SampleRequest, Sampling, TokenSampler
+from opd.recipe import Lora
+from opd.records import Rollout, SampleRequest, Sampling, TokenSampler
+from opd.rollouts.rollouter import answers
 from tests.families import FAMILIES, Family, family_named, load_family, page_rows, row
 from tests.helpers import EOS
 
@@ -60,7 +60,7 @@ def test_a_family_is_scored_trained_sampled_and_saved_as_stock_does(family: Fami
     trained = logits(student, sequences)
     torch.testing.assert_close(logits(again, sequences), trained, rtol=0, atol=0)
     assert float((trained - torch.cat(expected)).abs().max()) > 1e-3
-    rollout = collect(sampler, requests(1.0))[1]
+    rollout = answers(sampler, requests(1.0))[1]
     assert_logprobs(rollout, stock_of(tmp_path / "trained", student), student.size)
     assert set(rollout.version.tolist()) == {1}
 
@@ -106,7 +106,7 @@ def test_a_family_with_lora_samples_and_saves_what_it_trains(family: Family, tmp
     close(logits(load_model(str(tmp_path / "trained")), sequences), adapted)
     sampler = open_sampler(model.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=(EOS,))
     sampler.load(model.weights(1))
-    rollout = collect(sampler, requests(1.0))[0]
+    rollout = answers(sampler, requests(1.0))[0]
     assert_logprobs(rollout, stock_of(tmp_path / "trained", model), model.size)
 
 
@@ -193,7 +193,7 @@ def requests(temperature: float, prefix: np.ndarray | None = None) -> list[Sampl
 
 
 def assert_sampled_as_generated(sampler: TokenSampler, stock: Any, size: int, cached: bool) -> None:
-    for rollout in collect(sampler, requests(0.0)):
+    for rollout in answers(sampler, requests(0.0)):
         ids = torch.from_numpy(rollout.prompt_ids.astype(np.int64))[None]
         padding = list(range(size, stock.config.vocab_size))
         generated = stock.generate(
@@ -201,12 +201,12 @@ def assert_sampled_as_generated(sampler: TokenSampler, stock: Any, size: int, ca
             eos_token_id=EOS, pad_token_id=EOS, use_cache=cached,
         )  # fmt: skip
         assert generated[0, ids.shape[1] :].tolist() == rollout.response_ids.tolist()
-    drawn = collect(sampler, requests(1.0))
+    drawn = answers(sampler, requests(1.0))
     for rollout in drawn:
         assert_logprobs(rollout, stock, size)
     first = drawn[1]
     half = first.response_ids[: first.response_ids.size // 2]
-    continued = collect(sampler, [requests(1.0, half)[1]])[0]
+    continued = answers(sampler, [requests(1.0, half)[1]])[0]
     assert continued.response_ids.tolist() == first.response_ids.tolist()
     np.testing.assert_allclose(continued.logprob[half.size :], first.logprob[half.size :], atol=1e-3)
 

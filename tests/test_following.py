@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from opd.models.language_model import LanguageModel
 from opd.models.settings import Lora
+from opd.recipe import load_recipe
+from opd.records import SignalNeed, TeacherLike
+from opd.registry import Family
 from opd.runner.plan import make_plan
-from opd.settings import Family
-from opd.teachers.kinds import Supplies
-from opd.types import SignalNeed, TeacherLike
+from opd.teachers.kinds import TeacherInputs
 from tests.helpers import save_tiny, tiny_model
 from tests.test_resume import SCORED, Crash, same_run, small, strike
 from tests.test_teachers import rollout
@@ -33,7 +33,7 @@ INSTRUCTED = {"kind": "instruction", "instruction": "Be concise."}
 
 def opened(student: LanguageModel, **settings: Any) -> TeacherLike:
     kind: Any = Family("teacher").read(settings)
-    return kind.open("t", Supplies(student, (1,), lambda ref: pytest.fail(f"{ref} is loaded")))
+    return kind.open("t", TeacherInputs(student, (1,), lambda ref: pytest.fail(f"{ref} is loaded")))
 
 
 def trained(student: LanguageModel, amount: float) -> None:
@@ -51,7 +51,7 @@ def logprobs(teacher: TeacherLike) -> torch.Tensor:
 
 def own(student: LanguageModel) -> torch.Tensor:
     """What the student says itself."""
-    from opd.teachers.local import LocalTeacher
+    from opd.teachers.scoring import LocalTeacher
 
     copy = student.inference_copy()
     for name, parameter in copy.module.named_parameters():

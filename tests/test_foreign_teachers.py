@@ -15,16 +15,22 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import ModelError, RecipeError, RemoteError, RunDirectoryError, TokenizerMismatch, TrainingError
+from opd.common.errors import (
+    ModelError,
+    RecipeError,
+    RemoteError,
+    RunDirectoryError,
+    TokenizerMismatch,
+    TrainingError,
+)
 from opd.models import load_model
-from opd.models.head import describe_head, load_head
-from opd.models.language_model import LanguageModel
-from opd.teachers.kinds import Supplies
-from opd.teachers.local import LocalTeacher
+from opd.models.language_model import LanguageModel, describe_head, load_head
+from opd.recipe import load_recipe
+from opd.records import SignalNeed, TopK
+from opd.teachers.kinds import TeacherInputs
+from opd.teachers.other_servers import OpenAITeacher, SglangTeacher, VllmTeacher
+from opd.teachers.scoring import LocalTeacher
 from opd.teachers.views import behind
-from opd.teachers.vllm import OpenAITeacher, SglangTeacher, VllmTeacher
-from opd.types import SignalNeed, TopK
 from tests.foreign_server import NAME, app_of, serving
 from tests.helpers import KINDS, save_tiny, tiny_model
 from tests.servers import free_port
@@ -44,9 +50,9 @@ def model(directory: str) -> LanguageModel:
     return load_model(directory)
 
 
-def supplies() -> Supplies:
+def supplies() -> TeacherInputs:
     student = tiny_model("llama", seed=2)
-    return Supplies(student, STOPS, load_model)  # type: ignore[arg-type]
+    return TeacherInputs(student, STOPS, load_model)  # type: ignore[arg-type]
 
 
 def pooled(address: str, directory: str, **settings: Any) -> Any:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from opd.data import folders
+from opd.common.errors import DataError
+from opd.data import rows as folders
 from opd.data.rows import open_rows
-from opd.data.source import prompt_source
-from opd.data.sources import open_source, open_sources
-from opd.errors import DataError
+from opd.data.sources import open_source, open_sources, prompt_source
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": 'two\nlines, a comma and "quotes"', "answer": "5"}]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.models import fused
-from opd.models.fused import fuse_layers, norm_formula, stock_layers
+from opd.models import fused_layers
+from opd.models.fused_layers import fuse_layers, norm_formula, stock_layers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 kernels = [
@@ -64,7 +64,7 @@ def widened(tensors: list[Tensor]) -> list[Tensor]:
 
 @kernel_test
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", fused.NORMS)
+@pytest.mark.parametrize("kind", fused_layers.NORMS)
 @pytest.mark.parametrize("shape", [(5, 48), (1, 3, 7, 16), (700, 1, 64)])
 def test_norms(dtype: torch.dtype, kind: tuple[float, bool], shape: tuple[int, ...]) -> None:
     from opd.models.fused_kernels import rms_norm
@@ -149,7 +149,7 @@ def test_a_fused_model_equals_the_stock_one(kind: str, monkeypatch: pytest.Monke
     dtype = DTYPES[-1]
     if kind == "gemma2" and INTERPRETED:
         pytest.skip("its gradients overflow in fp16")
-    monkeypatch.setattr(fused, "_takes", lambda x: x.dtype == dtype)
+    monkeypatch.setattr(fused_layers, "_takes", lambda x: x.dtype == dtype)
     model = tiny(kind).to(DEVICE, dtype)
     ids = torch.arange(12, device=DEVICE).view(2, 6)
     found = []

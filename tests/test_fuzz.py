@@ -24,8 +24,8 @@ import torch
 import yaml
 
 from opd import cli
-from opd.config import load_recipe
-from opd.errors import UserError
+from opd.common.errors import UserError
+from opd.recipe import load_recipe
 from tests.fuzz_recipes import combined, mutated, shipped
 
 pytestmark = pytest.mark.fuzz

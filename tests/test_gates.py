@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from opd.divergences import Projection
 from opd.objective.advantages import SampledTokens
-from opd.objective.batch import FirstPass, TrainingBatch
-from opd.objective.first_pass import proposal_accepted
+from opd.objective.batch import Batch, FirstPass
 from opd.objective.gates import random_share, speculative, top_share
-from opd.objective.prepare import PreparedTerm, prepare_term
-from opd.types import Author, Rollout, Signal
+from opd.objective.objective import PreparedTerm, prepare_term, proposal_accepted
+from opd.records import Author, Rollout, Signal
 from tests.helpers import term as read_term
 from tests.test_teachers import rollout
 
@@ -35,7 +34,7 @@ def answers(count: int = 6, per_group: int = 2) -> list[Rollout]:
     ]
 
 
-def rewarded(rollouts: list[Rollout], rewards: dict[str, float | None] | None = None, **first: Any) -> TrainingBatch:
+def rewarded(rollouts: list[Rollout], rewards: dict[str, float | None] | None = None, **first: Any) -> Batch:
     generator = np.random.default_rng(1)
     signals = {
         (role, "logprobs_at"): {
@@ -44,10 +43,10 @@ def rewarded(rollouts: list[Rollout], rewards: dict[str, float | None] | None = 
         }
         for role in ("teacher", "reference")
     }
-    return TrainingBatch(rollouts, signals, rewards or {}, FirstPass(**first))  # type: ignore[arg-type]
+    return Batch(rollouts, signals, rewards or {}, FirstPass(**first))  # type: ignore[arg-type]
 
 
-def plan(term: dict[str, Any], batch: TrainingBatch, seed: int = 0) -> PreparedTerm:
+def plan(term: dict[str, Any], batch: Batch, seed: int = 0) -> PreparedTerm:
     return prepare_term(read_term(**term), "0", 1.0, batch, 8, seed)
 
 

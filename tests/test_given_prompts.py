@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import opd
-from opd.data.memory import by_domain, jsonl
-from opd.errors import DataError, RecipeError, RunDirectoryError
-from opd.types import Prompt
+from opd.common.errors import DataError, RecipeError, RunDirectoryError
+from opd.data.rows import by_domain, jsonl
+from opd.records import Prompt
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -121,7 +121,7 @@ def test_what_they_may_not_be(given: Any, words: str) -> None:
 
 
 def test_domains_that_no_file_can_be_named_after_are_numbered() -> None:
-    from opd.runner.given import GivenPrompts
+    from opd.runner.run_files import GivenPrompts
 
     given = GivenPrompts.of({"a/b": ["x"], "a:b": ["y"], "A-B": ["z"], "../up": ["w"]})
     assert list(given.files) == ["a-b.jsonl", "a-b-2.jsonl", "A-B-3.jsonl", "up.jsonl"]

@@ -12,19 +12,19 @@ from typer.testing import CliRunner
 
 import opd
 from opd import cli
-from opd.config import load_recipe, shipped_recipes
-from opd.config.graph import ChosenStages, edges, mermaid, require_reachable
-from opd.data.selection import Flattened, ScoreBetween
-from opd.errors import RecipeError, UserError
+from opd.common.errors import RecipeError, UserError
+from opd.common.files import line_of, read_sealed, write_sealed
+from opd.common.version import source_hash, this_version
+from opd.data.shares import Flattened, ScoreBetween
 from opd.evaluation import Measures
-from opd.files import line_of, read_sealed, write_sealed
-from opd.runner.given import with_rewards
-from opd.runner.narrowing import narrowed, selected
+from opd.recipe import load_recipe, shipped_recipes
+from opd.recipe.graph import ChosenStages, edges, mermaid, require_reachable
 from opd.runner.plan import make_plan
+from opd.runner.reports import story_lines, story_of
 from opd.runner.results import Selected, StageResult
 from opd.runner.reuse import EarlierStages, _take, reuse_stages, stage_keys
-from opd.runner.story import story_lines, story_of
-from opd.version import source_hash, this_version
+from opd.runner.run_files import with_rewards
+from opd.runner.select import narrowed, selected
 from tests.helpers import save_tiny
 
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]
@@ -274,17 +274,17 @@ def test_a_key_tells_which_file_is_which_and_callables_have_none(tmp_path: Path)
 def test_the_version_changes_with_what_a_run_computes_by_and_with_nothing_else(tmp_path: Path) -> None:
     package = Path(opd.__file__).parent
     assert this_version() == f"{opd.__version__}+{source_hash(package)}"
-    for path in ("trainer/step.py", "report/page.py", "cli.py", "recipes/quickstart.yaml"):
+    for path in ("loop/step.py", "report/page.py", "cli.py", "recipes/quickstart.yaml"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes((package / path).read_bytes())
     before = source_hash(tmp_path)
     for path in ("report/page.py", "cli.py", "recipes/quickstart.yaml"):
         (tmp_path / path).write_text("another")
-    (tmp_path / "trainer" / "step.pyc").write_text("compiled")
+    (tmp_path / "loop" / "step.pyc").write_text("compiled")
     assert source_hash(tmp_path) == before
-    (tmp_path / "trainer" / "step.py").rename(tmp_path / "trainer" / "leap.py")
+    (tmp_path / "loop" / "step.py").rename(tmp_path / "loop" / "leap.py")
     renamed = source_hash(tmp_path)
-    (tmp_path / "trainer" / "leap.py").write_text("another")
+    (tmp_path / "loop" / "leap.py").write_text("another")
     assert len({before, renamed, source_hash(tmp_path)}) == 3
 
 

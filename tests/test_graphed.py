@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.config import Lora
-from opd.models import varlen
+from opd.models import attention
 from opd.models.attention import Packed, masked_attention
-from opd.models.capture import own_stream, record
-from opd.models.fused import fuse_layers
-from opd.models.graphed import PassGraphs, PassSize
+from opd.models.cuda_graphs import PassGraphs, PassSize, own_stream, record
+from opd.models.fused_layers import fuse_layers
 from opd.models.language_model import LanguageModel
+from opd.recipe import Lora
 from tests.helpers import tiny_model
 
 BATCHES = ([37, 1, 90, 64, 3], [41, 2, 80, 60, 8], [30, 30, 70])  # of one size
@@ -54,8 +53,8 @@ def attend_written_out(
 
 @pytest.fixture
 def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "fits_varlen", lambda query, value: True)
-    monkeypatch.setattr(varlen, "attend_varlen", attend_written_out)
+    monkeypatch.setattr(attention, "fits_varlen", lambda query, value: True)
+    monkeypatch.setattr(attention, "attend_varlen", attend_written_out)
 
 
 def ids(count: int, device: str = "cpu") -> Tensor:

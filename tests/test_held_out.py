@@ -11,18 +11,15 @@ import pytest
 import yaml
 
 import opd
-from opd.config import load_recipe
-from opd.data.held_out import held_out_rows, question_key
-from opd.data.scan import scan
-from opd.data.source import prompt_source
-from opd.data.sources import open_source, open_sources
-from opd.errors import DataError, RecipeError
-from opd.files import SEALS, read_sealed, sha256, write_sealed
+from opd.common.errors import DataError, RecipeError
+from opd.common.files import SEALS, read_sealed, sha256, write_sealed
+from opd.data.sources import held_out_rows, open_source, open_sources, prompt_source, question_key, scan
 from opd.models import load_tokenizer
+from opd.recipe import load_recipe
+from opd.records import Prompt
 from opd.runner.evaluate import evaluate_model
 from opd.runner.plan import make_plan
 from opd.runner.run import verified_recipe
-from opd.types import Prompt
 from tests.helpers import save_tiny
 
 

@@ -13,25 +13,22 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
-from opd.cluster.ray_run import commits_of
-from opd.cluster.ray_servers import ServerWorker
-from opd.cluster.served_stage import served_name
-from opd.config import Hub, Stage
-from opd.data.row_source import DatasetPrompts
-from opd.data.sources import open_source
-from opd.errors import DataError, ModelError, RecipeError, UserError
-from opd.files import SEALS, write_sealed
+from opd.cluster.on_ray import ServerWorker, commits_of, served_name
+from opd.common.errors import DataError, ModelError, RecipeError, UserError
+from opd.common.files import SEALS, write_sealed
+from opd.data.sources import DatasetPrompts, open_source
 from opd.models import load_config, load_model
 from opd.models.load import locate
+from opd.recipe import Hub, Stage
 from opd.runner import inputs
 from opd.runner.checks import check_stage
 from opd.runner.hub import push, require_access
-from opd.runner.stage import StageRun
+from opd.runner.stage import open_stage
 from opd.serve import server as serving
 from opd.serve.server import ServeSettings
 from opd.store import RolloutStore
-from opd.teachers.kinds import ModelRef, ModelTeacher, Supplies
-from opd.teachers.local import LocalTeacher
+from opd.teachers.kinds import ModelRef, ModelTeacher, TeacherInputs
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import save_tiny
 
 NOWHERE = "http://127.0.0.1:9"  # nobody listens
@@ -139,7 +136,7 @@ class Borrowed(ModelTeacher):
     def reads(self) -> tuple[ModelRef, ...]:
         return (ModelRef(self.lender),)
 
-    def make(self, name: str, supplies: Supplies) -> LocalTeacher:
+    def make(self, name: str, supplies: TeacherInputs) -> LocalTeacher:
         return LocalTeacher(name, self.role, supplies.load(*self.reads()), self.batch_tokens, supplies.stop_ids)
 
 
@@ -152,14 +149,10 @@ def test_teachers_of_every_kind_stay_at_the_commit_a_run_began_with(
     spec = spec.model_copy(update={"teachers": {"t": Borrowed(lender="org/name")}})
     recorded = inputs.inputs_of([spec], print)["main"]
     (root / "refs" / "main").write_text("b" * 40)
-    run = StageRun(
+    run = open_stage(
         spec,
         RolloutStore(tmp_path / "rollouts"),
-        str,
         revision_of=partial(inputs.revision_begun_with, recorded),
-        check_stop=lambda: None,
-        on_phase=lambda _: None,
-        on_token=lambda: None,
     )
     (teacher,), own = run.teachers.values(), run.student.module.state_dict()
     assert all(bool((value == own[name]).all()) for name, value in teacher.model.module.state_dict().items())

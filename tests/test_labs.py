@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import opd
-from opd.config import load_recipe, shipped_recipes
+from opd.recipe import load_recipe, shipped_recipes
 from opd.runner.plan import make_plan
 
 LABS = [name for name in shipped_recipes() if name.startswith("labs/")]

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
+from opd.common.errors import DataError
 from opd.data.render import render_prompt
-from opd.data.scan import scan
-from opd.data.source import prompt_source
-from opd.data.sources import open_source, open_sources
-from opd.errors import DataError
-from opd.types import Prompt
+from opd.data.sources import open_source, open_sources, prompt_source, scan
+from opd.records import Prompt
 from tests.helpers import tiny_tokenizer
 
 # As most chat templates: each known role has its branch, and other roles are passed over.

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from opd.engines.builtin import Engine
+from opd.engines.cpu_layers import LeanLayers
+from opd.engines.kinds import BuiltInSampler
 from opd.models.language_model import LanguageModel
-from opd.sampling.engine import Engine
-from opd.sampling.lean_layers import LeanLayers
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import Sampling
+from opd.records import Sampling
 from tests.helpers import EOS, tiny_model
 from tests.test_engine import collect, make_requests
 

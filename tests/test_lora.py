@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opd.config import Lora
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 from opd.models import lora_parameter_count
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.lora import GradientDropout, adapted_layers, adapter_size
+from opd.recipe import Lora
 from tests.helpers import tiny_model, tiny_module, tiny_tokenizer
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from opd.objective.advantage_formulas import weighed_by_teacher
-from opd.objective.advantages import SampledTokens
-from opd.objective.batch import TrainingBatch
-from opd.objective.magnitude import MagnitudeAdvantage
-from opd.objective.prepare import prepare_term
-from opd.teachers.local import LocalTeacher
-from opd.types import Signal, SignalNeed
+from opd.objective.advantages import MagnitudeAdvantage, SampledTokens, weighed_by_teacher
+from opd.objective.batch import Batch
+from opd.objective.objective import prepare_term
+from opd.records import Signal, SignalNeed
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import term, tiny_model
 from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
 
@@ -86,7 +84,7 @@ def test_tokens_of_a_span_are_compared_as_one_event() -> None:
     weighed = term(
         form="policy_gradient", advantage={"teacher_weight": 0, "also": {"kind": "magnitude", "baseline": "none"}}
     )
-    batch = TrainingBatch([one], {("teacher", "logprobs_at"): {one.id: signal}}, {one.id: 1.0})
+    batch = Batch([one], {("teacher", "logprobs_at"): {one.id: signal}}, {one.id: 1.0})
     prepared = prepare_term(weighed, "0", 1.0, batch, 99, 0)
     tokens = SampledTokens(weighed, prepared, [one], [one.logprob.astype(np.float64)])
     (values,) = weighed.advantage.values(tokens, prepared.state)

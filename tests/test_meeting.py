@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from opd.trainer.meeting import interface_of, meet
+from opd.loop.distributed import interface_of, meet
 from tests.servers import free_port
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, UserError
+from opd.common.errors import RecipeError, UserError
 from opd.models import load_model
 from opd.models.merging import Average, Merge, Stack, TaskArithmetic, Ties
 from opd.models.settings import Lora
+from opd.recipe import load_recipe
+from opd.registry import Family
 from opd.runner.inputs import inputs_of
 from opd.runner.plan import make_plan
-from opd.settings import Family
 from tests.helpers import save_tiny
 
 Arrays = dict[str, np.ndarray]

@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import opd
-from opd.config import load_recipe
-from opd.config.schema import recipe_schema
+from opd.common.errors import RecipeError
 from opd.divergences import Mixture, divergence, statistics
 from opd.divergences.projection import log_probs
-from opd.errors import RecipeError
-from opd.models.language_model import LanguageModel
-from opd.models.packing import Pack
+from opd.models.language_model import LanguageModel, Pack
+from opd.recipe import load_recipe
+from opd.recipe.schema import recipe_schema
+from opd.records import Signal, SignalNeed, TeacherLike
+from opd.registry import Family
 from opd.runner.plan import make_plan
-from opd.settings import Family
-from opd.teachers.kinds import Supplies
+from opd.teachers.kinds import TeacherInputs
 from opd.teachers.mixture import PartWeight
-from opd.types import Signal, SignalNeed, TeacherLike
 from tests.divergence_cases import heads
 from tests.helpers import save_tiny, tiny_model
 from tests.test_resume import SCORED, Crash, same_run, small, strike
@@ -52,7 +51,7 @@ MODELS = {"one": ONE, "two": TWO, "three": double("llama", 4)}
 
 def opened(student: LanguageModel = STUDENT, **settings: Any) -> TeacherLike:
     kind: Any = Family("teacher").read(settings)
-    return kind.open("t", Supplies(student, STOPS, lambda ref: MODELS[ref.model]))
+    return kind.open("t", TeacherInputs(student, STOPS, lambda ref: MODELS[ref.model]))
 
 
 def plain(model: LanguageModel) -> Tensor:

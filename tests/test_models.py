@@ -15,12 +15,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from opd.config import Lora
-from opd.errors import ModelError, TokenizerMismatch
+from opd.common.errors import ModelError, TokenizerMismatch
 from opd.models import load_model, locate
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import fingerprint, require_same
+from opd.recipe import Lora
 from tests.helpers import KINDS, tiny_model, tiny_module, tiny_tokenizer
 
 

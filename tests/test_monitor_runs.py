@@ -16,13 +16,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import opd
-from opd import families
-from opd.config import load_recipe
-from opd.models.catalog import TINY_ROOT
+from opd import registry
+from opd.engines.kinds import BuiltInSampler
+from opd.models.load import TINY_ROOT
 from opd.monitors.monitor import usual_monitors
 from opd.objective.gates import Arrays, Gate, GateView
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import TokenSampler, WeightsRef
+from opd.recipe import load_recipe
+from opd.records import TokenSampler, WeightsRef
 
 SUMS = {"source": "task:addition", "domain": "a"}
 
@@ -69,7 +69,7 @@ class DeafSampler(BuiltInSampler):
 @pytest.fixture(autouse=True)
 def _own_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     for choice in (TooLate, DeafSampler):
-        monkeypatch.setitem(families._registered, f"{choice.family}.{choice.name}", choice)
+        monkeypatch.setitem(registry._registered, f"{choice.family}.{choice.name}", choice)
 
 
 def changed_copy(to: Path, of: str, change: Callable[[Any], None]) -> str:
@@ -225,7 +225,7 @@ def carried_out(name: str, folder: Path, **changes: Any) -> opd.Run:
 
 
 def test_every_monitor_has_a_run_that_fails_its_way() -> None:
-    assert FAILING.keys() == set(families.names("monitor"))
+    assert FAILING.keys() == set(registry.names("monitor"))
     assert set(usual_monitors()) == FAILING.keys() - {"prefix"}
 
 

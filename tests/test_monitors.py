@@ -15,17 +15,16 @@ import pytest
 import yaml
 
 import opd
-from opd import families
-from opd.config import load_recipe
-from opd.errors import RecipeError
-from opd.monitors.by_length import Lengthening, Shortening
-from opd.monitors.history import Evaluated, History, StageFacts
-from opd.monitors.monitor import Monitor, usual_monitors
+from opd import registry
+from opd.common.errors import RecipeError
+from opd.loop.metrics import calibration_error, dominance, spread_metrics
+from opd.monitors.kinds import Lengthening, Shortening
+from opd.monitors.monitor import Evaluated, History, Monitor, StageFacts, usual_monitors
+from opd.recipe import load_recipe
+from opd.records import Author, Rollout
+from opd.runner.monitoring import StageWatch
 from opd.runner.plan import make_plan
 from opd.runner.results import StageResult
-from opd.runner.watching import StageWatch
-from opd.trainer.metrics import calibration_error, dominance, spread_metrics
-from opd.types import Author, Rollout
 
 RECORDED: dict[str, dict[str, list[float | None]]] = json.loads(
     (Path(__file__).parent / "recorded_metrics.json").read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ ACROSS = {"before": lambda: Evaluated(0, {"a": 0.5}, {"a": 0.02}, {"a": 0.8}, {"
 
 
 def every_monitor() -> list[Monitor]:
-    return [families.find("monitor", name)() for name in families.names("monitor")]  # type: ignore[misc]
+    return [registry.find("monitor", name)() for name in registry.names("monitor")]  # type: ignore[misc]
 
 
 def fired(columns: Mapping[str, Sequence[float | None]], only: str | None = None, **facts: Any) -> dict[str, int]:
@@ -188,7 +187,7 @@ HEALTHY: dict[str, list[tuple[dict[str, Sequence[float | None]], dict[str, Any]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", families.names("monitor"))
+@pytest.mark.parametrize("name", registry.names("monitor"))
 def test_every_monitor_tells_failing_runs_from_others(name: str) -> None:
     for columns, facts in FAILING[name]:
         assert fired(columns, name, **facts), columns
@@ -281,7 +280,7 @@ def test_remedies_load() -> None:
             if any(loads([changed]) and changed != stage for changed in monitor.remedies(stage)):
                 found.setdefault(monitor.name, set()).add(shipped)
         assert json.dumps(stage) == before
-    assert found.keys() == set(families.names("monitor"))
+    assert found.keys() == set(registry.names("monitor"))
     assert {"kl", "diversity", "stopping", "token", "calibration"} <= {
         name for name, recipes in found.items() if "quickstart" in recipes
     }

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from opd.divergences import Projection, divergence, teacher_log_ratio, token_logprobs
 from opd.divergences.projection import log_probs
-from opd.models.packing import Pack
+from opd.models.language_model import Pack
 from opd.objective.micro import MicroBatch, TokenStatistics
-from opd.objective.surrogates import importance_sampling
-from opd.objective.weights import token_weights
+from opd.objective.policy_gradient import importance_sampling
+from opd.objective.term import token_weights
 from tests.servers import rollouts
 
 KINDS: list[tuple[str, dict[str, float]]] = [

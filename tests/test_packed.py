@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from opd.common.cpu_env import MODE
+from opd.engines import cpu_layers
+from opd.engines.builtin import Engine, choose_settings
+from opd.engines.calls import Partner
+from opd.engines.cpu_layers import Matrix, MklWeights
+from opd.engines.kinds import BuiltInSampler
 from opd.models.language_model import LanguageModel
-from opd.rounding import MODE
-from opd.sampling import packed
-from opd.sampling.engine import Engine, choose_settings
-from opd.sampling.graphs import Partner
-from opd.sampling.packed import Matrix, PackedProducts
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import SampledToken, SampleRequest, Sampling
+from opd.records import SampledToken, SampleRequest, Sampling
 from tests.helpers import tiny_model
 from tests.test_engine import by_id, collect, make_engine, make_requests
 
 pytestmark = pytest.mark.skipif(
-    not packed.packs(), reason="MKL packs no weights here, or has not been told to round alike"
+    not cpu_layers.packs(), reason="MKL packs no weights here, or has not been told to round alike"
 )
 
 SPEC = BuiltInSampler(slots=8, prefill_rows=1, prefill_chunk=8)
@@ -37,7 +37,7 @@ EVEN = {
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SMALLEST", 1)
+    monkeypatch.setattr(cpu_layers, "SMALLEST", 1)
 
 
 def packed_engine(model: LanguageModel) -> Engine:
@@ -158,11 +158,11 @@ def test_prefills_leave_idle_rows_out() -> None:
 def test_large_models_read_several_prompts_at_once_where_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     assert choose_settings(model, BuiltInSampler()).prefill_rows == 16
-    monkeypatch.setattr("opd.sampling.engine.SMALL_MODEL", 1)
+    monkeypatch.setattr("opd.engines.builtin.SMALL_MODEL", 1)
     assert choose_settings(model, BuiltInSampler()).prefill_rows == 4
     assert choose_settings(model, BuiltInSampler(slots=1)).prefill_rows == 1
     assert choose_settings(model, BuiltInSampler(), Partner(model, 0.5)).prefill_rows == 1
-    monkeypatch.setattr(packed, "SMALLEST", 2**17)
+    monkeypatch.setattr(cpu_layers, "SMALLEST", 2**17)
     assert choose_settings(model, BuiltInSampler()).prefill_rows == 1
 
 
@@ -211,7 +211,7 @@ def test_a_change_of_shared_weights_is_never_answered_with_packed_ones(change: C
 
 def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(model: LanguageModel) -> int:
-        return len(PackedProducts(model)._matrices)
+        return len(MklWeights(model)._matrices)
 
     model, biased = tiny_model("llama"), tiny_model("llama", attention_bias=True)
     layers = len(model.backbone.layers)
@@ -219,9 +219,9 @@ def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.Monke
     assert count(biased) == 3 * layers + 1
     assert count(model.inference_copy(torch.bfloat16)) == 0
     assert count(tiny_model("qwen3_moe")) == 0
-    monkeypatch.setattr(packed, "MOST", 1000)
+    monkeypatch.setattr(cpu_layers, "MOST", 1000)
     assert count(model) == 0
-    monkeypatch.setattr(packed, "MOST", 2**32)
+    monkeypatch.setattr(cpu_layers, "MOST", 2**32)
     monkeypatch.setenv(MODE, "AUTO")
     assert count(model) == 0
 

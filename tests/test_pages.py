@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from opd.pages import LARGE, large_pages
+from opd.common.cpu_env import LARGE, large_pages
 
 MEASURE = """
 with open("/proc/self/smaps_rollup", encoding="ascii") as file:

@@ -14,18 +14,27 @@ import torch
 import yaml
 
 import opd
-from opd.config import load_recipe
-from opd.errors import DiskError, RecipeError, TrainingError
+from opd.common.context import RunContext
+from opd.common.errors import DiskError, RecipeError, TrainingError
+from opd.loop.ranks import Ranks
+from opd.loop.scorer import Scorer
 from opd.models import load_model
-from opd.teachers.loads import CopiedLoad
-from opd.teachers.paging import PagedModel, PagedTeacher, Pager
-from opd.teachers.pinned import pinned, unpin
-from opd.teachers.probe import probe_rollouts
-from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Staging
+from opd.recipe import load_recipe
+from opd.records import SignalNeed
+from opd.teachers.paging import (
+    CopiedLoad,
+    DiskShelf,
+    FlatLayout,
+    MemoryShelf,
+    PagedModel,
+    PagedTeacher,
+    Pager,
+    Staging,
+    pinned,
+    unpin,
+)
+from opd.teachers.pool import probe_rollouts
 from opd.teachers.views import SameView, behind
-from opd.trainer.signal_store import ask
-from opd.trainer.world import World
-from opd.types import SignalNeed
 from tests.helpers import save_tiny, tiny_model
 
 TASKS = {"arithmetic": "task:addition", "spelling": "task:reverse", "sorting": "task:sort", "ciphers": "task:caesar"}
@@ -205,12 +214,14 @@ def test_nothing_is_written_down_before_the_probe_was_compared(tmp_path: Path, k
         teachers={"t": SimpleNamespace(view=SameView())},
         checkpoint=SimpleNamespace(resume="prefill"),
         keeps_hidden=kept,
+        route="domain",
     )
     store = SimpleNamespace(record_signal=lambda *facts, **more: written.append(facts))
-    run: Any = SimpleNamespace(spec=spec, store=store, world=World(), pager=pager, scored=None)
+    given: Any = (spec, {"t": teacher}, {}, {}, None, store, Ranks(), RunContext(), pager)
+    scorer = Scorer(*given)
     seen, mine = [behind(rollout.prompt_ids, rollout) for rollout in asked], {rollout.id for rollout in asked}
     with pytest.raises(TrainingError, match="is no longer the one that was opened"), pager.scoring([model]):
-        told.append(ask(run, teacher, asked, seen, SignalNeed(kind), mine, False))
+        told.append(scorer._ask(teacher, asked, seen, SignalNeed(kind), mine, False))
     assert not written
     assert len(told) == (kind == "hidden" and not kept)  # that is told before, and trained on by nobody
 
@@ -345,7 +356,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
 
 
 def test_memory_that_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opd.teachers.shelves.PIECE", 1024)
+    monkeypatch.setattr("opd.teachers.paging.PIECE", 1024)
     tensors = {"a": torch.randn(700), "b": torch.randn(31, 17).bfloat16(), "c": torch.randn(9, 40).t()}
     layout = FlatLayout(tensors)
     shelf = MemoryShelf(layout, tensors, torch.device("cpu"))

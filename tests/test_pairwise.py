@@ -11,11 +11,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from opd.config import Rollouts
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import Batch
+from opd.objective.objective import PreparedTerm, prepare_term
 from opd.objective.pairwise import Answers, Preference
-from opd.objective.prepare import PreparedTerm, prepare_term
-from opd.types import Rollout
+from opd.recipe import Rollouts
+from opd.records import Rollout
 from tests.helpers import CHARACTERS, refusals, term, tiny_model, tiny_module
 from tests.test_semantics import gradients, sampled_by, some_rollouts
 
@@ -138,7 +138,7 @@ def test_the_loss_does_not_depend_on_how_a_batch_is_cut(preference: str, aggrega
 
 
 def prepared(rewards: dict[str, float | None], **settings: Any) -> PreparedTerm:
-    batch = TrainingBatch(some_rollouts(count=6), rewards=rewards)
+    batch = Batch(some_rollouts(count=6), rewards=rewards)
     return prepare_term(term(form="pairwise", **settings), "0", 1.0, batch, 8, 0)
 
 
@@ -163,7 +163,7 @@ def test_answers_with_equal_rewards_make_no_pair() -> None:
 def test_ties_go_by_the_order_of_sampling(turned: bool) -> None:
     rollouts = [replace(one, id=f"r/{n}", sample=n, group="g") for n, one in enumerate(some_rollouts(count=12))]
     rewards = {item.id: float(item.sample in (2, 10)) for item in rollouts}  # "r/10" comes before "r/2" as a word
-    batch = TrainingBatch(rollouts[::-1] if turned else rollouts, rewards=rewards)
+    batch = Batch(rollouts[::-1] if turned else rollouts, rewards=rewards)
     assert prepare_term(term(form="pairwise"), "0", 1.0, batch, 8, 0).state == [("r/2", "r/11")]
 
 

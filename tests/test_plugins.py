@@ -19,16 +19,16 @@ import yaml
 from typer.testing import CliRunner
 
 import opd
-from opd import families, plugins
+from opd import plugins, registry
 from opd.cli import app
-from opd.config import load_recipe, recipe_schema
-from opd.errors import DataError, RecipeError, RunDirectoryError, TrainingError
-from opd.files import read_sealed
+from opd.common.errors import DataError, RecipeError, RunDirectoryError, TrainingError
+from opd.common.files import read_sealed
+from opd.recipe import load_recipe, recipe_schema
+from opd.records import Prompt, Sample
 from opd.rewards import Rewarder
-from opd.runner.beginning import write_recipe
 from opd.runner.evaluate import evaluate_model
 from opd.runner.plan import make_plan
-from opd.types import Prompt, Sample
+from opd.runner.run_files import write_recipe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 OWN = (
@@ -50,10 +50,10 @@ SMALL = ["train.steps=1", "rollout.prompts=12", "eval.prompts=0", "device=cpu", 
 @pytest.fixture(autouse=True)
 def forgotten() -> object:
     """What a test has loaded is not there for the next one."""
-    known = dict(families._registered)
+    known = dict(registry._registered)
     yield
-    families._registered.clear()
-    families._registered.update(known)
+    registry._registered.clear()
+    registry._registered.update(known)
     for known_of in (plugins._loaded, plugins._files, plugins._sources):
         known_of.clear()
     for name in [name for name in sys.modules if name.startswith(plugins.NAMES)]:
@@ -74,7 +74,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, tmp_path: Path) -> None:
     run = opd.run(str(recipe), overrides=SMALL, out=tmp_path / "run")
-    assert {entry for entry in OWN if entry in families._registered} == set(OWN)
+    assert {entry for entry in OWN if entry in registry._registered} == set(OWN)
     line = run.metrics[0]
     assert line["loss"] != 0
     assert 0 < line["gate/0:direct/late"] < 1
@@ -102,7 +102,7 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     assert (signal.view, signal.spans[0][2] > rollout.prompt_ids.size) == ("told", True)
     assert resolved["stages"][0]["rewards"]["domains"]["default"][1]["longest"] == 20
     assert line["rewards/given"] == 24
-    assert plugins.origin(families.find("reward", "brief")) == str(run.directory / "plugins" / "mine.py")
+    assert plugins.origin(registry.find("reward", "brief")) == str(run.directory / "plugins" / "mine.py")
     assert resolved["stages"][0]["prompts"][1]["by"] == 2
     assert len(read_sealed(run.directory / "run.json")["inputs"]["main"]["doubles:60"]["fingerprint"]) == 64
     assert {entry.prompt_id.split("/")[0] for entry in run.rollouts.entries.values()} == {"task:addition", "doubles:60"}
@@ -126,7 +126,7 @@ def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:
     )
     assert {"Late", "Brevity", "Unlikelihood", "Brief"} <= set(recipe_schema()["$defs"])
     stop = ["eval={every: 1, early_stop: {kind: drop, by: 0.1}}"]
-    assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == families.find("stop_rule", "drop")(by=0.1)
+    assert load_recipe(str(recipe), stop).stages[0].eval.early_stop == registry.find("stop_rule", "drop")(by=0.1)
     for change, words in (
         ("objective.0.gate.0.after=-1", r"gate\.0\.after"),
         ("objective.0.gate.0.aftr=1", "did you mean 'after'"),
@@ -191,13 +191,13 @@ def test_plugins_that_are_not_there(recipe: Path, given: str, words: str) -> Non
 
 def test_an_edited_file_is_read_again(recipe: Path) -> None:
     load_recipe(str(recipe))
-    before = families.find("gate", "late")
+    before = registry.find("gate", "late")
     load_recipe(str(recipe))
-    assert families.find("gate", "late") is before
+    assert registry.find("gate", "late") is before
     path = recipe.parent / "mine.py"
     path.write_text(path.read_text().replace("Field(3, ge=0", "Field(4, ge=0"))
     load_recipe(str(recipe))
-    assert families.find("gate", "late").model_fields["after"].default == 4
+    assert registry.find("gate", "late").model_fields["after"].default == 4
 
 
 EDITED = """
@@ -229,13 +229,13 @@ def test_what_is_read_is_what_runs(tmp_path: Path) -> None:
         file.write_text(EDITED.format(level=level))
         os.utime(file, (1e9, 1e9))
         plugins.load_plugins([str(file)])
-        assert families.find("reward", "edited").model_fields["level"].default == level
+        assert registry.find("reward", "edited").model_fields["level"].default == level
     assert not list(tmp_path.rglob("*.pyc"))
     file.write_text(EDITED.format(level=3))
     os.utime(file, (1e9, 1e9))
     _plant(file, EDITED.format(level=9))
     plugins.load_plugins([str(file)])
-    assert families.find("reward", "edited").model_fields["level"].default == 3
+    assert registry.find("reward", "edited").model_fields["level"].default == 3
 
 
 def test_a_run_copies_the_code_that_ran(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_rows_of_a_source_that_change_are_refused(recipe: Path, tmp_path: Path) 
 LINES = """
 from pathlib import Path
 import opd
-from opd.data.row_source import RowPrompts
+from opd.data.sources import RowPrompts
 
 @opd.register
 class Lines(RowPrompts):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd.objective.advantage_formulas import extrapolated, moments, outcome_advantages, returns, whitened_by
+from opd.objective.advantages import extrapolated, moments, outcome_advantages, returns, whitened_by
 from opd.objective.corrections import correction_weight, prefix_weight, veto_weight
-from opd.objective.sampled import k2
-from opd.objective.surrogates import cispo, gspo, importance_sampling, ppo
+from opd.objective.forms import k2
+from opd.objective.policy_gradient import cispo, gspo, importance_sampling, ppo
 
 V, T = 3, 3  # three symbols, three positions: 27 sequences
 SEQUENCES = list(itertools.product(range(V), repeat=T))

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import opd
-from opd.config import Train, load_recipe
-from opd.errors import RecipeError, UserError
-from opd.runner.checkpoint import Saver
+from opd.common.errors import RecipeError, UserError
+from opd.loop.learner import Optimiser, learning_rate
+from opd.loop.parts import StageParts
+from opd.recipe import Train, load_recipe
+from opd.runner.checkpoint import SAVE_RATE, Saver, StageCheckpoints
 from opd.runner.plan import make_plan
 from opd.runner.results import StageResult
-from opd.runner.saving import SAVE_RATE, StageCheckpoints
-from opd.runner.stage import StageRun
+from opd.runner.stage import open_stage as open_parts
 from opd.store import RolloutStore
-from opd.trainer.optimiser import Optimiser, learning_rate
 from tests.helpers import save_tiny, term, tiny_model
 from tests.test_resume import Crash, strike
 from tests.test_semantics import gradients, sampled_by, some_rollouts
@@ -97,7 +97,7 @@ def test_a_mixed_run_goes_on_bit_for_bit(
     models: dict[str, str], whole: opd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        strike(patch, "opd.trainer.optimiser:Optimiser.step", 4, Crash)
+        strike(patch, "opd.loop.learner:Optimiser.step", 4, Crash)
         with pytest.raises(Crash):
             opd.run(small(models, "mixed"), out=tmp_path / "cut")
     again = opd.resume(tmp_path / "cut")
@@ -160,16 +160,9 @@ def test_updates_too_small_for_bf16_add_up() -> None:
     assert torch.equal(parameters[name], before[name])  # 1 - 1e-3 is 1 in bf16, still
 
 
-def open_stage(recipe: dict[str, Any], directory: Path) -> StageRun:
+def open_stage(recipe: dict[str, Any], directory: Path) -> StageParts:
     store = RolloutStore(directory / "rollouts")
-    return StageRun(
-        load_recipe(recipe).stages[0],
-        store,
-        str,
-        check_stop=lambda: None,
-        on_phase=lambda _: None,
-        on_token=lambda: None,
-    )
+    return open_parts(load_recipe(recipe).stages[0], store)
 
 
 def test_means_of_the_student_count_as_memory_and_as_something_to_save(models: dict[str, str], tmp_path: Path) -> None:

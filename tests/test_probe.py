@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from opd.errors import TrainingError
-from opd.teachers.local import LocalTeacher
-from opd.teachers.probe import Probe, probe_rollouts
+from opd.common.errors import TrainingError
+from opd.teachers.pool import Probe, probe_rollouts
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import tiny_model
 
 

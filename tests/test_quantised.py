@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
+from opd.common.errors import RecipeError
 from opd.divergences.projection import log_probs
-from opd.errors import RecipeError
-from opd.models.packing import Pack
+from opd.models.language_model import Pack
+from opd.recipe import load_recipe
+from opd.records import SignalNeed
 from opd.runner.plan import make_plan
 from opd.teachers.kinds import ModelRef
 from opd.teachers.quantised import QuantisedTeacher, quantise_, require_quantiser
 from opd.teachers.views import behind
-from opd.types import SignalNeed
 from tests.helpers import save_tiny, tiny_model
 from tests.test_teachers import rollout
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
+from opd.common.messages import read_message, write_message
+from opd.engines.shared_sampler import dealt, from_columns, to_columns
+from opd.loop.distributed import DistributedRanks
+from opd.loop.ranks import Ranks
 from opd.models.settings import layers_of_unit
+from opd.recipe import load_recipe
+from opd.records import Finished, Rollout, SampledToken, SampleRequest, Sampling
+from opd.registry import by_hand
 from opd.runner.inputs import revision_read
-from opd.settings import by_hand
-from opd.teachers.kinds import AnyTeacher, Surroundings
+from opd.teachers.kinds import AnyTeacher, RunContext
 from opd.teachers.pool import open_teachers
-from opd.trainer.messages import read_message, write_message
-from opd.trainer.ranks import Ranks
-from opd.trainer.shared_sampler import dealt, from_columns, to_columns
-from opd.trainer.world import World
-from opd.types import Finished, Rollout, SampledToken, SampleRequest, Sampling
 from tests.ranks import Job, differences, start, together
 
 SHORT = ["train.steps=2", "eval.prompts=0", "rollout.prompts=9", "train.micro_tokens=96"]
@@ -54,8 +54,8 @@ def test_messages_come_out_as_they_went_in() -> None:
 
 
 def test_messages_hold_no_objects() -> None:
-    with pytest.raises(TypeError, match="cannot tell each other a World"):
-        write_message(World())
+    with pytest.raises(TypeError, match="cannot tell each other a Ranks"):
+        write_message(Ranks())
 
 
 def test_tokens_travel_as_columns() -> None:
@@ -78,16 +78,16 @@ def test_samples_of_one_prompt_stay_on_one_rank() -> None:
 
 
 def test_one_process_takes_everything() -> None:
-    world, rollouts = World(), [rollout("a", 2), rollout("b", 3)]
-    assert world.deal(rollouts) == rollouts
-    assert world.gather(3) == [3]
-    assert world.share(lambda: 4) == 4
-    assert world.leads
+    ranks, rollouts = Ranks(), [rollout("a", 2), rollout("b", 3)]
+    assert ranks.deal(rollouts) == rollouts
+    assert ranks.gather(3) == [3]
+    assert ranks.share(lambda: 4) == 4
+    assert ranks.leads
 
 
 def test_groups_are_dealt_whole_and_by_tokens() -> None:
     rollouts = [rollout(name, size) for name, size in (("a", 8), ("b", 5), ("c", 4), ("a", 8), ("d", 3))]
-    shares = [[item.group for item in Ranks(None, rank, 2, rank).deal(rollouts)] for rank in range(2)]
+    shares = [[item.group for item in DistributedRanks(None, rank, 2, rank).deal(rollouts)] for rank in range(2)]
     assert shares == [["a", "a"], ["b", "c", "d"]]
 
 
@@ -97,13 +97,13 @@ def test_groups_are_dealt_whole_and_by_tokens() -> None:
 def test_what_ranks_cannot_do_is_refused(setting: str, why: str) -> None:
     (stage,) = load_recipe("quickstart", [setting]).stages
     with pytest.raises(RecipeError, match=why):
-        Ranks(None, 0, 2, 0).require(stage)
+        DistributedRanks(None, 0, 2, 0).require(stage)
 
 
 def test_groups_have_to_be_of_one_size() -> None:
     (stage,) = load_recipe("quickstart", ["cluster={shard: hybrid, group: 2}"]).stages
     with pytest.raises(RecipeError, match="3 ranks do not make groups of 2"):
-        Ranks(None, 0, 3, 0).require(stage)
+        DistributedRanks(None, 0, 3, 0).require(stage)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,22 @@ def test_spread_teachers_only_score(settings: list[str], why: str) -> None:
 def test_a_teacher_on_one_gpu_is_refused() -> None:
     (stage,) = load_recipe("quickstart", ["teachers.arithmetic={model: tiny/arithmetic, device: 'cuda:1'}"]).stages
     with pytest.raises(RecipeError, match=r"teachers.arithmetic: device 'cuda:1' with several ranks"):
-        Ranks(None, 0, 2, 0).require(stage)
+        DistributedRanks(None, 0, 2, 0).require(stage)
+
+
+class Sharded(Ranks):
+    @property
+    def sharded(self) -> bool:
+        return True
 
 
 def test_a_live_teacher_is_refused_where_weights_are_spread(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="refresh with every: 1"):  # before anything is loaded
-        Ranks(None, 0, 2, 0).require(load_recipe("methods/hdpo").stages[0])
+        DistributedRanks(None, 0, 2, 0).require(load_recipe("methods/hdpo").stages[0])
     student = opd.load_model("tiny/generalist")
     kind = by_hand("coach", AnyTeacher, {"kind": "live", "view": {"kind": "template", "template": "{answer}{prompt}"}})
     with pytest.raises(RecipeError, match="refresh with every: 1"):
-        open_teachers({"coach": kind}, student, lambda ref: student, Surroundings(sharded=True))
+        open_teachers({"coach": kind}, student, lambda ref: student, RunContext(ranks=Sharded()))
 
 
 def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:

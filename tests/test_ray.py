@@ -22,29 +22,42 @@ import yaml
 
 import opd
 from opd.cluster import ray_ranks
-from opd.cluster.ray_nodes import Machine, by_machine, free_port, look, marked, paths_of, refuse_others, variables_of
-from opd.cluster.ray_ranks import RayRanks, TrainerWorker
-from opd.cluster.ray_run import RayPlaces, carry_out_on, local_cluster, require_ray
-from opd.cluster.ray_servers import MOVED, ServerWorker
-from opd.cluster.ray_workers import (
+from opd.cluster.on_ray import (
     LOST,
+    MOVED,
     STUCK,
+    Machine,
+    RayPlaces,
     Restarts,
     RunArguments,
+    ServerWorker,
     WorkerEnded,
     WorkerGroup,
+    by_machine,
+    carry_out_on,
+    free_port,
+    local_cluster,
+    look,
+    marked,
+    paths_of,
+    refuse_others,
+    require_ray,
+    served_models,
+    served_name,
+    served_stage,
     server_ended,
+    variables_of,
     why_ended,
 )
+from opd.cluster.ray_ranks import RayRanks, TrainerWorker
 from opd.cluster.remote_sampler import OTHER_WEIGHTS, SamplerWorker, _array, _tensor
-from opd.cluster.served_stage import served_models, served_name, served_stage
-from opd.config import load_recipe
-from opd.errors import RanksLost, RecipeError, UserError
+from opd.common.errors import RanksLost, RecipeError, UserError
+from opd.common.messages import read_message, write_message
 from opd.models import load_model
+from opd.recipe import load_recipe
+from opd.records import SampleRequest, Sampling
 from opd.runner.lock import RunLock
 from opd.store import RolloutStore
-from opd.trainer.messages import read_message, write_message
-from opd.types import SampleRequest, Sampling
 from tests.ranks import differences, numbers
 
 RECIPE = {

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 import yaml
 
-from opd.config import load_recipe, recipe_schema, recipe_text, shipped_recipes
-from opd.config.names import check_output
-from opd.config.plain_data import parse_yaml
-from opd.errors import RecipeError, RunDirectoryError
+from opd.common.errors import RecipeError, RunDirectoryError
+from opd.recipe import load_recipe, recipe_schema, recipe_text, shipped_recipes
+from opd.recipe.paths import check_output
+from opd.recipe.plain_data import parse_yaml
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition", "objective": {"form": "cross_entropy"}, "rollout": {"data_share": 1.0}}  # fmt: skip
 TEXT = "student: tiny/generalist\nteachers: tiny/arithmetic\nprompts: task:addition\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import opd
-from opd.config import load_recipe, shipped_recipes
+from opd.recipe import load_recipe, shipped_recipes
 from tests.chat_endpoint import Served, serving
 
 METHODS = [name for name in shipped_recipes() if name.startswith("methods/")]

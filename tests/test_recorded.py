@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from opd.sampling.recorded import RecordedCalls
-from opd.types import Sampling
+from opd.engines.calls import RecordedCalls
+from opd.records import Sampling
 from tests.helpers import tiny_model
 from tests.test_engine import collect, make_engine, make_requests
 

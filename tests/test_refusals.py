@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from opd import families
-from opd.config import load_recipe
+from opd import registry
+from opd.common.errors import RecipeError
 from opd.divergences.kinds import ForwardKL, Full
-from opd.errors import RecipeError
-from opd.sampling.writers import DataWriter
-from opd.settings import Choice
+from opd.recipe import load_recipe
+from opd.registry import Choice
+from opd.rollouts.writers import DataWriter
 
 BASE: dict[str, Any] = {"student": "tiny/generalist", "teachers": {"t": "tiny/arithmetic"}, "prompts": "task:addition"}
 PG = {"form": "policy_gradient"}
@@ -96,9 +96,9 @@ def test_every_choice_is_asked_for_mistakes(base: type[Choice], change: dict[str
     picky = type("Picky", (base,), {
         "name": "picky", "by_default": False, "__module__": __name__, "refuse": lambda self, view: ["not on a Sunday"],
     })  # fmt: skip
-    families.register(picky)
+    registry.register(picky)
     try:
         with pytest.raises(RecipeError, match="not on a Sunday"):
             load_recipe({**BASE, **change})
     finally:
-        del families._registered[f"{base.family}.picky"]
+        del registry._registered[f"{base.family}.picky"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from opd.errors import RecipeError, RemoteError, Stopped
-from opd.remote import Remote, address_of
+from opd.common.errors import RecipeError, RemoteError, Stopped
+from opd.common.http import Remote, address_of
 from tests.servers import free_port
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -71,8 +71,8 @@ def plainly(content: Any, status: int = 200, **headers: str) -> Answer:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opd.remote.FIRST", 0.01)
-    monkeypatch.setattr("opd.remote.LONGEST", 0.05)
+    monkeypatch.setattr("opd.common.http.FIRST", 0.01)
+    monkeypatch.setattr("opd.common.http.LONGEST", 0.05)
 
 
 def test_json_bytes_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

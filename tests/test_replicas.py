@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, TrainingError
+from opd.common.errors import RecipeError, TrainingError
+from opd.common.http import Remote
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.remote import Remote
-from opd.teachers.kinds import Supplies, Surroundings
-from opd.teachers.served_scoring import ServedScorer
-from opd.teachers.vllm import OpenAITeacher, VllmTeacher
-from opd.types import SignalNeed
+from opd.recipe import load_recipe
+from opd.records import SignalNeed
+from opd.teachers.kinds import RunContext, TeacherInputs
+from opd.teachers.other_servers import OpenAITeacher, VllmTeacher
+from opd.teachers.served import ServedScorer
 from tests.foreign_server import NAME, app_of, serving
 from tests.helpers import save_tiny, tiny_model
 from tests.servers import TOKEN, TOKEN_ENV, ServeProcess, free_port
@@ -43,8 +43,8 @@ def opened(kind: str, addresses: list[str], directory: str, told: list[str]) -> 
     local = {"vllm": "weights", "openai": "tokenizer"}[kind]
     made = {"vllm": VllmTeacher, "openai": OpenAITeacher}[kind]
     spec = made(address=addresses, model=NAME, patience=5.0, concurrency=1, **{local: directory})  # type: ignore[arg-type]
-    around = Surroundings(say=told.append)
-    return spec.open("t", Supplies(tiny_model("llama", seed=2), STOPS, load_model, around))  # type: ignore[arg-type]
+    around = RunContext(say=told.append)
+    return spec.open("t", TeacherInputs(tiny_model("llama", seed=2), STOPS, load_model, around))  # type: ignore[arg-type]
 
 
 def values(teacher: Any) -> np.ndarray:
@@ -56,7 +56,7 @@ def values(teacher: Any) -> np.ndarray:
 def test_a_dead_ones_work_goes_to_the_other_and_it_is_taken_back(
     model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch, kind: str, runner: str, path: str
 ) -> None:
-    monkeypatch.setattr("opd.remote.LONGEST", 0.0)
+    monkeypatch.setattr("opd.common.http.LONGEST", 0.0)
     told: list[str] = []
     one, other = app_of(model, runner=runner), app_of(model, runner=runner)
 
@@ -93,7 +93,7 @@ def test_a_dead_ones_work_goes_to_the_other_and_it_is_taken_back(
 def test_one_that_comes_back_as_another_is_left_alone(
     model: LanguageModel, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opd.remote.LONGEST", 0.0)
+    monkeypatch.setattr("opd.common.http.LONGEST", 0.0)
     stranger = app_of(load_model(save_tiny(tmp_path / "other", seed=9)))
     told: list[str] = []
     port = free_port()
@@ -113,7 +113,7 @@ def test_one_that_comes_back_as_another_is_left_alone(
 def test_answers_of_one_that_is_away_when_it_is_looked_at_do_not_count(
     model: LanguageModel, directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opd.remote.LONGEST", 0.0)
+    monkeypatch.setattr("opd.common.http.LONGEST", 0.0)
     one, other = app_of(model), app_of(model)
     check_used = Remote.check_used
 

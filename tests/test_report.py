@@ -22,18 +22,15 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.errors import RunDirectoryError, RunLocked, UserError
+from opd.common.errors import RunDirectoryError, RunLocked, UserError
+from opd.common.files import line_of, sha256, write_sealed
+from opd.common.process_identity import at_work, myself
 from opd.evaluation import Measures
-from opd.files import line_of, sha256, write_sealed
-from opd.holder import at_work, myself
-from opd.models.catalog import TINY_ROOT
-from opd.report.browse import RolloutBrowser
-from opd.report.facts import run_facts
-from opd.report.graph import stage_graph
-from opd.report.notebook import run_html
-from opd.report.page import page, write_report
+from opd.models.load import TINY_ROOT
+from opd.report.facts import run_facts, stage_graph
+from opd.report.page import page, run_html, write_report
 from opd.report.plot import plot_runs
-from opd.report.view import ViewServer
+from opd.report.view import RolloutBrowser, ViewServer
 from opd.runner.directory import Run
 from opd.runner.lock import RunLock
 from opd.runner.results import StageResult

@@ -11,15 +11,15 @@ import pytest
 from pydantic import ValidationError
 
 import opd
-from opd.config import load_recipe
+from opd.common.errors import RecipeError
 from opd.data.render import render_prompt
 from opd.data.tasks import get_task
-from opd.errors import RecipeError
 from opd.models.load import load_tokenizer
-from opd.sampling.writers import AUTHORS
+from opd.recipe import load_recipe
+from opd.records import TokenColumns
+from opd.rollouts.rollouter import as_trained, sampled_under
+from opd.rollouts.writers import AUTHORS
 from opd.store import RolloutStore
-from opd.trainer.trajectories import as_trained, sampled_under
-from opd.types import TokenColumns
 from tests.helpers import save_tiny
 
 TOLD: dict[str, Any] = {"kind": "template", "template": "{prompt}={answer} {prompt}"}

@@ -22,18 +22,18 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError, RunLocked, Stopped, TrainingError
-from opd.holder import myself
+from opd.common.errors import DataError, OpdError, RecipeError, RunDirectoryError, RunLocked, Stopped, TrainingError
+from opd.common.process_identity import myself
+from opd.loop.rewarding import RolloutRewards
+from opd.recipe import load_recipe
+from opd.records import SampledToken
 from opd.report.facts import run_facts
+from opd.rollouts.rollouter import DurableTokens
 from opd.runner import lock as run_lock
 from opd.runner.lock import RunLock
 from opd.runner.run import verified_recipe
-from opd.runner.stage import StageRun
 from opd.store import RolloutStore
-from opd.teachers.local import LocalTeacher
-from opd.trainer.trajectories import DurableTokens
-from opd.types import SampledToken
+from opd.teachers.scoring import LocalTeacher
 from tests.crash import FORKS, RECIPE, durable, ended, kept, killed, same_run, start, written
 from tests.helpers import save_tiny
 
@@ -129,8 +129,8 @@ def strike(monkeypatch: pytest.MonkeyPatch, place: str, call: int, what: type[Ba
     monkeypatch.setattr(place.replace(":", "."), struck)
 
 
-SAMPLED = "opd.trainer.step:score"  # called once per step, when its rollouts are drawn and rewarded
-SCORED = "opd.trainer.step:micro_batches"  # and once they are scored
+SAMPLED = "opd.loop.scorer:Scorer.score"  # called once per step, when its rollouts are drawn and rewarded
+SCORED = "opd.loop.step:micro_batches"  # and once they are scored
 
 
 @pytest.mark.parametrize("objective", ["direct", "policy_gradient"])
@@ -176,7 +176,7 @@ def test_a_stop_during_an_evaluation_repeats_the_evaluation(
     assert {line["step"] for line in reference.samples} == {1, 2, 3, 4}
     for call in (1, 3, 4):  # before, after step 2 (behind the teacher's), at the end
         with monkeypatch.context() as patch:
-            strike(patch, "opd.runner.measuring:measure_answers", call, Stopped)
+            strike(patch, "opd.runner.evaluate:measure_answers", call, Stopped)
             with pytest.raises(Stopped):
                 opd.run(spec, out=tmp_path / f"run{call}")
         same_run(opd.resume(tmp_path / f"run{call}"), reference)
@@ -191,13 +191,13 @@ def test_stages_lora_and_random_state_go_on(
     stages = [{"name": "first"}, {"name": "second", "student": student | {"model": "stage:first"}}]
     spec = small(models, student=student, stages=stages, train={"steps": 2, "lr": 1e-2}, checkpoint={"every": 1})
     drawn: list[tuple[float, ...]] = []  # a reward that draws without a key of its own
-    reward = StageRun.reward
+    reward = RolloutRewards.reward
 
     def moody(*given: Any) -> Any:
         drawn.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
         return reward(*given)
 
-    monkeypatch.setattr(StageRun, "reward", moody)
+    monkeypatch.setattr(RolloutRewards, "reward", moody)
     reference = opd.run(spec, out=tmp_path / "reference")
     last = drawn[-1]
     strike(monkeypatch, SCORED, 4, Crash)
@@ -387,7 +387,7 @@ def test_a_rollout_continued_under_newer_weights_says_so(
     first = durable(tmp_path / "run")
     for directory, rule in ((tmp_path / "half" / "allow", "allow"), (tmp_path / "half" / "refuse", "refuse")):
         changed = spec | {"rollout": spec["rollout"] | {"mixed_versions": rule}}
-        strike(monkeypatch, "opd.trainer.trajectories:Trajectories.collect", 1, Crash)
+        strike(monkeypatch, "opd.rollouts.rollouter:Rollouter.collect", 1, Crash)
         with pytest.raises(Crash):
             opd.run(changed, out=directory)
         store = RolloutStore(directory / "rollouts")
@@ -454,7 +454,7 @@ def test_exact_is_exact_and_prefill_only_rounds(reference: opd.Run, recipe: Path
     found, wanted = durable(tmp_path / "prefill"), durable(reference.directory)
     kept(before, found)
     gaps = [np.abs(found[item.id].logprob - wanted[item.id].logprob).max() for item in open_ones]
-    assert max(gaps) < 1e-4  # none at all where products round alike: see `opd.rounding`
+    assert max(gaps) < 1e-4  # none at all where products round alike: see `opd.common.cpu_env`
 
 
 def test_a_dead_owner_is_succeeded(recipe: Path, tmp_path: Path) -> None:

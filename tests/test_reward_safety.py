@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from opd import sandbox
-from opd.config import load_recipe
-from opd.errors import RecipeError
-from opd.rewards import Rewarder, check_rewards, guards, verify
+from opd.common.errors import RecipeError
+from opd.recipe import load_recipe
+from opd.records import Prompt, RewardResult, Sample
+from opd.rewards import Rewarder, answers, check_rewards, verify
 from opd.rewards.pool import pool
 from opd.rewards.reward import sandbox_here
 from opd.sandbox import MEGABYTE, Limits
-from opd.types import Prompt, RewardResult, Sample
 
 KINDS = [kind for kind in ("namespaces", "bubblewrap") if not sandbox.trouble(kind)]
 needs_sandbox = pytest.mark.skipif(not KINDS, reason="no sandbox works on this machine")
@@ -74,8 +74,8 @@ def test_an_answer_does_not_own_its_scorer(name: str) -> None:
 
 
 def test_scorers_still_read_what_they_read() -> None:
-    assert guards.calculate("[['0', 1], (2, -3.5), {'a': 1 + 1}]") == [["0", 1], (2, -3.5), {"a": 2}]
-    assert guards.checked("x**2/2 + log(Abs(x)) - C", guards.FUNCTIONS)
+    assert answers.calculate("[['0', 1], (2, -3.5), {'a': 1 + 1}]") == [["0", 1], (2, -3.5), {"a": 2}]
+    assert answers.checked("x**2/2 + log(Abs(x)) - C", answers.FUNCTIONS)
     for text in (
         "open('x')",
         "a.b",
@@ -87,7 +87,7 @@ def test_scorers_still_read_what_they_read() -> None:
         "(" * 500,
     ):
         with pytest.raises(ValueError, match=r"arithmetic|expression"):
-            guards.checked(text, guards.FUNCTIONS)
+            answers.checked(text, answers.FUNCTIONS)
 
 
 OWN = """
@@ -132,7 +132,7 @@ def test_a_reply_is_a_number_in_range(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_walls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("opd.sandbox.machine.trouble", lambda kind: "not permitted")
+    monkeypatch.setattr("opd.sandbox.walls.trouble", lambda kind: "not permitted")
     sandbox_here.cache_clear()
     yield
     sandbox_here.cache_clear()
@@ -286,7 +286,7 @@ def test_workers_start_wherever_packages_live(tmp_path: Path) -> None:
         if not item.name.endswith(".pth"):
             (libraries / item.name).symlink_to(item)
     code = (
-        "from opd.rewards import verify\nfrom opd.types import Prompt, Sample\n"
+        "from opd.rewards import verify\nfrom opd.records import Prompt, Sample\n"
         "fields = {'verifier': 'maths', 'answer': '0.5'}\n"
         "print(verify([Sample(Prompt('p', 'd', fields=fields), '$1/2$')])[0])"
     )

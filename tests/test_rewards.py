@@ -22,17 +22,16 @@ from hypothesis import strategies as st
 
 import opd
 from opd import sandbox
-from opd.config import load_recipe
-from opd.errors import RecipeError, TrainingError
+from opd.common.errors import RecipeError, TrainingError
+from opd.recipe import load_recipe
+from opd.records import Prompt, RewardResult, Sample
 from opd.rewards import Rewarder, answers, check_rewards, verify
-from opd.rewards.check import doubts
 from opd.rewards.custom import Custom
 from opd.rewards.pool import Errand, Pool, Worker, pool
-from opd.rewards.protocol import Request, read_request, tagged, untagged, write_request
+from opd.rewards.rewarder import doubts
 from opd.rewards.texts import Exact
-from opd.rewards.worker import _listen
+from opd.rewards.worker import Request, _listen, read_request, tagged, untagged, write_request
 from opd.runner.plan import make_plan
-from opd.types import Prompt, RewardResult, Sample
 from tests.helpers import save_tiny
 from tests.malformed import malformed
 
@@ -212,7 +211,7 @@ def test_a_scorer_that_evaluates_the_answer_is_confined(tmp_path: Path) -> None:
 
 CUSTOM = """
 import os, sys, time
-from opd.types import RewardResult
+from opd.records import RewardResult
 
 def length(sample):
     print("noise on stdout that must not reach the pipe")
@@ -278,7 +277,7 @@ def test_an_edited_file_runs_as_it_was_read(tmp_path: Path, monkeypatch: pytest.
 def test_a_kept_process_is_one_and_ends_with_the_rewarder(tmp_path: Path) -> None:
     file = tmp_path / "kept.py"
     file.write_text(
-        "import os, time\nfrom opd.types import RewardResult\n"
+        "import os, time\nfrom opd.records import RewardResult\n"
         "def pid(sample):\n    time.sleep(0.05)\n    return RewardResult(1.0, feedback=str(os.getpid()))\n"
     )
     kept = rewarder({"kind": "custom", "function": f"{file}:pid", "fresh": False})
@@ -378,7 +377,7 @@ def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(
 def test_a_hanging_worker_dies_with_its_owner(own_module: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
-        "from opd.rewards import Rewarder, Rewards\nfrom opd.rewards.custom import Custom\nfrom opd.types import Prompt, Sample\n"
+        "from opd.rewards import Rewarder, Rewards\nfrom opd.rewards.custom import Custom\nfrom opd.records import Prompt, Sample\n"
         f"spec = Custom(function='{own_module}:misbehave', time_limit=10_000)\n"
         "Rewarder(Rewards(domains={'default': [spec]}))([Sample(Prompt('p', 'd'), 'hang')])\n"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.rounding import MODE, round_alike
+from opd.common.cpu_env import MODE, round_alike
 
 CPU = "processor\t: 0\nvendor_id\t: {}\n"
 

@@ -12,19 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import opd
-from opd.errors import ModelError
+from opd.common.errors import ModelError
+from opd.engines.builtin import Engine, PlainSampler, open_sampler
+from opd.engines.calls import Partner
+from opd.engines.kinds import BuiltInSampler
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
-from opd.models.probe import NARROW, far, narrow_windows
-from opd.models.routes import StockRoute
-from opd.sampling.choose import open_sampler
-from opd.sampling.collect import collect
-from opd.sampling.engine import Engine
-from opd.sampling.graphs import Partner
-from opd.sampling.plain import PlainSampler
-from opd.sampling.samplers import BuiltInSampler
-from opd.types import SampleRequest, Sampling
+from opd.models.routes import NARROW, StockRoute, far, narrow_windows
+from opd.records import SampleRequest, Sampling
+from opd.rollouts.rollouter import answers
 from tests.families import family_named
 from tests.helpers import EOS, TEMPLATE, save_tiny, tiny_model, tiny_module, tiny_tokenizer
 
@@ -106,7 +103,7 @@ def test_the_plain_sampler_draws_what_the_engine_draws() -> None:
     engine = Engine(model.inference_copy(), BuiltInSampler(slots=2), 32, merge_stop=(EOS,))
     plain = PlainSampler(model.inference_copy(), 32, merge_stop=(EOS,))
     for asked in (requests(), requests(0.0), requests(0.7, top_k=20, top_p=0.9), requests(stop_strings=("7", "a"))):
-        for ours, theirs in zip(collect(plain, asked), collect(engine, asked), strict=True):
+        for ours, theirs in zip(answers(plain, asked), answers(engine, asked), strict=True):
             assert ours.response_ids.tolist() == theirs.response_ids.tolist()
             assert ours.stop == theirs.stop
             for column in ("logprob", "logprob_sampled", "logprob_stop"):

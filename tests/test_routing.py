@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import opd
-from opd.config import load_recipe
+from opd.common.errors import DataError, RecipeError
 from opd.data.sources import open_sources, routed
-from opd.errors import DataError, RecipeError
-from opd.objective.batch import TrainingBatch
+from opd.loop.oom_retry import micro_batches
+from opd.objective.batch import Batch
+from opd.recipe import load_recipe
 from opd.runner.plan import make_plan
 from opd.teachers.router import one_per_domain
-from opd.trainer.halving import micro_batches
 
 RECIPE: dict[str, Any] = {
     "student": "tiny/generalist",
@@ -44,7 +44,7 @@ def recipe(tmp_path: Path, rows: list[Any], **changes: Any) -> dict[str, Any]:
 
 
 def test_a_column_routes_and_metrics_stay_by_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[TrainingBatch] = []
+    seen: list[Batch] = []
     train = opd.Trainer.step
     monkeypatch.setattr(
         opd.Trainer, "step", lambda self, batch, step: (seen.append(batch), train(self, batch, step))[1]
@@ -57,9 +57,9 @@ def test_a_column_routes_and_metrics_stay_by_domain(tmp_path: Path, monkeypatch:
         signals = batch.signals["teacher", "hidden"]
         for rollout in batch.rollouts:
             assert asked[signals[rollout.id].teacher] == words[rollout.prompt_id]
-            assert batch.teacher_of[rollout.id] == signals[rollout.id].teacher
-    packs = micro_batches(seen[0].rollouts, 24, "cpu", seen[0].teacher_of)  # type: ignore[arg-type]
-    order = [seen[0].teacher_of[rollout.id] for pack in packs for rollout in pack.rollouts]
+            assert batch.owners[rollout.id] == signals[rollout.id].teacher
+    packs = micro_batches(seen[0].rollouts, 24, "cpu", seen[0].owners)  # type: ignore[arg-type]
+    order = [seen[0].owners[rollout.id] for pack in packs for rollout in pack.rollouts]
     assert order == sorted(order)
     # A resumed run routes as the first did.
     (run.directory / "summary.json").unlink()

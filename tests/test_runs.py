@@ -16,15 +16,15 @@ import huggingface_hub.constants
 import pytest
 
 import opd
-from opd.config import Stage
-from opd.errors import DataError, OpdError, RecipeError, RunDirectoryError
-from opd.files import append_text, json_text, line_of, read_lines, remove_partials, write_whole
+from opd.common.errors import DataError, OpdError, RecipeError, RunDirectoryError
+from opd.common.files import append_text, json_text, line_of, read_lines, remove_partials, write_whole
 from opd.models import load_model
+from opd.recipe import Stage
 from opd.runner import inputs
-from opd.runner.beginning import withdraw
 from opd.runner.checkpoint import save_checkpoint
 from opd.runner.lock import RunLock, claim
-from opd.store.files import AppendFile
+from opd.runner.run_files import withdraw
+from opd.store.log import AppendFile
 from tests.crash import FORKS, ended, same_run
 from tests.helpers import save_tiny
 from tests.test_resume import SAMPLED, Crash, small, strike
@@ -287,14 +287,14 @@ def test_inputs_that_change_between_two_stages_are_refused(
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(20)))
     spec = small(models, stages=[{"name": "one"}, {"name": "two"}], train={"steps": 1}, eval={"prompts": 0})
-    push = opd.files.write_sealed
+    push = opd.common.files.write_sealed
 
     def write(path: Path, value: Any) -> None:
         push(path, value)
         if path.name == "result.json":
             rows.write_text(rows.read_text().replace("+1", "+2"))
 
-    monkeypatch.setattr("opd.runner.resume.write_sealed", write)
+    monkeypatch.setattr("opd.runner.checkpoint.write_sealed", write)
     with pytest.raises(RunDirectoryError, match=r"stage 'two'.*rows.jsonl \(prompts\) has changed"):
         opd.run(spec | {"prompts": [{"source": str(rows), "domain": "a"}]}, out=tmp_path / "run")
 
@@ -317,17 +317,17 @@ def test_a_hub_model_stays_at_its_commit(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_large_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(opd.files, "HASH_CACHED", 4)
+    monkeypatch.setattr(opd.common.files, "HASH_CACHED", 4)
     path, read = tmp_path / "model.safetensors", []
-    monkeypatch.setattr(opd.files.hashlib, "sha256", _counted(opd.files.hashlib.sha256, read))
+    monkeypatch.setattr(opd.common.files.hashlib, "sha256", _counted(opd.common.files.hashlib.sha256, read))
     path.write_bytes(b"weights")
-    first = opd.files.content_hash(path)
-    assert opd.files.content_hash(path) == first
+    first = opd.common.files.content_hash(path)
+    assert opd.common.files.content_hash(path) == first
     assert read.count(b"weights") == 1
     facts = path.stat()
     path.write_bytes(b"WEIGHTS")
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # same size, same time of change
-    assert opd.files.content_hash(path) != first
+    assert opd.common.files.content_hash(path) != first
 
 
 def test_many_files_are_hashed_side_by_side_and_one_with_two_names_once(
@@ -338,10 +338,10 @@ def test_many_files_are_hashed_side_by_side_and_one_with_two_names_once(
         path.write_bytes(bytes([number]) * 1000)
     os.link(paths[0], tmp_path / "again")
     read = []
-    content_hash = opd.files.content_hash
+    content_hash = opd.common.files.content_hash
     monkeypatch.setattr(inputs, "content_hash", lambda path, told: (read.append(path), content_hash(path, told))[1])
     reader = inputs._Reader([*paths, tmp_path / "again"], print)
-    assert [reader.hash(path) for path in paths] == [opd.files.sha256(path) for path in paths]
+    assert [reader.hash(path) for path in paths] == [opd.common.files.sha256(path) for path in paths]
     assert reader.hash(tmp_path / "again") == reader.hash(paths[0])
     assert len(read) == len(paths)
 

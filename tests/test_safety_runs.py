@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import opd
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from tests.crash import FORKS, _command, ended, same_run, start
 from tests.helpers import save_tiny
 from tests.test_resume import SAMPLED, Crash, small, strike

@@ -18,24 +18,21 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import OpdError, RecipeError, Stopped, TrainingError
+from opd.common.errors import OpdError, RecipeError, Stopped, TrainingError
+from opd.common.messages import read_message, write_message
+from opd.engines import prefork
+from opd.engines.alongside import DRAWN, READY, WEIGHTS, SamplerProcesses, SharedWeights, _draw, layout_of, main
+from opd.engines.builtin import Engine
+from opd.engines.kinds import BuiltInSampler
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
-from opd.sampling.collect import collect
-from opd.sampling.engine import Engine
-from opd.sampling.samplers import BuiltInSampler
-from opd.sampling.shared_weights import SharedWeights, layout_of
+from opd.recipe import load_recipe
+from opd.records import Author, SampleRequest, Sampling, WeightsRef
+from opd.rollouts.rollouter import answers
 from opd.store import RolloutStore
-from opd.store.files import Files
-from opd.store.log import SegmentLog
+from opd.store.log import Files, SegmentLog
+from opd.store.reading import SamplerLog, folder_of, held_in, numbers_in
 from opd.store.repair import check_log
-from opd.store.samplers import SamplerLog, folder_of, held_in, numbers_in
-from opd.trainer import interpreters
-from opd.trainer.messages import read_message, write_message
-from opd.trainer.sampler_process import DRAWN, READY, WEIGHTS, _draw, main
-from opd.trainer.sampler_processes import SamplerProcesses
-from opd.types import Author, SampleRequest, Sampling, WeightsRef
 from tests.crash import durable, ended, kept, start
 from tests.stores import begin
 from tests.test_ahead import AHEAD, changed
@@ -111,8 +108,8 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
             while waits and not struck.exists():
                 time.sleep(0.001)
 
-    monkeypatch.setattr("opd.trainer.sampler_process._draw", held)
-    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Forked)
+    monkeypatch.setattr("opd.engines.alongside._draw", held)
+    monkeypatch.setattr("opd.engines.prefork.subprocess.Popen", Forked)
     student = load_model("tiny/generalist")
     store = RolloutStore(tmp_path / "log", commit_ms=5, segment_bytes=1000)
     alone = Engine(student.inference_copy(), BuiltInSampler(slots=4), 80, merge_stop=student.stop_ids)
@@ -123,7 +120,7 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
         asked = requests(store, 5)
         assert sum(both.keep(asked, Author.STUDENT)) == 60
         found = store.load([request.id for request in asked])
-        for rollout, expected in zip(found, collect(alone, asked), strict=True):
+        for rollout, expected in zip(found, answers(alone, asked), strict=True):
             assert rollout.response_ids.tolist() == expected.response_ids.tolist()
             assert rollout.logprob.tolist() == pytest.approx(expected.logprob.tolist(), abs=1e-5)
             assert set(rollout.version.tolist()) == {7}
@@ -159,8 +156,8 @@ def test_two_processes_draw_what_one_thread_does_and_one_is_killed(
 
 def test_what_is_drawn_when_the_run_is_to_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two group commits: processes are hung up on, and make it durable."""
-    monkeypatch.setattr("opd.trainer.sampler_processes.LEAVE", 600.0)
-    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Forked)
+    monkeypatch.setattr("opd.engines.alongside.LEAVE", 600.0)
+    monkeypatch.setattr("opd.engines.prefork.subprocess.Popen", Forked)
     student, store, drawn = load_model("tiny/generalist"), RolloutStore(tmp_path / "log", commit_ms=5), 0
 
     def check() -> None:
@@ -210,7 +207,7 @@ class Doomed(Forked):
 def test_a_process_that_dies_of_its_request_is_not_started_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opd.trainer.interpreters.subprocess.Popen", Doomed)
+    monkeypatch.setattr("opd.engines.prefork.subprocess.Popen", Doomed)
     student, said, store = load_model("tiny/generalist"), [], RolloutStore(tmp_path / "log", commit_ms=5)
     one = SamplerProcesses(student, 1, store, facts(student), say=said.append)
     with pytest.raises(TrainingError, match=r"ended 4 times without an answer between \(exit code 9\)"):
@@ -255,34 +252,34 @@ def test_interpreters_that_wait_end_when_their_stage_cannot_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are begun at once, and imports are what they do meanwhile; here they wait for the trainer's end at once."""
-    begun: list[interpreters.Interpreter] = []
+    begun: list[prefork.Interpreter] = []
 
-    class Noted(interpreters.Interpreter):
+    class Noted(prefork.Interpreter):
         def __init__(self, threads: int) -> None:
             super().__init__(threads)
             begun.append(self)
 
     waits = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).recv(1)"
-    monkeypatch.setattr(interpreters, "BOOT", waits)
-    monkeypatch.setattr(interpreters, "Interpreter", Noted)
+    monkeypatch.setattr(prefork, "BOOT", waits)
+    monkeypatch.setattr(prefork, "Interpreter", Noted)
     ahead, missing = changed(sampler={"processes": 2}), {"student": {"model": str(tmp_path / "nobody")}}
     with pytest.raises(OpdError, match="nobody"):
         opd.run(AHEAD | ahead | missing, out=tmp_path / "run")
     assert [one.process.returncode for one in begun] == [-signal.SIGKILL] * 2
     stage = load_recipe(AHEAD | ahead).stages[0]
-    with interpreters.none_left():
-        interpreters.begin_for(stage)
-        interpreters.begin_for(stage)  # by the run, and by the stage's opening
+    with prefork.none_left():
+        prefork.start_interpreters(*stage.sampler_processes)
+        prefork.start_interpreters(*stage.sampler_processes)  # by the run, and by the stage's opening
         assert len(begun) == 4
-        alone = interpreters.taken(1)
+        alone = prefork.taken(1)
         assert alone.process.poll() is None
     assert [one.process.returncode for one in begun].count(None) == 1
     alone.line.close()  # as when the trainer is killed
     assert alone.process.wait(600) == 0
     alone.printed.close()
     begun.clear()
-    interpreters.begin_for(load_recipe(AHEAD | changed(rollout={"staleness": 0})).stages[0])
-    interpreters.begin_for(load_recipe(AHEAD).stages[0])  # a thread
+    prefork.start_interpreters(*load_recipe(AHEAD | changed(rollout={"staleness": 0})).stages[0].sampler_processes)
+    prefork.start_interpreters(*load_recipe(AHEAD).stages[0].sampler_processes)  # a thread
     assert not begun
 
 
@@ -306,7 +303,7 @@ def test_a_run_with_sampler_processes(tmp_path: Path, in_flight: str) -> None:
 
 @pytest.mark.crash
 def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opd.trainer.interpreters.BOOT", "import sys; print('no luck', file=sys.stderr); sys.exit(3)")
+    monkeypatch.setattr("opd.engines.prefork.BOOT", "import sys; print('no luck', file=sys.stderr); sys.exit(3)")
     with pytest.raises(TrainingError, match=r"(?s)ended 4 times without an answer.*exit code 3.*no luck"):
         opd.run(AHEAD | changed(sampler={"processes": 1}), out=tmp_path / "run")
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from opd import sandbox
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from opd.sandbox import MEGABYTE, Cell, Limits, Outcome, seccomp
 
 KINDS = [kind for kind in ("namespaces", "bubblewrap") if not sandbox.trouble(kind)]
@@ -437,7 +437,7 @@ def test_it_refuses_where_no_walls_can_be_built() -> None:
         {"PYTHONPATH": os.pathsep.join(["/opd-package", *packages])},
     )
     code = (
-        "from opd import sandbox\nfrom opd.errors import RecipeError\n"
+        "from opd import sandbox\nfrom opd.common.errors import RecipeError\n"
         "try: sandbox.choose('auto')\nexcept RecipeError as error: print(error)"
     )
     process, status = sandbox.start(

@@ -18,15 +18,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import opd
-from opd.config.cluster import Cluster
+from opd.loop.distributed import joined_ranks
+from opd.loop.ranks import Ranks
 from opd.models import load_model
 from opd.models.load import locate
 from opd.models.settings import Lora
-from opd.models.sharded_parts import PartedModel
+from opd.models.sharded import PartedModel
+from opd.recipe.stage import Cluster
 from opd.store import RolloutStore
 from opd.teachers.scoring import ScoringTeacher
-from opd.trainer.ranks import joined_ranks
-from opd.trainer.world import World
 from tests.families import family_named
 from tests.helpers import TEMPLATE, tiny_tokenizer
 from tests.ranks import Job, differences, give_back_what_is_freed, numbers, start, together
@@ -74,7 +74,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 }
 LED = """
 import opd
-from opd.sampling.samplers import BuiltInSampler, SamplerKind
+from opd.engines.kinds import BuiltInSampler, SamplerKind
 
 @opd.register
 class LedSampler(SamplerKind):
@@ -240,7 +240,7 @@ AWAY = LED.replace("import opd", "import time\nfrom pathlib import Path\nimport 
     "return BuiltInSampler().open(model, max_length, merge_stop=merge_stop)",
     """return Away(BuiltInSampler().open(model, max_length, merge_stop=merge_stop))
 
-    def heed(self, sampler, check):
+    def poll_stop(self, sampler, check):
         sampler.check = check
 
 class Away:
@@ -285,16 +285,16 @@ class Loading(Job):
 
     def carry_out(self) -> None:
         give_back_what_is_freed()
-        with joined_ranks() as world:
+        with joined_ranks() as ranks:
             # the first touches what any model needs, the second what a library needs for products of this size (MKL: 190 MB)
             for name in ("tiny/generalist", str(self.recipe), str(self.recipe)):
-                found = {"parts": _peak(lambda name=name: self._part(world, name))}  # type: ignore[misc]
-                if world.leads:
+                found = {"parts": _peak(lambda name=name: self._part(ranks, name))}  # type: ignore[misc]
+                if ranks.leads:
                     found["whole"] = _peak(lambda name=name: load_model(name))  # type: ignore[misc]
-        (self.out / f"{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        (self.out / f"{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
-    def _part(self, world: World, name: str) -> None:
-        model = world.load_student(name, "float32", "cpu", None, Cluster(), False, self.lora)
+    def _part(self, ranks: Ranks, name: str) -> None:
+        model = ranks.load_student(name, "float32", "cpu", None, Cluster(), False, self.lora)
         assert isinstance(model, PartedModel)
 
 

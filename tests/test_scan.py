@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 import opd
-from opd.config import load_recipe
-from opd.data import scan as scanning
-from opd.data.scan import scan
-from opd.data.source import prompt_source
-from opd.data.sources import open_source, open_sources
+from opd.common.errors import DataError, RecipeError
+from opd.data import sources as scanning
+from opd.data.sources import open_source, open_sources, prompt_source, scan
 from opd.data.stream import PromptStream
-from opd.errors import DataError, RecipeError
+from opd.recipe import load_recipe
+from opd.records import Prompt
 from opd.runner import checks
 from opd.runner.plan import make_plan
-from opd.types import Prompt
 from tests.helpers import TEMPLATE, save_tiny, tiny_tokenizer
 
 LIMIT = 40

@@ -20,7 +20,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize(("columns", "k"), [(301, 1), (5000, 7), (9001, 33)])
 def test_the_largest_columns(columns: int, k: int) -> None:
     """Rows that are part of a wider tile; one of them with many equal values, one with columns that are not there."""
-    from opd.divergences.triton_select import largest_columns, takes
+    from opd.divergences.triton_kernels import largest_columns, takes
 
     tile = torch.randn(4, columns + 30, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     values = tile[:, :columns]
@@ -34,7 +34,7 @@ def test_the_largest_columns(columns: int, k: int) -> None:
 
 
 def test_what_is_left_to_torch() -> None:
-    from opd.divergences.triton_select import takes
+    from opd.divergences.triton_kernels import takes
 
     assert not takes(torch.zeros(2, 1000), 9)
     assert not takes(torch.zeros(2, 200_000), 300)

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from opd.config import Rollouts, Train
 from opd.divergences import Projection, divergence, token_logprobs
+from opd.loop.step import train_step
 from opd.models.attention import Packed
-from opd.models.language_model import LanguageModel
-from opd.models.packing import Pack, pack
-from opd.objective.batch import TrainingBatch
+from opd.models.language_model import LanguageModel, Pack, pack
+from opd.objective.batch import Batch
 from opd.objective.objective import Objective
-from opd.teachers.local import LocalTeacher
-from opd.trainer.step import train_step
-from opd.types import Author, Rollout, SignalNeed
+from opd.recipe import Rollouts, Train
+from opd.records import Author, Rollout, SignalNeed
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import EOS, refusals, term, tiny_model, tiny_module, tiny_tokenizer
 from tests.test_teachers import rollout
 
@@ -90,7 +89,7 @@ def gradients(student: LanguageModel, teachers: dict[str, LanguageModel], terms:
             signals[role, kind][item.id] = judges[name].score([item], SignalNeed(kind))[0]
     student.module.requires_grad_(True)
     student.module.zero_grad()
-    batch = TrainingBatch(rollouts, signals, scores or {})
+    batch = Batch(rollouts, signals, scores or {})
     result = train_step(
         student,
         batch,

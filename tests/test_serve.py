@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from opd.errors import UserError
+from opd.common.errors import UserError
+from opd.serve.app import allow_connections
 from opd.serve.server import served_names
-from opd.serve.sockets import allow_connections
 from opd.teachers.wire import FRAME, RequestLimits, WireError, read_question
 from tests.servers import TOKEN, ServeProcess
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, RemoteError, TokenizerMismatch
+from opd.common.errors import RecipeError, RemoteError, TokenizerMismatch
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
+from opd.recipe import load_recipe
+from opd.records import SignalNeed
 from opd.runner.plan import make_plan
-from opd.teachers.served_scoring import ServedScorer
-from opd.types import SignalNeed
+from opd.teachers.served import ServedScorer
 from tests.helpers import tiny_model
 from tests.servers import TOKEN, TOKEN_ENV, ServeProcess, free_port, rollouts
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from opd import config, families
+from opd import recipe, registry
 
 pytestmark = pytest.mark.slow  # a whole run of the type checker
 
-ROOT = Path(config.__file__).parent.parent
+ROOT = Path(recipe.__file__).parent.parent
 CHECKS = ("refuse", "_check", "changed")  # functions that only say no
 PERMISSIONS = ("force",)  # settings whose whole work is to take a refusal back
 WIRE = ("Facts", "Question")  # ends of names: what goes between a server and its client is nobody's setting
@@ -34,9 +34,9 @@ plugins = {plugin}
 def settings() -> list[type[BaseModel]]:
     """Every settings class of the package, wherever it lives."""
     for path in (ROOT / "config").glob("[!_]*.py"):
-        importlib.import_module(f"opd.config.{path.stem}")
-    for entry in families.CHOICES:
-        families.find(*entry.split("."))
+        importlib.import_module(f"opd.recipe.{path.stem}")
+    for entry in registry.CHOICES:
+        registry.find(*entry.split("."))
     found, waiting = [], [BaseModel]
     while waiting:
         below = waiting.pop().__subclasses__()

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import opd
-from opd.config import load_recipe
+from opd.common.errors import DataError, RecipeError
 from opd.data.shares import AHEAD, DomainRecord, DomainSeen, GapShares, LengthShares, ShareKeeper, TokenShares
-from opd.data.source import prompt_source
-from opd.data.sources import open_sources
+from opd.data.sources import open_sources, prompt_source
 from opd.data.stream import PromptStream
-from opd.errors import DataError, RecipeError
+from opd.recipe import load_recipe
 from tests.helpers import save_tiny
 
 STATIC = {"a": 0.5, "b": 0.5}

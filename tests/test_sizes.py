@@ -11,17 +11,16 @@ import pytest
 import torch
 
 import opd
-from opd.config import Stage, Train, load_recipe
+from opd.engines.gpu_layers import writes_out
+from opd.engines.kinds import BuiltInSampler
+from opd.loop.learner import Trainer
 from opd.models import load_config
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import Batch
 from opd.objective.objective import Objective
-from opd.runner.plan import make_plan
-from opd.runner.sizes import COMPILED_STEPS, FULL, decode_steps, fit_sizes, with_sizes
-from opd.sampling.decode_layers import writes_out
-from opd.sampling.samplers import BuiltInSampler
-from opd.teachers.local import LocalTeacher
-from opd.trainer.trainer import Trainer
-from opd.types import SignalNeed
+from opd.recipe import Stage, Train, load_recipe
+from opd.records import SignalNeed
+from opd.runner.plan import COMPILED_STEPS, FULL, decode_steps, fit_sizes, make_plan, with_sizes
+from opd.teachers.scoring import LocalTeacher
 from tests.helpers import save_tiny, term, tiny_model, tiny_module
 from tests.test_semantics import sampled_by, some_rollouts
 
@@ -58,7 +57,7 @@ def one_step(plant: Callable[[torch.nn.Module], None], tokens: int, dtype: torch
         return clip()
 
     trainer.optimiser.clip = clipped  # type: ignore[method-assign]
-    result = trainer.step(TrainingBatch(rollouts, signals, {}))
+    result = trainer.step(Batch(rollouts, signals, {}))
     return (result, told), grads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opd.sampling.slots import SlotLayout
+from opd.engines.slots import SlotLayout
 
 SLOTS, GROUPS, LENGTH, WIDTH = 5, 3, 16, 4
 

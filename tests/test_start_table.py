@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import opd
-from opd.runner.beginning import INPUTS, WRITTEN
+from opd.runner.run_files import INPUTS, WRITTEN
 from opd.teachers.table import Pair, warnings
 from tests.helpers import TEMPLATE, save_tiny, tiny_model
 

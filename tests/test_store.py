@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opd.errors import StoreError
+from opd.common.errors import StoreError
+from opd.records import Author, SampledToken, TokenColumns, TopK
 from opd.store import Replay, RolloutStore, iterate
-from opd.store.frames import HEADER, read_frame, read_segment_header
-from opd.types import Author, SampledToken, TokenColumns, TopK
+from opd.store.log import HEADER, read_frame, read_segment_header
 from tests.stores import begin, token, write_rollout
 
 

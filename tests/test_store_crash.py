@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opd.store import RolloutStore, rollouts
-from opd.store.files import AppendFile
+from opd.store.log import AppendFile
 from tests.lossy import Life, LossyFile, LossyFiles, PowerCut, snapshot
 from tests.stores import write_rollout
 
@@ -140,7 +140,7 @@ def test_a_missing_fsync_would_show(tmp_path: Path, broken: type[LossyFiles]) ->
 
 
 def _opens(directory: Path) -> bool:
-    from opd.errors import StoreError
+    from opd.common.errors import StoreError
 
     try:
         RolloutStore(directory, read_only=True)

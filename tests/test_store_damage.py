@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.errors import StoreError
+from opd.common.errors import StoreError
 from opd.store import Position, RolloutStore, iterate, rollouts
-from opd.store.files import AppendFile, Files
+from opd.store.log import AppendFile, Files
 from opd.store.repair import check_log, find_log, repair
 from tests.lossy import Life, Snapshot, snapshot
 from tests.stores import begin, token, write_rollout
@@ -319,7 +319,7 @@ def test_a_full_disk_loses_nothing_durable(tmp_path: Path, commit_ms: int) -> No
 FILL = """
 import sys
 from pathlib import Path
-from opd.errors import StoreError
+from opd.common.errors import StoreError
 from opd.store import RolloutStore, iterate
 from tests.stores import write_rollout
 

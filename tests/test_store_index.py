@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opd import Run
-from opd.errors import UserError
+from opd.common.errors import UserError
 from opd.store import RolloutStore
 from tests.stores import begin, token, write_rollout
 

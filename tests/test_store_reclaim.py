@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import opd
-from opd.config import load_recipe
-from opd.errors import RecipeError, StoreError, TrainingError, UserError
-from opd.report.browse import RolloutBrowser
+from opd.common.errors import RecipeError, StoreError, TrainingError, UserError
+from opd.recipe import load_recipe
+from opd.report.view import RolloutBrowser
 from opd.runner import pipeline
-from opd.runner.saving import StageCheckpoints
+from opd.runner.checkpoint import StageCheckpoints
 from opd.store import RolloutStore, iterate
 from opd.store.repair import check_log, repair
 from tests.lossy import LossyFiles, PowerCut
@@ -206,7 +206,7 @@ def test_another_stage_that_is_halfway_keeps_its_rollouts(
 
     def fails(run: Any, number: int) -> Any:
         if run.spec.name == "one" and number == 3:
-            run.trajectories.collect(run.stream.take(6), run.version)  # sampled, and not trained on
+            run.rollouter.collect(run.stream.take(6), run.samplers.version)  # sampled, and not trained on
             raise TrainingError("enough")
         return step(run, number)
 

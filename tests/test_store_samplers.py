@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.errors import RunDirectoryError, StoreError
-from opd.report.browse import RolloutBrowser
+from opd.common.errors import RunDirectoryError, StoreError
+from opd.report.view import RolloutBrowser
 from opd.store import RolloutStore, records
 from opd.store import repair as repair_module
-from opd.store.frames import FORMAT, LINKED_FORMAT, read_segment_header, segment_name
 from opd.store.index import COLUMNS, load_index
-from opd.store.log import SegmentLog
-from opd.store.repair import Report, check_log, repair
-from opd.store.salvage import Salvage
-from opd.store.samplers import SamplerLog, folder_of, numbers_in
+from opd.store.log import FORMAT, LINKED_FORMAT, SegmentLog, read_segment_header, segment_name
+from opd.store.reading import SamplerLog, folder_of, numbers_in
+from opd.store.repair import Report, Salvage, check_log, repair
 from opd.store.state import Waiting
 from tests.lossy import LossyFiles
 from tests.stores import begin, token, write_rollout
@@ -58,7 +56,7 @@ def draw(log: SamplerLog, store: RolloutStore, name: str, values: list[int], sto
     ]
     log.begin(row, store.names(name), known.prompt_ids, columns if known.response_ids.size else None)
     for value in values:
-        log.append([row], [*token(name, value)[1:], 0])
+        log.append([row], [*token(name, value)[1:6], 0])
     log.commit(sync=True)
     if stop:
         log.finish(row, "stop")
@@ -158,7 +156,7 @@ def test_an_older_opd_refuses_such_a_log(tmp_path: Path, monkeypatch: pytest.Mon
     assert formats == [FORMAT, LINKED_FORMAT]  # from the first such record on
     write(store, logs, NAMES)
     store.close()
-    monkeypatch.setattr("opd.store.frames.LINKED_FORMAT", FORMAT)  # what that one knows
+    monkeypatch.setattr("opd.store.log.LINKED_FORMAT", FORMAT)  # what that one knows
     for forgotten in ("nothing", "index.bin"):
         (tmp_path / "log" / forgotten).unlink(missing_ok=True)
         for act in (opened, read, check_log, repair):
@@ -184,7 +182,7 @@ def test_whatever_moment_everything_is_killed_at(tmp_path: Path) -> None:
     row = store.entries.number("a")
     log.begin(row, store.names("a"), np.array([5, 6]))
     for value in range(4):
-        log.append([row], [*token("a", value)[1:], 0])
+        log.append([row], [*token("a", value)[1:6], 0])
         log.commit(sync=True)
         killed()
     log.finish(row, "stop")
@@ -252,7 +250,7 @@ def test_power_fails_at_any_moment(tmp_path: Path) -> None:
         cut()
         log.begin(row, store.names(name), np.array([5, 6]))
         for value in range(5):
-            log.append([row], [*token(name, value)[1:], 0])
+            log.append([row], [*token(name, value)[1:6], 0])
             if value in (1, 4):
                 log.commit(sync=True)
                 acknowledged[name] = value + 1
@@ -275,7 +273,7 @@ def test_a_process_that_outlives_its_trainer_is_not_heard(tmp_path: Path) -> Non
     row = draw(orphan, store, "a", [1, 2, 3], stop=False)
     again = opened(tmp_path / "log")  # the trainer was killed
     assert again.partial(["a"])[0].response_ids.tolist() == [1, 2, 3]
-    orphan.append([row], [*token("a", 4)[1:], 0])  # the orphan ends its step
+    orphan.append([row], [*token("a", 4)[1:6], 0])  # the orphan ends its step
     orphan.close()
     other = log_for(again)
     draw(other, again, "a", [50, 60], stop=False)
@@ -298,7 +296,7 @@ def test_a_log_that_grows_while_it_is_settled(tmp_path: Path, monkeypatch: pytes
     def meanwhile(log: SegmentLog) -> None:
         copy_in(log)
         for value in range(2, 30):
-            orphan.append([row], [*token("a", value)[1:], 0])
+            orphan.append([row], [*token("a", value)[1:6], 0])
             orphan.commit(sync=True)
 
     with monkeypatch.context() as patch:

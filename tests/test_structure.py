@@ -10,71 +10,45 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from opd import config, families
-from opd.objective.advantage_sum import Advantage
-from opd.objective.schedule import Schedule
-from opd.settings import Choice
+from opd import recipe, registry
+from opd.objective.advantages import Advantage
+from opd.objective.term import Schedule
+from opd.registry import Choice
 from opd.teachers.mixture import PartWeight
 
-ROOT = Path(config.__file__).parent.parent
+ROOT = Path(recipe.__file__).parent.parent
 REPOSITORY = ROOT.parent
 LAYERS = [
-    {
-        "errors",
-        "types",
-        "settings",
-        "shorthand",
-        "families",
-        "glossary",
-        "plugins",
-        "overrides",
-        "files",
-        "holder",
-        "version",
-        "text",
-        "hub",
-        "remote",
-        "chat",
-        "rounding",
-    },
+    {"common", "records", "registry", "plugins"},
     {"divergences"},
-    {"objective"},
     {"data"},
     {"models"},
+    {"objective"},
     {"store"},
-    {"sampling"},
+    {"engines"},
     {"sandbox"},
+    {"rollouts"},
     {"rewards"},
     {"teachers"},
     {"monitors"},
-    {"config"},
+    {"recipe"},
     {"evaluation"},
-    {"trainer"},
+    {"loop"},
     {"report"},
     {"runner"},
     {"serve"},
     {"cluster"},
     {"diagnose"},
-    {"commands"},
     {"cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
-def runtime_imports(path: Path) -> set[str]:
-    """Names under `opd` this file imports, wherever it does so; imports for type checkers do not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
-        for node in ast.walk(branch)
-    }
+def imports_of(path: Path) -> set[str]:
+    """Names under `opd` this file imports, wherever it does so; imports for type checkers count as well."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "opd":
             found |= {node.module} if node.module != "opd" else {f"opd.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -89,19 +63,20 @@ def files() -> list[Path]:
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_imports_point_one_way(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for module in runtime_imports(path):
+    for module in imports_of(path):
         other = module.split(".")[1]
         if other in (own, "__version__"):
             continue
-        same_floor_of_basics = LEVEL[own] == LEVEL[other] == 0
-        assert LEVEL[other] < LEVEL[own] or same_floor_of_basics, f"{path.name} imports {module}, which is not below it"
+        assert LEVEL[other] < LEVEL[own] or LEVEL[own] == LEVEL[other] == 0, (
+            f"{path.name} imports {module}, which is not below it"
+        )
 
 
 def settings() -> list[type[BaseModel]]:
-    """Every settings model, whether `opd.config` exports it or not."""
-    modules = [importlib.import_module(f"opd.config.{path.stem}") for path in (ROOT / "config").glob("[!_]*.py")]
+    """Every settings model, whether `opd.recipe` exports it or not."""
+    modules = [importlib.import_module(f"opd.recipe.{path.stem}") for path in (ROOT / "recipe").glob("[!_]*.py")]
     found = {item for module in modules for item in vars(module).values() if isinstance(item, type)}
-    found |= {families.find(*entry.split(".")) for entry in families.CHOICES} | {Schedule, Advantage, PartWeight}
+    found |= {registry.find(*entry.split(".")) for entry in registry.CHOICES} | {Schedule, Advantage, PartWeight}
     return sorted((item for item in found if issubclass(item, BaseModel) and item is not BaseModel), key=str)
 
 
@@ -130,9 +105,9 @@ def test_a_name_has_one_meaning() -> None:
 
 def test_nobody_asks_a_choice_what_it_is() -> None:
     """A choice says itself what it needs and does; others assert its type at most, for the type checker."""
-    chosen = {kind.__name__ for entry in families.CHOICES for kind in families.find(*entry.split(".")).__mro__}
+    chosen = {kind.__name__ for entry in registry.CHOICES for kind in registry.find(*entry.split(".")).__mro__}
     chosen -= {kind.__name__ for kind in Choice.__mro__}
-    named = {entry.split(".")[1] for entry in families.CHOICES} | {f"{kind}.name" for kind in chosen}
+    named = {entry.split(".")[1] for entry in registry.CHOICES} | {f"{kind}.name" for kind in chosen}
     for path in files():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         others = chosen - {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -146,7 +121,7 @@ def test_nobody_asks_a_choice_what_it_is() -> None:
 
 
 def test_the_step_fits_on_a_few_screens() -> None:
-    assert len((ROOT / "trainer" / "step.py").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "loop" / "step.py").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_nothing_unpickles() -> None:
@@ -187,7 +162,7 @@ def test_every_command_and_recipe_is_documented() -> None:
             [f"opd {name} {inner}" for inner in command.commands] if hasattr(command, "commands") else [f"opd {name}"]
         )
     assert not [name for name in names if name not in pages]
-    assert not [name for name in config.shipped_recipes() if name not in pages]
+    assert not [name for name in recipe.shipped_recipes() if name not in pages]
 
 
 def test_recipe_keys_are_documented() -> None:
@@ -195,7 +170,7 @@ def test_recipe_keys_are_documented() -> None:
     missing = [
         field
         for model in settings()
-        if model is not config.Recipe
+        if model is not recipe.Recipe
         for field in model.model_fields
         if f"`{field}`" not in page and field != "parts"
     ]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from opd.errors import UserError
-from opd.runner.talk import Talk, Watched, converse, questions
-from opd.types import SampledToken
+from opd.common.errors import UserError
+from opd.records import SampledToken
+from opd.runner.chat import Talk, Watched, converse, questions
 from tests.helpers import save_tiny
 
 

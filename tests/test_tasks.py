@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opd.common.errors import DataError
 from opd.data.tasks import TASKS, get_task, split_of
-from opd.errors import DataError
-from opd.types import Prompt
+from opd.records import Prompt
 
 PINNED = {
     "addition": {("train", 0): ("add 98+42", "140"), ("heldout", 7): ("add 51+98", "149")},

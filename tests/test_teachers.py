@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import opd
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from opd.models.attention import Packed
+from opd.records import Author, Rollout, SignalNeed
 from opd.teachers.kinds import FrozenTeacher
-from opd.teachers.local import LocalTeacher
 from opd.teachers.router import by_teacher, routes
+from opd.teachers.scoring import LocalTeacher
 from opd.teachers.views import behind
-from opd.types import Author, Rollout, SignalNeed
 from tests.helpers import save_tiny, tiny_model
 
 

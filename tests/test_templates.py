@@ -14,14 +14,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from opd.data import template
-from opd.data.render import render_completion, render_prompt
-from opd.data.source import prompt_source
-from opd.data.template import render
-from opd.errors import DataError, ModelError
+from opd.common.errors import DataError, ModelError
+from opd.data import render as template
+from opd.data.render import render, render_completion, render_prompt
+from opd.data.sources import prompt_source
 from opd.models.language_model import LanguageModel
 from opd.models.tokenizers import share_vocabulary
-from opd.types import Prompt
+from opd.records import Prompt
 from tests.helpers import EOS, TEMPLATE, tiny_model, tiny_module, tiny_tokenizer
 
 CHAT = Prompt(id="p", domain="d", messages=({"role": "user", "content": "1+1"},))

@@ -12,18 +12,18 @@ import torch
 from pydantic import ValidationError
 
 import opd
-from opd.config import Rollouts
+from opd.common.errors import RecipeError
 from opd.divergences.projection import log_probs
-from opd.errors import RecipeError
-from opd.models.packing import Pack
-from opd.objective.schedule import Schedule
-from opd.sampling.collect import collect
-from opd.sampling.engine import Engine
-from opd.sampling.graphs import Partner
-from opd.sampling.samplers import BuiltInSampler
+from opd.engines.builtin import Engine
+from opd.engines.calls import Partner
+from opd.engines.kinds import BuiltInSampler
+from opd.loop.producer import contrasts
+from opd.models.language_model import Pack
+from opd.objective.term import Schedule
+from opd.recipe import Rollouts
+from opd.records import Author, Rollout, SampleRequest, Sampling
+from opd.rollouts.rollouter import answers
 from opd.store import RolloutStore
-from opd.trainer.gather import contrasts
-from opd.types import Author, Rollout, SampleRequest, Sampling
 from tests.helpers import EOS, refusals, save_tiny, term, tiny_model
 from tests.test_semantics import STOPS, gradients, sampled_by, some_rollouts
 
@@ -167,8 +167,8 @@ def test_several_updates_per_batch_move_away_from_the_proximal_policy(models: di
 
 
 def test_minibatches_use_every_group_once_and_whole(models: dict[str, str], tmp_path: Path) -> None:
-    from opd.config import Train
-    from opd.trainer.step import updates
+    from opd.loop.step import updates
+    from opd.recipe import Train
 
     rollouts = [replace(item, group=f"g{index // 2}") for index, item in enumerate(some_rollouts(count=10))]
     parts = list(updates(rollouts, Train(epochs=2, minibatches=3), 0, 1))
@@ -328,7 +328,7 @@ def test_mixed_sampling_draws_from_both_and_says_so() -> None:
     sampling = Sampling(12, stop_ids=STOPS)
     prompts = [np.arange(3 + index, 9 + 2 * index, dtype=np.int32) for index in range(6)]
     requests = [SampleRequest(f"r{index}", prompt, 77 + index, sampling) for index, prompt in enumerate(prompts)]
-    for item in collect(engine, requests):
+    for item in answers(engine, requests):
         batch = Pack.of([item])
         with torch.no_grad():
             s, t = (
@@ -339,8 +339,8 @@ def test_mixed_sampling_draws_from_both_and_says_so() -> None:
         mixed = torch.logaddexp(s + np.log(1 - share), t + np.log(share)).gather(-1, ids)[:, 0]
         np.testing.assert_allclose(item.logprob, s.gather(-1, ids)[:, 0], atol=1e-4)
         np.testing.assert_allclose(item.logprob_sampled, mixed, atol=1e-4)
-    alone = collect(Engine(student.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=STOPS), requests)
-    both = collect(engine, requests)
+    alone = answers(Engine(student.inference_copy(), BuiltInSampler(slots=4), 64, merge_stop=STOPS), requests)
+    both = answers(engine, requests)
     assert any(not np.array_equal(one.response_ids, two.response_ids) for one, two in zip(alone, both, strict=True))
     assert all(item.response_ids[-1] == EOS or item.response_ids.size == 12 for item in both)
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from opd import cli
-from opd.config import load_recipe
+from opd.common.text import PlainFormatter, cell, inline_code, plain, printable
 from opd.evaluation import Measures
+from opd.recipe import load_recipe
+from opd.runner.checkpoint import model_card
 from opd.runner.evaluate import measures_table
 from opd.runner.progress import Progress
 from opd.runner.results import StageResult, results_table
-from opd.runner.saving import model_card
 from opd.runner.trackers import Experiment, TensorBoard, Wandb, open_trackers
-from opd.text import PlainFormatter, cell, inline_code, plain, printable
 from tests.test_progress import METRICS
 
 HOSTILE = ["[/x]", "[red]", "[link=file:///]x", ":smile:", "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\u202eabc", "a\u200bb",

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opd.common.errors import ModelError
 from opd.data.tasks import Task
-from opd.errors import ModelError
-from opd.trainer import tiny
+from opd.runner import tiny_models
 
 ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
 MANIFEST = json.loads((ROOT / "manifest.json").read_text(encoding="utf-8"))
-SPECIALISTS = tuple(tiny.DOMAINS)
+SPECIALISTS = tuple(tiny_models.DOMAINS)
 NAMES = ("generalist", *SPECIALISTS, "pairs")
 HOME = {name: name for name in SPECIALISTS} | {"pairs": "arithmetic"}
 
@@ -74,10 +74,10 @@ def test_scores_are_as_promised(name: str) -> None:
     model, tokenizer = load(name)
     low, high = MANIFEST["thresholds"]["generalist"]
     before = MANIFEST["models"]["generalist"]["scores"]
-    counts = {domain: 500 if domain == HOME.get(name) else 200 for domain in tiny.DOMAINS}
+    counts = {domain: 500 if domain == HOME.get(name) else 200 for domain in tiny_models.DOMAINS}
     scores = {
-        domain: tiny.accuracy(model, tiny.task_rows(tokenizer, task, "heldout", 0, counts[domain]))
-        for domain, task in tiny.DOMAINS.items()
+        domain: tiny_models.accuracy(model, tiny_models.task_rows(tokenizer, task, "heldout", 0, counts[domain]))
+        for domain, task in tiny_models.DOMAINS.items()
     }
     if name == "generalist":
         assert all(low <= value <= high for value in scores.values()), scores
@@ -90,16 +90,16 @@ def test_scores_are_as_promised(name: str) -> None:
 
 def test_one_pass_scores_like_real_decoding() -> None:
     model, tokenizer = load("generalist")
-    for task in tiny.DOMAINS.values():
-        one_pass = tiny.accuracy(model, tiny.task_rows(tokenizer, task, "heldout", 0, 200))
+    for task in tiny_models.DOMAINS.values():
+        one_pass = tiny_models.accuracy(model, tiny_models.task_rows(tokenizer, task, "heldout", 0, 200))
         assert abs(greedy_score(model, tokenizer, task, 200) - one_pass) <= 0.01  # left padding rounds differently
 
 
 @pytest.mark.slow
 def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "EVAL_PROMPTS", 20)
-    first = tiny.build(tmp_path / "a", only=("generalist", "sorting"), steps=2)
-    second = tiny.build(tmp_path / "b", only=("generalist", "sorting"), steps=2)
+    monkeypatch.setattr(tiny_models, "EVAL_PROMPTS", 20)
+    first = tiny_models.build(tmp_path / "a", only=("generalist", "sorting"), steps=2)
+    second = tiny_models.build(tmp_path / "b", only=("generalist", "sorting"), steps=2)
     assert first == second
     assert first["models"]["generalist"]["sha256"] != first["models"]["sorting"]["sha256"]
     assert json.loads((tmp_path / "a" / "manifest.json").read_text(encoding="utf-8")) == first
@@ -107,4 +107,4 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest
 
 def test_unknown_model_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'poet': no such model"):
-        tiny.build(tmp_path, only=("poet",))
+        tiny_models.build(tmp_path, only=("poet",))

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import opd
-from opd.config import Train, load_recipe
+from opd.common.errors import RecipeError
 from opd.divergences import Projection, divergence, likeliest_ids
-from opd.errors import RecipeError
-from opd.objective.batch import TrainingBatch
+from opd.loop.step import train_step
+from opd.objective.batch import Batch
 from opd.objective.objective import Objective
+from opd.recipe import Train, load_recipe
+from opd.records import Signal, SignalKind, SignalNeed, TopK
 from opd.store import RolloutStore
-from opd.teachers.kinds import FrozenTeacher, Supplies
-from opd.teachers.local import LocalTeacher
+from opd.teachers.kinds import FrozenTeacher, TeacherInputs
+from opd.teachers.scoring import LocalTeacher
 from opd.teachers.views import behind
-from opd.trainer.step import train_step
-from opd.types import Signal, SignalKind, SignalNeed, TopK
 from tests.helpers import save_tiny, tiny_model
 from tests.test_resume import SCORED, Crash, strike
 from tests.test_semantics import KeepGradients
@@ -46,7 +46,7 @@ def step(teacher: LocalTeacher, **term: Any) -> tuple[float, torch.Tensor, Any]:
         found = teacher.score(ROLLOUTS, objective.need_beside(signals, role, kind))
         signals[role, kind] = {item.id: signal for item, signal in zip(ROLLOUTS, found, strict=True)}
     result = train_step(
-        student, TrainingBatch(ROLLOUTS, signals, {}), objective, KeepGradients(),
+        student, Batch(ROLLOUTS, signals, {}), objective, KeepGradients(),
         train=Train(micro_tokens=12, precision="float32"),
     )  # fmt: skip
     loss = sum(value for _, statistics in result.statistics for value in statistics.loss.values())
@@ -145,7 +145,7 @@ class NarrowTeacher(FrozenTeacher):
     offers = frozenset({"logprobs_at", "topk"})
     asked: ClassVar[list[int]] = []
 
-    def make(self, name: str, supplies: Supplies) -> LocalTeacher:
+    def make(self, name: str, supplies: TeacherInputs) -> LocalTeacher:
         (ref,) = self.reads()
         asked = self.asked
 

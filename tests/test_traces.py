@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import opd
-from opd.runner import token_lines
+from opd.runner import reports
 from tests.helpers import save_tiny, tiny_tokenizer
 
 BOTH: dict[str, Any] = {"form": "direct", "gate": {"kind": "entropy", "share": 0.5}}
@@ -103,9 +103,9 @@ def test_writing_samples_changes_no_update(models: dict[str, str], runs: dict[st
 
 
 def test_the_file_stays_small_and_has_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_lines, "LIMIT", 1600)
+    monkeypatch.setattr(reports, "LIMIT", 1600)
     path = tmp_path / "tokens.jsonl"
-    assert token_lines.room_for(path, 0.001) == 100  # something from the start
+    assert reports.room_for(path, 0.001) == 100  # something from the start
     path.write_bytes(b"x" * 800)
-    assert token_lines.room_for(path, 0.25) < 0
-    assert token_lines.room_for(path, 1.0) == 800  # and something at the end
+    assert reports.room_for(path, 0.25) < 0
+    assert reports.room_for(path, 1.0) == 800  # and something at the end

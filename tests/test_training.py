@@ -23,15 +23,23 @@ from transformers import AutoModelForCausalLM
 
 import opd
 from opd import cli
-from opd.config import load_recipe
-from opd.errors import DataError, ModelError, RecipeError, RunDirectoryError, Stopped, TokenizerMismatch, TrainingError
+from opd.common.errors import (
+    DataError,
+    ModelError,
+    RecipeError,
+    RunDirectoryError,
+    Stopped,
+    TokenizerMismatch,
+    TrainingError,
+)
 from opd.objective.stopping import STOP_RULES, EvaluationHistory
+from opd.recipe import load_recipe
+from opd.records import Author
 from opd.runner import pipeline
 from opd.runner.checkpoint import verify_checkpoint
 from opd.runner.directory import model_named
 from opd.runner.plan import make_plan
 from opd.store import iterate
-from opd.types import Author
 from tests.crash import ended, start
 from tests.helpers import save_tiny
 
@@ -262,13 +270,13 @@ def test_best_checkpoint_early_stopping_and_retention(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opd.evaluation import Measures
-    from opd.runner import measuring
+    from opd.runner.evaluate import Evaluator
 
     values = iter([0.5, 0.1, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2])
     monkeypatch.setattr(
-        measuring,
-        "measure_answers",
-        lambda run, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
+        Evaluator,
+        "_measure",
+        lambda self, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
     )
     spec = {"prompts": 4, "every": 1, "teachers": False, "early_stop": {"patience": 3}}
     run = opd.run(
@@ -284,13 +292,13 @@ def test_a_stage_stops_once_it_is_good_enough(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opd.evaluation import Measures
-    from opd.runner import measuring
+    from opd.runner.evaluate import Evaluator
 
     values = iter([0.5, 0.8, 0.1, 0.6, 0.7, 0.2])  # before, both teachers, after every step
     monkeypatch.setattr(
-        measuring,
-        "measure_answers",
-        lambda run, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
+        Evaluator,
+        "_measure",
+        lambda self, sampler, who: {"a": Measures(n=4, greedy=next(values), greedy_stderr=0.0)},
     )
     spec = {"prompts": 4, "every": 1, "early_stop": {"kind": "target", "of_teacher": 0.85}}
     run = opd.run(recipe(models, eval=spec, train={"steps": 20}), out=tmp_path / "run")
@@ -399,8 +407,8 @@ def test_a_learning_rate_that_explodes_is_reported(models: dict[str, str], tmp_p
     ("phase", "target", "knob"),
     [
         ("update", "opd.objective.objective.Objective.__call__", "micro_tokens"),
-        ("score", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
-        ("compare teachers", "opd.teachers.local.LocalTeacher.score", "batch_tokens"),
+        ("score", "opd.teachers.scoring.LocalTeacher.score", "batch_tokens"),
+        ("compare teachers", "opd.teachers.scoring.LocalTeacher.score", "batch_tokens"),
     ],
 )
 def test_out_of_memory_names_the_knob(

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from opd.cli import app
-from opd.config import Lora
 from opd.models.untrained import untrained_notes
+from opd.recipe import Lora
 from tests.families import family_named
 from tests.helpers import tiny_tokenizer
 

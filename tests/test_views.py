@@ -14,24 +14,23 @@ import torch
 from pydantic import ValidationError
 
 import opd
-from opd import families
-from opd.config import Rollouts, load_recipe
-from opd.data.questions import question
-from opd.errors import RecipeError
+from opd import registry
+from opd.common.errors import RecipeError
+from opd.data.prompts import question
+from opd.loop.step import train_step
 from opd.models.attention import Packed
+from opd.models.language_model import Pack
 from opd.models.load import load_tokenizer
-from opd.models.packing import Pack
-from opd.objective.batch import TrainingBatch
-from opd.objective.first_pass import take_first_pass
-from opd.objective.objective import Objective
+from opd.objective.batch import Batch
+from opd.objective.objective import Objective, take_first_pass
+from opd.recipe import Rollouts, load_recipe
+from opd.records import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
+from opd.registry import Family
 from opd.runner.plan import make_plan
-from opd.settings import Family
-from opd.teachers.kinds import FrozenTeacher, ModelRef, Supplies, TeacherKind
-from opd.teachers.local import LocalTeacher
+from opd.teachers.kinds import FrozenTeacher, ModelRef, TeacherInputs, TeacherKind
 from opd.teachers.pool import open_teachers
+from opd.teachers.scoring import LocalTeacher
 from opd.teachers.views import Group, View, behind, require_aligned, texts_for
-from opd.trainer.step import train_step
-from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
 from tests.helpers import TEMPLATE, save_tiny, term, tiny_model, tiny_tokenizer
 from tests.test_semantics import KeepGradients
 from tests.test_teachers import rollout, spec
@@ -346,7 +345,7 @@ def test_what_a_teacher_did_not_see_takes_no_part(settings: dict[str, Any]) -> N
             }  # fmt: skip
             signals[need] = known | blank
         student.module.zero_grad()
-        batch = TrainingBatch(members, signals, {})
+        batch = Batch(members, signals, {})
         result = train_step(student, batch, objective, KeepGradients())
         grads = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in student.module.parameters()]
         return sum(loss for _, statistics in result.statistics for loss in statistics.loss.values()), grads
@@ -377,7 +376,7 @@ def test_entropy_is_known_where_a_teacher_was_shown_nothing() -> None:
     compared: Any = frozenset({("comparison", "a"), ("comparison", "b")})
 
     def entropies(needs: Any) -> np.ndarray:
-        batch = TrainingBatch(members, signals, {})
+        batch = Batch(members, signals, {})
         for _ in range(2):  # a batch that is used again is looked at again
             take_first_pass(student, [Pack.of(members)], batch, needs, teachers, ((1,),), 1.0)
         return np.concatenate([batch.first_pass.entropy[item.id] for item in members])
@@ -416,7 +415,7 @@ def test_offers_are_negotiated_when_a_recipe_is_read() -> None:
                     {**RECIPE, "teachers": {**teachers, "c": {"kind": "sampled_only"}}, "objective": two[0]}, [key]
                 )
     finally:
-        del families._registered["teacher.sampled_only"]
+        del registry._registered["teacher.sampled_only"]
 
 
 @pytest.mark.parametrize(
@@ -470,7 +469,7 @@ def test_what_a_teacher_cannot_read_is_counted_under_any_view(tmp_path: Path) ->
         name = "short"
         by_default = False
 
-        def open(self, name: str, supplies: Supplies) -> TeacherLike:
+        def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
             teacher = super().open(name, supplies)
             teacher.context = 9
             return teacher
@@ -481,13 +480,13 @@ def test_what_a_teacher_cannot_read_is_counted_under_any_view(tmp_path: Path) ->
             "rollout": {"prompts": 2, "max_new_tokens": 1}, "train": {"steps": 1}, "eval": {"prompts": 0},
         }, prompts={"a": ["1+1", "11111111+1"]}, out=tmp_path / "run")  # fmt: skip
     finally:
-        del families._registered["teacher.short"]
+        del registry._registered["teacher.short"]
     assert run.metrics[0]["unshown/a"] == 0.5
 
 
 def test_a_model_that_reads_does_not_name_is_told() -> None:
     class Hasty(FrozenTeacher):
-        def open(self, name: str, supplies: Supplies) -> TeacherLike:
+        def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
             supplies.load(ModelRef("tiny/sorting"))
             return super().open(name, supplies)
 

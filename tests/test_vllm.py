@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import opd
-from opd.config import Train
+from opd.loop.step import train_step
 from opd.models import load_model
 from opd.models.load import tiny_models
-from opd.objective.batch import TrainingBatch
+from opd.objective.batch import Batch
 from opd.objective.objective import Objective
-from opd.teachers.pooling import PoolingTeacher
-from opd.trainer.step import train_step
-from opd.types import SignalNeed
+from opd.recipe import Train
+from opd.records import SignalNeed
+from opd.teachers.other_servers import PoolingTeacher
 from tests.servers import free_port
 from tests.test_semantics import KeepGradients
 from tests.test_teachers import rollout
@@ -125,7 +125,7 @@ def step(teacher: Any, student: Any, **term: Any) -> tuple[float, torch.Tensor]:
         found = teacher.score(ROLLOUTS, objective.need_beside(signals, role, kind))
         signals[role, kind] = {item.id: signal for item, signal in zip(ROLLOUTS, found, strict=True)}
     result = train_step(
-        student, TrainingBatch(ROLLOUTS, signals, {}), objective, KeepGradients(), train=Train(precision="float32")
+        student, Batch(ROLLOUTS, signals, {}), objective, KeepGradients(), train=Train(precision="float32")
     )
     loss = sum(value for _, statistics in result.statistics for value in statistics.loss.values())
     return loss, torch.cat([p.grad.flatten() for p in student.module.parameters() if p.grad is not None])

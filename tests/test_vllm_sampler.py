@@ -26,23 +26,29 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import opd
-from opd.config import load_recipe
-from opd.errors import ModelError, RecipeError, RemoteError, ServerAway, Stopped, TrainingError
+from opd.common.errors import ModelError, RecipeError, RemoteError, ServerAway, Stopped, TrainingError
+from opd.engines import vllm, vllm_memory, vllm_server
+from opd.engines.vllm import (
+    SERVER,
+    AdapterFile,
+    OwnReplica,
+    Replica,
+    VllmEngine,
+    VllmSampler,
+    WeightsBuffer,
+    WeightsFile,
+    engine_environment,
+    why_merged,
+)
 from opd.models import load_model
 from opd.models.attention import Packed
 from opd.models.language_model import LanguageModel
 from opd.models.lora import save_adapter
 from opd.models.settings import Lora
+from opd.recipe import load_recipe
+from opd.records import Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
+from opd.rollouts.rollouter import answers
 from opd.runner.plan import make_plan
-from opd.sampling import vllm_engine, vllm_memory, vllm_server
-from opd.sampling.collect import collect
-from opd.sampling.export import WeightsFile
-from opd.sampling.vllm import VllmSampler
-from opd.sampling.vllm_adapter import AdapterFile, why_merged
-from opd.sampling.vllm_engine import VllmEngine
-from opd.sampling.vllm_replica import SERVER, OwnReplica, Replica, engine_environment
-from opd.sampling.vllm_weights import WeightsBuffer
-from opd.types import Finished, Rollout, SampledToken, SampleRequest, Sampling, WeightsRef
 from tests.crash import durable, ended, kept, start
 from tests.helpers import tiny_model
 from tests.ranks import Job, together
@@ -164,11 +170,11 @@ def test_nobody_waits_for_engines_that_are_away_after_a_stop(monkeypatch: pytest
 
     spec = VllmSampler(address=[f"http://127.0.0.1:{free_port()}"], patience=600)
     engine = VllmEngine(model.inference_copy(), spec, LENGTH, merge_stop=model.stop_ids)
-    spec.heed(engine, stops)
+    spec.poll_stop(engine, stops)
     with pytest.raises(Stopped):
         next(iter(engine.sample(requests(1))))
-    monkeypatch.setattr(vllm_engine, "AGAIN", 0.1)
-    monkeypatch.setattr(vllm_engine, "LOOK", 0.02)
+    monkeypatch.setattr(vllm, "AGAIN", 0.1)
+    monkeypatch.setattr(vllm, "LOOK", 0.02)
     with pytest.raises(Stopped):
         engine.load(model.weights(0))
     engine.close()
@@ -522,7 +528,7 @@ def test_log_probs_are_the_trainers_and_follow_its_weights(servers: list[Server]
     for version, by in enumerate((0.0, 0.02)):
         changed(student, by)
         engine.load(student.weights(version))
-        found = collect(engine, requests(24))
+        found = answers(engine, requests(24))
         for rollout in found:
             logprob, stop = rescored(student, rollout)
             np.testing.assert_allclose(rollout.logprob, logprob, atol=1e-4)
@@ -532,12 +538,12 @@ def test_log_probs_are_the_trainers_and_follow_its_weights(servers: list[Server]
     assert len({tuple(rollout.response_ids.tolist()) for rollout in found}) > 5  # no two engines draw alike
     first = found[0]
     prefix = np.array([35, 36, 37], dtype=np.int32)
-    (longer,) = collect(engine, [SampleRequest("r", first.prompt_ids, 0, requests(1)[0].sampling, prefix_ids=prefix)])
+    (longer,) = answers(engine, [SampleRequest("r", first.prompt_ids, 0, requests(1)[0].sampling, prefix_ids=prefix)])
     np.testing.assert_allclose(longer.logprob[3:], rescored(student, longer)[0][3:], atol=1e-4)
     greedy = {"temperature": 0.0, "stop_ids": (), "max_new_tokens": 20}
-    (whole,) = collect(engine, requests(1, **greedy))
+    (whole,) = answers(engine, requests(1, **greedy))
     text = student.tokenizer.decode([int(whole.response_ids[3])])
-    (cut,) = collect(engine, requests(1, **greedy, stop_strings=(text,)))
+    (cut,) = answers(engine, requests(1, **greedy, stop_strings=(text,)))
     assert cut.stop == "stop"
     assert cut.response_ids.tolist() == whole.response_ids[: cut.response_ids.size].tolist()
     assert text in student.tokenizer.decode(cut.response_ids)
@@ -570,7 +576,7 @@ def test_a_load_between_two_tokens_changes_the_rest(servers: list[Server]) -> No
         assert set(versions) == {older.version, newer.version}
         ids = np.array([event.token for event in answer], dtype=np.int32)
         told = np.array([event.logprob for event in answer])
-        whole = Rollout(**{**vars(collect(engine, [request])[0]), "response_ids": ids})
+        whole = Rollout(**{**vars(answers(engine, [request])[0]), "response_ids": ids})
         for weights, model in ((older, before), (newer, student)):
             mine = np.array(versions) == weights.version
             np.testing.assert_allclose(told[mine], rescored(model, whole)[0][mine], atol=1e-4)
@@ -591,7 +597,7 @@ def test_a_stream_that_breaks_loses_no_token(servers: list[Server], monkeypatch:
             yield line
 
     monkeypatch.setattr(Replica, "lines", broken)
-    for rollout in collect(engine, requests(4, max_new_tokens=60, stop_ids=())):
+    for rollout in answers(engine, requests(4, max_new_tokens=60, stop_ids=())):
         assert rollout.response_ids.size == 60
         np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
     assert not breaks
@@ -601,7 +607,7 @@ def test_a_stream_that_breaks_loses_no_token(servers: list[Server], monkeypatch:
 
     monkeypatch.setattr(Replica, "lines", away)
     with pytest.raises(ServerAway, match="in a row before it had drawn a token"):
-        collect(engine, requests(2))
+        answers(engine, requests(2))
     engine.close()
 
 
@@ -641,7 +647,7 @@ def test_shared_weights_get_into_an_engine_and_those_that_stay_behind_are_caught
         engine.load(student.weights(version))
         kept = shared.clone()
         shared.zero_()  # whoever has answered has what it needs
-        for rollout in collect(engine, requests(8)):
+        for rollout in answers(engine, requests(8)):
             np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
             assert (rollout.version == version).all()
     settle, engine._weights.memory.settle = engine._weights.memory.settle, lambda: shared.copy_(kept)  # type: ignore[method-assign]
@@ -669,7 +675,7 @@ def test_an_engine_that_is_started_again_reads_the_newest_shared_weights() -> No
         first = replica._process
         assert first is not None
         os.killpg(first.pid, signal.SIGKILL)
-        for rollout in collect(engine, requests(4)):
+        for rollout in answers(engine, requests(4)):
             np.testing.assert_allclose(rollout.logprob, rescored(student, rollout)[0], atol=1e-4)
             assert (rollout.version == 7).all()
         assert replica._process is not first
@@ -727,7 +733,7 @@ def test_an_adapter_is_swapped_in_the_midst_of_answers(adapter_server: Server, m
     for request in asked:
         drawn = [event for event in events if isinstance(event, SampledToken) and event.request_id == request.id]
         ids = np.array([event.token for event in drawn], dtype=np.int32)
-        whole = Rollout(**{**vars(collect(engine, [request])[0]), "response_ids": ids})
+        whole = Rollout(**{**vars(answers(engine, [request])[0]), "response_ids": ids})
         scored = [rescored(student, whole)[0] for student in students]
         expected = [scored[event.version][place] for place, event in enumerate(drawn)]
         np.testing.assert_allclose([event.logprob for event in drawn], expected, atol=1e-4)
@@ -818,7 +824,7 @@ def test_a_run_learns_with_two_engines_and_with_one_when_the_other_dies(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: dict[str, int] = {}
-    read = vllm_engine._Call.read
+    read = vllm._Call.read
 
     def counted(self: Any, lane: Any, line: Any) -> Any:
         lines[lane.replica.address] = lines.get(lane.replica.address, 0) + len(line["tokens"])
@@ -826,7 +832,7 @@ def test_a_run_learns_with_two_engines_and_with_one_when_the_other_dies(
             servers[1].kill()
         return read(self, lane, line)
 
-    monkeypatch.setattr(vllm_engine._Call, "read", counted)
+    monkeypatch.setattr(vllm._Call, "read", counted)
     sampler = {"engine": "vllm", "address": [server.address for server in servers], **EAGER}
     objective = [{"form": "direct"}, {"form": "policy_gradient", "coefficient": 0.1}]
     train = {"steps": 24, "lr": 1e-3}
@@ -854,7 +860,7 @@ def test_an_interrupted_run_goes_on_and_so_does_one_whose_engine_dies(
     assert not engines()
     before = durable(directory)
     assert any(item.stop is None and item.response_ids.size for item in before.values())
-    read, struck = vllm_engine._Call.read, [0]
+    read, struck = vllm._Call.read, [0]
 
     def dies(self: Any, lane: Any, line: Any) -> Any:
         struck[0] += 1
@@ -864,7 +870,7 @@ def test_an_interrupted_run_goes_on_and_so_does_one_whose_engine_dies(
             os.killpg(lane.replica._process.pid, signal.SIGKILL)
         return read(self, lane, line)
 
-    monkeypatch.setattr(vllm_engine._Call, "read", dies)
+    monkeypatch.setattr(vllm._Call, "read", dies)
     run = opd.resume(directory)
     kept(before, durable(directory))
     assert struck[0] > 3

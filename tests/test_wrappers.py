@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from typer.testing import CliRunner
 
 from opd.cli import app
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 from opd.models import load_config, load_model, load_tokenizer, parameter_count
-from opd.models.catalog import export
+from opd.models.load import export
 from tests.helpers import save_tiny
 from tests.wrappers import WRAPPERS, save_wrapper
 

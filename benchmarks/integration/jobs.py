@@ -32,7 +32,7 @@ MEMORY = 0.9  # of a GPU that workers share; the rest is for their contexts and 
 def work(job: dict[str, Any]) -> None:
     """Carry out one job in this process and write its entry."""
     import opd
-    from opd.config.runs import model_of_run
+    from opd.recipe.paths import model_of_run
 
     started, out = time.monotonic(), Path(job["out"])
     found: dict[str, Any] = {"arm": job["arm"], "seed": job["seed"], "settings": job["settings"]}

@@ -7,20 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opd.cluster.ray_nodes import free_port, node_address
-from opd.cluster.ray_workers import LOST, RunArguments
+from opd.cluster.on_ray import LOST, RunArguments, TeacherPlaces, free_port, node_address, served_stage
 from opd.cluster.remote_sampler import RemoteSampler
-from opd.cluster.served_stage import TeacherPlaces, served_stage
-from opd.config import Stage
+from opd.engines.shared_sampler import SharedSampler
+from opd.loop.distributed import DistributedRanks, joined_ranks
 from opd.models.language_model import LanguageModel
-from opd.trainer.ranks import Ranks, joined_ranks
-from opd.trainer.shared_sampler import SharedSampler
-from opd.types import TokenSampler
+from opd.recipe import Stage
+from opd.records import TokenSampler
 
 LEASE = 20.0  # seconds between two attempts at a lock that may be that of a machine which is gone
 
 
-class RayRanks(Ranks):
+class RayRanks(DistributedRanks):
     def __init__(
         self, store: Any, rank: int, size: int, local: int, samplers: Sequence[Any], teachers: TeacherPlaces
     ) -> None:
@@ -84,7 +82,7 @@ class TrainerWorker:
         """The exit code of `opd run X --resume --out DIR`, and what it had to say. `again`: after ranks that were lost."""
         os.environ.update(environment)
         os.chdir(arguments.folder)
-        from opd.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, RunLocked, Stopped
+        from opd.common.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, RunLocked, Stopped
         from opd.runner.run import run
 
         recipe, overrides, out, _ = arguments

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.errors import ServerAway
-from opd.trainer.messages import read_message, write_message
-from opd.types import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
+from opd.common.errors import ServerAway
+from opd.common.messages import read_message, write_message
+from opd.records import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
 
 if TYPE_CHECKING:
     import torch
+
 
 ROUND = 256  # events in one message
 AWAY = 600.0  # seconds that a worker may be away
@@ -65,9 +66,9 @@ class SamplerWorker:
 def _opened(facts: Mapping[str, Any]) -> TokenSampler:
     import torch
 
+    from opd.engines.kinds import SAMPLERS
     from opd.models import load_model
-    from opd.sampling.samplers import SAMPLERS
-    from opd.settings import by_hand
+    from opd.registry import by_hand
 
     if facts["threads"] is not None:
         torch.set_num_threads(facts["threads"])
@@ -80,7 +81,7 @@ def _opened(facts: Mapping[str, Any]) -> TokenSampler:
 def _annotated(family: Any) -> Any:
     from typing import Annotated
 
-    from opd.sampling.samplers import SamplerKind
+    from opd.engines.kinds import SamplerKind
 
     return Annotated[SamplerKind, family]
 

@@ -19,20 +19,25 @@ import io
 import json
 import math
 import os
+import re
+import sys
 import weakref
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from opd.data.layouts import ASKED
-from opd.data.parse import BadRow, csv_cells, csv_row, json_row, json_value, object_of, require_text, text_of
-from opd.errors import DataError
-from opd.files import is_directory, is_file
+import numpy as np
+
+from opd.common.errors import DataError
+from opd.common.files import is_directory, is_file
+from opd.common.hub import errors, unreachable
+from opd.common.text import first_line
+from opd.records import Prompt
 
 Row = Mapping[str, Any]
 BLOCK = 1024  # rows of a table turned into Python at a time
@@ -220,7 +225,6 @@ def open_rows(name: str, split: str) -> Rows:
     """Of a file, a folder, or a dataset on the hub."""
     if looks_local(name):
         return open_local(name, split)
-    from opd.data.folders import open_hub
 
     return open_hub(name, split)
 
@@ -228,8 +232,6 @@ def open_rows(name: str, split: str) -> Rows:
 def open_local(name: str, split: str) -> Rows:
     path = Path(os.path.expanduser(name))
     if is_directory(path):
-        from opd.data.folders import open_folder
-
         return open_folder(path, split)
     if not is_file(path):
         raise DataError(f"prompts {name!r}: no such file.")
@@ -418,3 +420,389 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".tsv": partial(_csv, usual="\t"),
     ".parquet": _parquet,
 }
+
+
+# Datasets that are more than one file: folders, and the Hugging Face hub.
+
+
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+MANY_FILES = 100_000
+SAVED = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # facts about rows, not rows
+
+
+def open_folder(path: Path, split: str) -> Rows:
+    """What `save_to_disk` wrote, or every file of one split: train.jsonl, data/train-00000-of-00002.parquet,
+    test/a.csv.
+    """
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _saved(path, split)
+    files = _data_files(path)
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_of(file.relative_to(path)), []).append(file)
+    wanted = by_split.get(split) or (by_split.get("") if split == "train" and len(by_split) == 1 else None)
+    if not wanted:
+        known = ", ".join(sorted(name or "(files without a split in their name)" for name in by_split))
+        raise DataError(f"prompts {str(path)!r}: no files of the split {split!r}; there are {known}. Set `split`.")
+    return JoinedRows([open_file(file) for file in wanted])
+
+
+def _data_files(path: Path) -> list[Path]:
+    """Of one kind: two kinds side by side are likely the same rows twice."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(_visible_files(path)):
+        kind = kind_of(file)
+        if kind is not None and file.is_file() and file.name not in SAVED:
+            found.setdefault(kind, []).append(file)
+    if len(found) > 1:
+        found.pop(".json", None)  # beside other files most likely settings
+    if not found:
+        raise DataError(f"prompts {str(path)!r}: no files with rows in this folder ({', '.join(READERS)}).")
+    if len(found) > 1:
+        raise DataError(
+            f"prompts {str(path)!r}: files of several kinds ({', '.join(found)}), which may be the same rows. Name one "
+            "file."
+        )
+    (files,) = found.values()
+    return files
+
+
+def _visible_files(path: Path) -> list[Path]:
+    """All below the folder that is not hidden; a whole disk is no dataset."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"prompts {str(path)!r}: {error.filename!r} cannot be read ({error.strerror}).") from None
+
+    files: list[Path] = []
+    for folder, inner, names in os.walk(path, onerror=refuse):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+        if len(files) > MANY_FILES:
+            raise DataError(
+                f"prompts {str(path)!r}: more than {MANY_FILES:,} files in this folder. Name the folder of one dataset."
+            )
+    return files
+
+
+def _split_of(file: Path) -> str:
+    """By the words of its path, the file's own name first; "" where there is none."""
+    for part in reversed(file.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, names in SPLITS.items():
+            if any(name in words for name in names):
+                return split
+    return ""
+
+
+def _saved(path: Path, split: str) -> Rows:
+    datasets = _datasets(str(path))
+    import pyarrow
+
+    try:
+        stored = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+        raise DataError(f"prompts {str(path)!r}: not a saved dataset ({first_line(error)}).") from None
+    if isinstance(stored, datasets.DatasetDict):
+        if split not in stored:
+            raise DataError(f"prompts {str(path)!r}: no split {split!r}; there are {', '.join(stored)}.")
+        stored, folder = stored[split], path / split
+    else:
+        folder = path
+    files = sorted(file.absolute() for file in folder.rglob("*") if file.is_file())
+    return TableRows(files, _table(stored))
+
+
+def open_hub(name: str, split: str) -> Rows:
+    datasets = _datasets(name)
+    try:
+        if not _cached(datasets, name) and (why := unreachable()) is not None:
+            raise ConnectionError(why)
+        loaded = datasets.load_dataset(name, split=split)
+    except errors(KeyError, RuntimeError) as error:
+        raise DataError(
+            f"prompts {name!r}: not a task, a file ({', '.join(READERS)}), a folder, or a dataset that could be loaded "
+            f"({first_line(error)}). Check the spelling."
+        ) from None
+    return TableRows([], _table(loaded), fingerprint=loaded._fingerprint)
+
+
+def _cached(datasets: Any, name: str) -> bool:
+    """Something of it is here already."""
+    from huggingface_hub import constants
+
+    def letters(text: str) -> str:  # `MetaMath` is stored as meta_math
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    folders = [*Path(datasets.config.HF_DATASETS_CACHE).glob("*"), *Path(constants.HF_HUB_CACHE).glob("datasets--*")]
+    return any(letters(folder.name.removeprefix("datasets--")) == letters(name) for folder in folders)
+
+
+def _datasets(name: str) -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"prompts {name!r}: not a file, and Hugging Face datasets need the datasets package: pip install "
+            "'opd[data]'."
+        )
+    import datasets
+
+    datasets.disable_progress_bars()  # downloads keep theirs
+    return datasets
+
+
+def _table(dataset: Any) -> Any:
+    """The Arrow table beneath, memory-mapped; a dataset that was shuffled or filtered is put in its order first."""
+    return (dataset.flatten_indices() if dataset._indices is not None else dataset).data.table
+
+
+# One row of text, read strictly: what cannot be read as it was meant is a `BadRow` that says why.
+
+
+DEPTH = 100  # levels of nesting; what reads rows later on recurses
+
+
+class BadRow(DataError):
+    """A row that cannot be used. Its text is the reason alone; whoever knows the place adds it."""
+
+
+def text_of(data: bytes) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8") from None
+    if "\0" in text:
+        raise BadRow("holds NUL bytes, so it is not text")
+    return text
+
+
+def json_row(data: bytes) -> Mapping[str, Any]:
+    return object_of(json_value(text_of(data)))
+
+
+def object_of(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRow(f"expected an object with a `prompt`, got {type(value).__name__}")
+    return value
+
+
+def json_value(text: str) -> Any:
+    """JSON without what other readers take differently: keys that come twice, NaN, numbers and nesting without end."""
+    try:
+        value = _DECODER.decode(text)
+    except BadRow:
+        raise
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise BadRow(f"not valid JSON ({error.msg}, {where})") from None
+    except ValueError:  # int() takes 4,300 digits
+        raise BadRow("holds a whole number of more than 4,300 digits; write it as text") from None
+    except RecursionError:
+        raise BadRow(f"nested more than {DEPTH} levels deep") from None
+    if text.count("[") + text.count("{") > DEPTH and _depth(value) > DEPTH:
+        raise BadRow(f"nested more than {DEPTH} levels deep")
+    if "\\u" in text:
+        require_text(value)
+    return value
+
+
+def require_text(value: Any) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise BadRow(f"holds \\u{half:04x}, half of a surrogate pair, which is not text") from None
+
+
+def _depth(value: Any) -> int:
+    """Levels of nesting, counted without recursion."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        node, level = waiting.pop()
+        deepest = max(deepest, level)
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        waiting += [(entry, level + 1) for entry in inner if isinstance(entry, (dict, list))]
+    return deepest
+
+
+def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"the key {twice!r} comes twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise BadRow(f"{name} is not JSON; leave the key out, or write null")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise BadRow(f"the number {text[:20]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_twice, parse_constant=_no_constant, parse_float=_finite)
+
+
+def csv_cells(data: bytes, delimiter: str) -> list[str]:
+    csv.field_size_limit(1 << 30)  # the default, 131,072 characters, is less than a long document
+    try:
+        return next(csv.reader(io.StringIO(text_of(data), newline=""), delimiter=delimiter, strict=True), [])
+    except csv.Error as error:
+        raise BadRow(f"not valid CSV ({error})") from None
+
+
+def csv_row(data: bytes, delimiter: str, header: Sequence[str]) -> Mapping[str, Any]:
+    """Cells by column; an empty cell is a value that is not there."""
+    cells = csv_cells(data, delimiter)
+    if len(cells) != len(header):
+        raise BadRow(f"has {len(cells)} cells, and the header has {len(header)}")
+    return {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
+
+
+# Rows in the layouts of other frameworks, put into our columns: ShareGPT, Alpaca and verl.
+#
+# ShareGPT    `conversations` or `messages`: a list of {from, value}
+# Alpaca      `instruction`, `input`, `output`, and perhaps `history`
+# verl        `prompt`, and the answer in `reward_model.ground_truth`; `data_source` is the domain
+#
+# >>> as_ours({"instruction": "Add.", "input": "2+2", "output": "4"}, None)["prompt"]
+# [{'role': 'user', 'content': 'Add.\n\n2+2'}]
+
+
+ASKED = ("prompt", "messages", "conversations", "instruction")  # columns that hold what is asked
+SPEAKERS = {  # what ShareGPT calls those who speak -> the role that chat templates read
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+
+
+def as_ours(row: Mapping[str, Any], domain: str | None) -> Mapping[str, Any]:
+    """The same row in our columns. `domain` is the one that the recipe gives its source, which counts for every row."""
+    if row.get("prompt") is None and row.get("messages") is None:
+        if row.get("conversations") is not None:
+            rest = {key: value for key, value in row.items() if key not in ("conversations", "messages")}
+            row = {**rest, "messages": row["conversations"]}
+        elif row.get("instruction") is not None and {"input", "output"} & row.keys():
+            row = {**row, **_alpaca(row)}
+    reward = row.get("reward_model")
+    return {**row, **_verl(row, reward, domain)} if isinstance(reward, Mapping) else row
+
+
+def as_message(message: Any) -> Any:
+    """ShareGPT's {from, value} as {role, content}; anything else as it is."""
+    if not isinstance(message, Mapping) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise BadRow(f"a message is from {speaker!r}; known are {', '.join(SPEAKERS)}. Rename it, or leave the row out")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SPEAKERS[speaker], "content": message["value"], **rest}
+
+
+def _alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    instruction, more = row["instruction"], row.get("input")
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise BadRow(f"`instruction` must be text and not empty, got {str(instruction)[:80]!r}")
+    if more is not None and not isinstance(more, str):
+        raise BadRow(f"`input` must be text, got {str(more)[:80]!r}")
+    earlier = [
+        {"role": role, "content": text}
+        for turn in _history(row.get("history"))
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    asked = f"{instruction}\n\n{more}" if more and more.strip() else instruction
+    completion = row.get("completion") if row.get("completion") is not None else row.get("output")
+    return {"prompt": [*earlier, {"role": "user", "content": asked}], "completion": completion}
+
+
+def _history(turns: Any) -> Sequence[Any]:
+    """Earlier questions with their answers."""
+    found = turns or []
+    if not isinstance(found, list) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in found):
+        raise BadRow(f"`history` must be a list of [question, answer], got {str(turns)[:80]!r}")
+    return found
+
+
+def _verl(row: Mapping[str, Any], reward: Mapping[str, Any], domain: str | None) -> dict[str, Any]:
+    """What verl's columns say, where ours say nothing."""
+    found: dict[str, Any] = {}
+    truth, source = reward.get("ground_truth"), row.get("data_source")
+    if row.get("answer") is None and isinstance(truth, (str, int, float)):
+        found["answer"] = truth
+    if row.get("domain") is None and domain is None and isinstance(source, str) and source:
+        found["domain"] = source
+    return found
+
+
+# Rows that a program has in memory, as the text of `.jsonl` files: a run keeps them in its directory, so resuming
+# needs no more.
+
+
+def jsonl(rows: Any, what: str = "prompts") -> str:
+    """One line a row.
+
+    Rows are mappings with a `prompt`, plain texts, or `Prompt`s; a `datasets.Dataset` is such rows, too.
+    """
+    if isinstance(rows, (str, bytes, Mapping, Prompt)) or not isinstance(rows, Iterable):
+        raise DataError(f"{what}: expected a list of rows, got {type(rows).__name__}. Give [{{'prompt': …}}, …].")
+    lines = [_line(row, f"{what}, row {number}") for number, row in enumerate(rows, 1)]
+    if not lines:
+        raise DataError(f"{what}: there are no rows in it.")
+    return "".join(lines)
+
+
+def by_domain(prompts: Any) -> Iterator[tuple[str | None, str]]:
+    """(domain, the text of its file) of a list of rows, which has no domain of its own, or of `{domain: rows}`."""
+    if not isinstance(prompts, Mapping):
+        yield None, jsonl(prompts)
+        return
+    if "datasets" in sys.modules:  # else it is none
+        from datasets import DatasetDict
+
+        if isinstance(prompts, DatasetDict):
+            raise DataError(
+                f"prompts: a dataset with splits ({', '.join(prompts)}). Give one of them: prompts=dataset['train']."
+            )
+    if not prompts:
+        raise DataError("prompts: there are no rows in it.")
+    for domain, rows in prompts.items():
+        if not isinstance(domain, str) or not domain:
+            raise DataError(f"prompts: domains are words, got {domain!r}. Give {{'maths': [{{'prompt': …}}, …]}}.")
+        if isinstance(rows, str):
+            raise DataError(f"prompts: {domain!r} looks like a column. Rows are given in a list: [{{'prompt': …}}, …].")
+        yield domain, jsonl(rows, f"prompts of {domain!r}")
+
+
+def _line(row: Any, place: str) -> str:
+    if isinstance(row, Prompt):
+        row = {**row.fields, "prompt": row.text if row.messages is None else list(row.messages), "domain": row.domain}
+    elif isinstance(row, str):
+        row = {"prompt": row}
+    elif not isinstance(row, Mapping):
+        raise DataError(f"{place}: expected a mapping with a `prompt`, or text, got {type(row).__name__}.")
+    known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+    try:
+        return json.dumps(known, allow_nan=False, default=_plain) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{place}: a value that JSON cannot hold ({error}). Give text, numbers and lists of them."
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """What tables hold in place of Python's own numbers and lists."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")

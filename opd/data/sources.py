@@ -1,17 +1,875 @@
-"""The prompts of a recipe, opened: all its sources together."""
+"""What every source of prompts is: one class with its settings, its refusals, how it is opened and what it reads. No
+torch here.
+
+`source: "task:addition"`: what stands before the colon, or else the kind of address, says which class it is; `kind`
+says so outright. A class of your own is added by `@opd.register`: give it rows (`opd.data.sources.RowPrompts`), or
+open what you like.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import base64
+import hashlib
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from opd.data.parse import BadRow
-from opd.data.prompts import DOMAIN, route_value
-from opd.data.row_source import RowSource
-from opd.data.scan import PROBE
-from opd.data.source import BadRows, Opening, PromptSource, Source, Split, Told, prompt_source, silent
-from opd.errors import DataError
-from opd.types import Prompt
+import numpy as np
+from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, ValidationError, field_validator
+from pydantic_core import CoreSchema
+
+from opd.common.errors import DataError, RunDirectoryError
+from opd.common.files import cache_directory, content_hash, read_sealed, write_sealed
+from opd.common.text import plain
+from opd.data.prompts import CHECKABLE, DOMAIN, renamed, route_value, row_prompt
+from opd.data.render import RESERVED_KWARGS, render_prompts
+from opd.data.rows import (
+    ASKED,
+    BadRow,
+    ListRows,
+    Row,
+    Rows,
+    as_ours,
+    kind_of,
+    local_files,
+    looks_local,
+    on_disk,
+    open_hub,
+    open_local,
+    open_rows,
+)
+from opd.records import Message, Prompt
+from opd.registry import Address, Choice, Family, Positive, StageView, Word, nearest
+
+if TYPE_CHECKING:
+    pass
+
+
+Split = Literal["all", "heldout", "train"]
+BadRows = Literal["stop", "skip"]
+Wanted = Callable[[Prompt], bool]
+Told = Callable[[str, int, int], None]  # name of a source, rows done, rows in all
+PREFIX = re.compile(r"[A-Za-z_][\w-]*:")
+
+
+def silent(name: str, done: int, total: int) -> None:
+    pass
+
+
+def anything(prompt: Prompt) -> bool:
+    return True
+
+
+class Source(Protocol):
+    """An open source: training prompts, and held-out prompts that do not overlap with them."""
+
+    name: str
+    size: int | None  # training prompts; None: without end
+
+    def train(self, index: int) -> Prompt: ...
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        """At most this many of each domain, of those that are wanted."""
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
+        """Of a split, at most `count` of each domain (None: all there are)."""
+
+    def examples(self) -> list[Prompt]:
+        """A few training prompts of every domain, with something to check answers by and without."""
+
+    def scan(self, scan: Scan) -> ScannedSource:
+        """How long its training prompts are, and which of them cannot be used."""
+
+    def keep_apart(self, others: list[Source]) -> None:
+        """Train on nothing that another source of the recipe holds out.
+
+        Sources that cannot overlap have nothing to do.
+        """
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a source is told when it is opened."""
+
+    label: str  # its prompts' ids begin with it; they key the draws
+    bad_rows: BadRows = "stop"
+    rewarded: bool = False  # rewards need no answer: rows without one can be evaluated on, too
+    route: str = DOMAIN  # the column that every training row needs, since it says who scores it
+    told: Told = silent
+
+
+class PromptSource(Choice):
+    """Where prompts come from. Settings that every source has; the classes below it add their own."""
+
+    family = "source"
+    by_default = True
+    prefixed: ClassVar[bool] = True  # chosen by `NAME:` at the beginning of its address
+
+    source: Address
+    domain: Word | None = Field(None, description="default: the row's own `domain` column, else the source's name")
+    share: float = Field(1.0, ge=1e-6, le=1e6, description="relative share of the prompts of a step")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    _older: bool = PrivateAttr(default=False)
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Source:
+        raise NotImplementedError
+
+    @property
+    def older(self) -> bool:
+        """Whether a run of an earlier version reads it, which goes on with the rows as that version read them."""
+        return self._older
+
+    def files(self) -> list[Path]:
+        """Every file it reads: a run remembers their content, and does not go on with another one."""
+        return []
+
+    def fingerprint(self) -> str | None:
+        """Likewise of what is no file here. None: its prompts follow from its settings alone."""
+        return None
+
+    def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
+        """The same in a run that may be an earlier version's, whose `resolved.yaml` has these settings of it."""
+        return self
+
+    def inside(self, directory: Path) -> PromptSource:
+        """The same in a run directory: earlier stages are found there."""
+        return self
+
+    @property
+    def only_domain(self) -> str | None:
+        """Of all its prompts, where the settings alone say so; None: rows may have their own."""
+        return None
+
+    @property
+    def address(self) -> str:
+        """The source without the prefix that chose the class."""
+        return self.source.removeprefix(f"{self.name}:") if self.prefixed else self.source
+
+    @property
+    def label(self) -> str:
+        """What ids begin with: they key the draws, which must not depend on where a file lies."""
+        path = Path(self.address)
+        return self.source.removesuffix(self.address) + path.name if path.is_absolute() else self.source
+
+    def heading(self) -> dict[str, str]:
+        return {} if SOURCES.of_address(self.source) == self.name else {self.key: self.name}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RESERVED_KWARGS & value.keys())
+        if taken:
+            raise ValueError(f"{taken[0]} is set by opd and cannot be given here")
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        reference = super().__get_pydantic_json_schema__(schema, handler)
+        node = handler.resolve_ref_schema(reference)
+        prefixes = "|".join(name for name, option in SOURCES.classes().items() if _prefixed(option))
+        pattern = f"^{cls.name}:" if cls.prefixed else f"^(?!({prefixes}):)"
+        node["anyOf"] = [{"required": ["kind"]}, {"properties": {"source": {"pattern": pattern}}}]
+        return reference
+
+
+class SourceFamily(Family):
+    """The address chooses: `task:addition` a task, a path or an existing file a file, any other name a dataset on the
+    hub.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("source")
+
+    @property
+    def expected(self) -> str:
+        return "an address, such as task:addition or rows.jsonl, or a mapping with `source`"
+
+    def spelled_out(self, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    def named(self, settings: Mapping[str, Any]) -> Any:
+        address = settings.get("source")
+        return super().named(settings) or (self.of_address(address) if isinstance(address, str) else None)
+
+    def choose(self, settings: dict[str, Any]) -> type[Choice]:
+        named, address = settings.pop(self.key, None), settings.get("source")
+        if named is None and isinstance(address, str):
+            named = self.of_address(address)
+            if named is None:
+                prefixes = [name for name, option in self.classes().items() if _prefixed(option)]
+                raise ValueError(f"unknown source; {nearest(address.partition(':')[0], prefixes)}")
+        return self.find(named or "file")
+
+    def of_address(self, address: str) -> str | None:
+        """None: it begins like `task:`, and nothing of that name is known."""
+        name = address.partition(":")[0]
+        if PREFIX.match(address) is None or on_disk(address):
+            return "file" if looks_local(address) else "dataset"
+        return name if name in self.names() and _prefixed(self.find(name)) else None
+
+
+def _prefixed(choice: type[Choice]) -> bool:
+    return issubclass(choice, PromptSource) and choice.prefixed
+
+
+SOURCES = SourceFamily()
+
+
+def prompt_source(source: str, **settings: Any) -> PromptSource:
+    """The settings of a source, as a recipe would write them."""
+    try:
+        found = SOURCES.read({"source": source, **settings})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in detail["loc"])
+        raise DataError(f"prompts {source!r}: {place}: {detail['msg'].removeprefix('Value error, ')}.") from None
+    except ValueError as error:
+        raise DataError(f"prompts {source!r}: {error}.") from None
+    assert isinstance(found, PromptSource)
+    return found
+
+
+# Every prompt is looked at before the first token is sampled: how long it is, and whether it can be used at all.
+#
+# Lengths are remembered in the user's cache (`$XDG_CACHE_HOME/opd/scans`, else `~/.cache/opd/scans`), by the content of
+# the files and of the tokenizer; delete it at will. Sources without end are probed, and what turns out too long later is
+# skipped.
+
+
+SHOWN = 5  # bad rows that a message names
+PROGRESS = 5000  # rows between two signs of life
+PROBE = 256  # prompts looked at of a source without end
+SLACK = 1.25  # room for the later prompts of such a source, beyond the longest of those
+BATCH = 512
+FORMAT = 2  # of the cache; goes up when lengths are counted differently
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What all sources of a stage hold."""
+
+    longest: int  # tokens of the longest prompt that is used
+    open_ended: bool  # later prompts may be longer: a source has no end, or the template prints the date
+    mean: float  # tokens of a prompt, weighted by the sources' shares
+    unusable: tuple[np.ndarray | None, ...]  # per source: which training rows are skipped; None: it has no end
+    notes: tuple[str, ...]  # what was skipped, in words
+
+    def room(self, others: int, limit: int, max_prompt_tokens: int | None) -> int:
+        """Tokens that a prompt may have in a sampler's slot: the longest of all, held-out ones too, and slack where it
+        takes some.
+        """
+        longest = max(self.longest, others)
+        return max(longest, min(limit, max_prompt_tokens or int(longest * SLACK) + 8)) if self.open_ended else longest
+
+
+@dataclass(frozen=True)
+class Scan:
+    """How the sources of a stage are looked at: what a source is given for it."""
+
+    tokenizer: Any
+    limit: int  # the most tokens a prompt may have
+    why: str  # it is that many
+    completions: bool = False  # every row needs one
+    bad_rows: BadRows = "stop"
+    told: Told = silent
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """What one source holds."""
+
+    lengths: np.ndarray  # of the prompts that are used
+    unusable: np.ndarray | None = None  # which training rows are skipped; None: it has no end
+    note: str = ""
+
+
+def scan(
+    sources: Sequence[Source],
+    specs: Sequence[PromptSource],
+    tokenizer: Any,
+    *,
+    limit: int,
+    why: str,
+    completions: bool = False,
+    bad_rows: BadRows = "stop",
+    told: Told = silent,
+) -> Scanned:
+    """`limit` is the most tokens a prompt may have, for the reason `why`; `completions`: every row needs one."""
+    found = [
+        source.scan(Scan(tokenizer, limit, why, completions, bad_rows, told, spec.chat_template_kwargs))
+        for source, spec in zip(sources, specs, strict=True)
+    ]
+    return Scanned(
+        longest=max(int(one.lengths.max()) for one in found),
+        open_ended=any(source.size is None for source in sources) or prints_the_date(tokenizer),
+        mean=float(np.average([one.lengths.mean() for one in found], weights=[spec.share for spec in specs])),
+        unusable=tuple(one.unusable for one in found),
+        notes=tuple(one.note for one in found if one.note),
+    )
+
+
+def scan_rows(source: RowSource, scan: Scan) -> ScannedSource:
+    """Every row is rendered and counted."""
+    lengths, reasons = row_lengths(source, scan)
+    bad = _unusable(source, lengths, reasons, scan)
+    skipped = int(bad.sum())
+    if skipped and (scan.bad_rows == "stop" or skipped == len(bad)):
+        raise refusal(source.name, skipped, len(bad), list(reasons.values())[:SHOWN])
+    first = "; ".join(list(reasons.values())[:SHOWN] or source.facts.reasons)
+    left_out = [f"prompts {source.name}: {skipped:,} of {len(bad):,} rows are skipped ({first})"] if skipped else []
+    return ScannedSource(lengths[~bad], bad, "; ".join([*left_out, *source.remarks]))
+
+
+def scan_endless(source: Source, scan: Scan) -> ScannedSource:
+    """The first prompts stand for the rest."""
+    prompts = [source.train(index) for index in range(PROBE)]
+    found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=True)
+    for ids in found:
+        if isinstance(ids, DataError):
+            raise ids
+    lengths = np.asarray([len(ids) for ids in found if not isinstance(ids, DataError)])
+    if lengths.min() > scan.limit:
+        raise DataError(
+            f"prompts {source.name!r}: the shortest of {PROBE} prompts has {lengths.min():,} tokens, and at most "
+            f"{max(scan.limit, 0):,} fit ({scan.why})."
+        )
+    return ScannedSource(lengths[lengths <= scan.limit])
+
+
+def refusal(name: str, bad: int, count: int, reasons: Sequence[str]) -> DataError:
+    """The first few by line and reason, and how many there are."""
+    more = [f"… and {bad - len(reasons):,} more"] if bad > len(reasons) else []
+    remedy = "" if bad == count else " Fix them, or leave them out: `data: {bad_rows: skip}`."
+    return DataError(
+        f"prompts {name!r}: {bad:,} of {count:,} rows cannot be used.{remedy}\n  " + "\n  ".join([*reasons, *more])
+    )
+
+
+def prints_the_date(tokenizer: Any) -> bool:
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
+
+
+def _unusable(source: RowSource, lengths: np.ndarray, reasons: dict[int, str], scan: Scan) -> np.ndarray:
+    """Which training rows cannot be used. `reasons` gets the first few; those of malformed rows the source has."""
+    limit, bad = scan.limit, lengths < 0
+    for index in np.flatnonzero(lengths > limit)[:SHOWN]:
+        reasons[int(index)] = (
+            f"{source.place(int(index))}: {int(lengths[index]):,} tokens, and at most {max(limit, 0):,} fit "
+            f"({scan.why})"
+        )
+    bad |= lengths > limit
+    if scan.completions:
+        missing = ~source.complete & ~bad
+        for index in np.flatnonzero(missing)[:SHOWN]:
+            reasons[int(index)] = f"{source.place(int(index))}: no `completion`, which rollout.data_share needs"
+        bad |= missing
+    return bad
+
+
+def row_lengths(source: RowSource, scan: Scan) -> tuple[np.ndarray, dict[int, str]]:
+    """Tokens of every training row, -1 where it cannot be used; and why not, for the first that cannot be rendered."""
+    place = _cache_file(source, scan.tokenizer)
+    known = _remembered(place, source.size or 0) if place is not None else None
+    if known is not None:
+        return known
+    lengths = np.full(source.size or 0, -1, dtype=np.int32)
+    reasons: dict[int, str] = {}
+    usable, done = source.usable(), 0
+    while batch := list(islice(usable, BATCH)):
+        prompts = [source.train(index) for index in batch]
+        found = render_prompts(prompts, scan.tokenizer, scan.template_kwargs, whole=not source.spec.older)
+        for index, ids in zip(batch, found, strict=True):
+            if not isinstance(ids, DataError):
+                lengths[index] = len(ids)
+            elif len(reasons) < SHOWN:
+                reasons[index] = f"{source.place(index)}: {ids}"
+        done += len(batch)
+        if done % PROGRESS < BATCH:
+            scan.told(source.name, done, len(lengths))
+    if place is not None:
+        _remember(place, lengths, reasons)
+    return lengths, reasons
+
+
+# The cache
+
+
+def _cache_file(source: RowSource, tokenizer: Any) -> Path | None:
+    """Named after everything that lengths depend on; None where that cannot be told."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or prints_the_date(tokenizer):
+        return None
+    fingerprint, files = source.contents
+    facts = [
+        FORMAT,
+        [fingerprint, *(content_hash(path) for path in files)],
+        source.spec.model_dump(mode="json", exclude={"share"}),
+        source.size,
+        source.selected,
+        source.spec.older,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.eos_token_id,
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        *([] if source.route == DOMAIN else [source.route]),  # rows without that column cannot be used
+    ]
+    key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+    root = cache_directory()
+    return root / "scans" / f"{key}.json" if root is not None else None
+
+
+def _remembered(place: Path, size: int) -> tuple[np.ndarray, dict[int, str]] | None:
+    """What an earlier scan found. Anything but a whole, unaltered entry is as good as none."""
+    try:
+        entry: Mapping[str, Any] = read_sealed(place)
+    except (RunDirectoryError, OSError):
+        return None
+    lengths = np.frombuffer(base64.b64decode(entry["lengths"]), dtype="<i4").astype(np.int32)
+    return (
+        (lengths, {int(index): reason for index, reason in entry["reasons"].items()}) if len(lengths) == size else None
+    )
+
+
+def _remember(place: Path, lengths: np.ndarray, reasons: Mapping[int, str]) -> None:
+    with suppress(OSError):  # a home that cannot be written to costs time, not the run
+        place.parent.mkdir(parents=True, exist_ok=True)
+        packed = base64.b64encode(lengths.astype("<i4").tobytes()).decode()
+        write_sealed(place, {"lengths": packed, "reasons": {str(index): reason for index, reason in reasons.items()}})
+
+
+# Which rows of a file are held out: a tenth of the questions of every domain, chosen by a hash of each question.
+#
+# The choice depends on nothing but the rows: neither on their order nor on the machine. Rows that ask the same are on the same
+# side, whatever their answers, system prompts or spaces.
+
+
+PART = 10  # one question in so many is held out, and one at least of a domain that has two
+ENCODER = json.JSONEncoder(sort_keys=True, default=str)
+KEY = b"opd held-out questions"  # of the hash; with another one, runs would hold out other rows
+
+
+def question_key(prompt: Prompt) -> int:
+    """64 bits of what a prompt asks: its text, or the roles and texts of its messages, without those of the system."""
+    messages = [{"role": "user", "content": prompt.text or ""}] if prompt.messages is None else list(prompt.messages)
+    asked = [_said(message) for message in messages if message["role"] != "system"]
+    canonical = ENCODER.encode(asked or [_said(message) for message in messages])
+    return int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8, key=KEY).digest(), "big")
+
+
+def _said(message: Message) -> list[object]:
+    content, calls = message["content"], message.get("tool_calls")
+    return [message["role"], " ".join(content.split()) if content else "", *([calls] if calls else [])]
+
+
+def held_out_rows(keys: np.ndarray, domains: np.ndarray) -> np.ndarray:
+    """Which rows are held out. `keys`: of their questions; `domains`: the number of each row's domain, -1 where it is unusable.
+
+    The questions with the smallest hashes of each domain are taken. One that stands in several domains counts in all of them.
+    A domain keeps a question to train on: where it has no more than one, none is held out.
+    """
+    usable = domains >= 0
+    ordered, places_of = different(keys[usable], domains[usable])
+    questions = np.bincount(places_of)
+    left = np.where(questions > 1, np.maximum(questions // PART, 1), 0).tolist()  # to be held out
+    spare = (questions - 1).tolist()
+    short = sum(count > 0 for count in left)
+    chosen: list[int] = []
+    for key, found in groupby(zip(ordered.tolist(), places_of.tolist(), strict=True), key=itemgetter(0)):
+        if not short:
+            break
+        places = [domain for _, domain in found]
+        if any(left[domain] > 0 for domain in places) and all(spare[domain] > 0 for domain in places):
+            chosen.append(key)
+            for domain in places:
+                left[domain] -= 1
+                spare[domain] -= 1
+                short -= left[domain] == 0
+    return usable & np.isin(keys, np.asarray(chosen, dtype=np.uint64))
+
+
+def different(keys: np.ndarray, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of these, each once, by key."""
+    order = np.lexsort((domains, keys))
+    keys, domains = keys[order], domains[order]
+    new = np.ones(len(keys), dtype=bool)
+    new[1:] = (keys[1:] != keys[:-1]) | (domains[1:] != domains[:-1])
+    return keys[new], domains[new]
+
+
+# Prompts that are rows: of files, folders, datasets on the hub, or of a class of your own.
+#
+# Every row is looked at when they are opened.
+
+
+LAST_ROWS = 0.1  # held out with `held_out: last`
+EXAMPLES = 8  # prompts that stand for others of their domain
+DOMAINS = 20  # that are named in one remark
+
+
+class RowPrompts(PromptSource):
+    """Rows, each a prompt. A class of your own says which: `rows`."""
+
+    limit: Positive | None = Field(None, description="use at most this many rows")
+    columns: dict[Word, Word] = Field(
+        default_factory=dict, description="our names for a file's columns: {prompt: question, answer: solution}"
+    )
+    held_out: Literal["questions", "last"] = Field(
+        "questions",
+        description="rows to evaluate on: a tenth of every domain's questions, chosen by a hash; or the last tenth of the rows",
+    )
+
+    @abstractmethod
+    def rows(self) -> Rows | list[Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def held_out_rows(self) -> Rows | list[Mapping[str, Any]] | None:
+        """Rows to evaluate on. None: some of the others, as `held_out` says."""
+        return None
+
+    @property
+    def held_out_name(self) -> str:
+        return f"{self.source} (held out)"
+
+    def default_domain(self) -> str:
+        return self.name
+
+    def prompt(self, row: Row, identity: str, domain: str) -> Prompt:
+        """What a row asks. One that asks nothing is a `BadRow`. `domain`: where neither row nor settings name one."""
+        ours = renamed(row, self.columns)
+        return row_prompt(ours if self.older else as_ours(ours, self.domain), identity, self.domain or domain)
+
+    def fingerprint(self) -> str | None:
+        """Of rows without files: their content."""
+        return None if self.files() else as_rows(self.rows()).fingerprint
+
+    def as_begun(self, written: Mapping[str, Any]) -> PromptSource:
+        """Runs of earlier versions do not say what is held out: it was the last rows."""
+        if "held_out" in written:
+            return self
+        found = self.model_copy(update={"held_out": "last"})
+        found._older = True
+        return found
+
+    def open(self, opening: Opening) -> RowSource:
+        return RowSource(self, opening)
+
+
+class StoredPrompts(RowPrompts):
+    """What files and datasets have in common."""
+
+    prefixed = False
+    split: Word = Field("train", description="split of a folder or a Hugging Face dataset")
+    eval_source: Address | None = Field(None, description="held-out prompts; default: some of the rows")
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.eval_source is not None and self.held_out != "questions":
+            yield (
+                f"source {self.source!r}: held_out {self.held_out} chooses among its rows, and eval_source names other rows. "
+                "Drop one of them."
+            )
+
+    def held_out_rows(self) -> Rows | None:
+        if self.eval_source is None:
+            return None
+        return open_rows(self.eval_source, "train" if kind_of(Path(self.eval_source)) else self.split)
+
+    @property
+    def held_out_name(self) -> str:
+        return str(self.eval_source)
+
+    def default_domain(self) -> str:
+        path = Path(self.source)
+        return Path(path.stem).stem if path.suffix == ".gz" else path.stem
+
+    def files(self) -> list[Path]:
+        return [] if self.eval_source is None else local_files(self.eval_source)
+
+
+class FilePrompts(StoredPrompts):
+    """A file, or a folder: what `save_to_disk` wrote, or the files of one split."""
+
+    name = "file"
+
+    def rows(self) -> Rows:
+        return open_local(self.source, self.split)
+
+    def files(self) -> list[Path]:
+        return list(dict.fromkeys([*local_files(self.source), *super().files()]))
+
+    def fingerprint(self) -> str | None:
+        return None
+
+
+class DatasetPrompts(StoredPrompts):
+    """A dataset on the Hugging Face hub."""
+
+    name = "dataset"
+
+    def rows(self) -> Rows:
+        return open_hub(self.source, self.split)
+
+    def fingerprint(self) -> str | None:
+        return self.rows().fingerprint
+
+
+def as_rows(rows: Rows | list[Mapping[str, Any]]) -> Rows:
+    return ListRows(rows) if isinstance(rows, list) else rows
+
+
+class RowFacts:
+    """What one pass over rows tells of each: whether it can be used, its question and domain, and whether it has a completion."""
+
+    def __init__(self, rows: Rows, count: int, spec: RowPrompts, name: str, told: Told, route: str = DOMAIN) -> None:
+        self.usable, self.complete = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        self.keys = np.zeros(count, dtype=np.uint64)  # of the questions
+        self.kinds = np.full(count, -1, dtype=np.int32)  # numbers of what follows; -1: the row is unusable
+        self.found: dict[tuple[str, bool, str], int] = {}  # (domain, has a verifier, value of the route's column)
+        self.checkable = False
+        self.reasons: list[str] = []  # of the first bad rows
+        unseen, columns, domain = set(spec.columns.values()), dict[str, None](), spec.default_domain()
+        for index, row in zip(range(count), rows.each(), strict=False):
+            if index % PROGRESS == 0:
+                told(name, index, count)
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                unseen -= row.keys()
+                columns |= dict.fromkeys(row)
+                self._note(index, spec.prompt(row, f"{index}", domain), route)
+            except BadRow as bad:
+                if len(self.reasons) < SHOWN:
+                    self.reasons.append(f"{rows.place(index)}: {bad}")
+        if unseen and columns:
+            raise DataError(
+                f"prompts {name!r}: columns: there is no column {min(unseen)!r}; there are "
+                f"{', '.join(map(str, columns))}."
+            )
+        if not self.usable.any() and columns and not {*ASKED} & {*columns, *spec.columns}:
+            raise DataError(
+                f"prompts {name!r}: no `prompt` column; it has {', '.join(map(str, columns))}. "
+                f"Say which one holds the prompt: `columns: {{prompt: {next(iter(columns))}}}`."
+            )
+        numbers: dict[str, int] = {}
+        self._domains = np.asarray(
+            [numbers.setdefault(domain, len(numbers)) for domain, *_ in self.found], dtype=np.int32
+        )
+        self.names = list(numbers)  # of domains, as they first come
+
+    def _note(self, index: int, prompt: Prompt, route: str) -> None:
+        kind = (prompt.domain, "verifier" in prompt.fields, route_value(prompt, route))
+        self.kinds[index] = self.found.setdefault(kind, len(self.found))
+        self.keys[index] = question_key(prompt)
+        self.usable[index] = True
+        self.complete[index] = bool(prompt.fields.get("completion"))
+        self.checkable = self.checkable or any(key in prompt.fields for key in CHECKABLE)
+
+    @property
+    def domains(self) -> np.ndarray:
+        """The number in `names` of each row's domain, -1 where it is unusable."""
+        if not self.found:
+            return self.kinds
+        return np.where(self.usable, self._domains[self.kinds], -1)
+
+    def first_rows(self, rows: np.ndarray, most: int) -> dict[tuple[str, bool, str], list[int]]:
+        """The first usable ones of every kind, among these."""
+        rows = rows[self.usable[rows]]
+        rows = rows[np.argsort(self.kinds[rows], kind="stable")]
+        bounds = np.searchsorted(self.kinds[rows], np.arange(len(self.found) + 1))
+        return {
+            kind: rows[start : min(end, start + most)].tolist()
+            for kind, start, end in zip(self.found, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            if start < end
+        }
+
+    def questions(self, rows: np.ndarray) -> dict[str, int]:
+        """Different questions by domain, among these rows."""
+        rows = rows[self.usable[rows]]
+        _, domains = different(self.keys[rows], self.domains[rows])
+        counts = np.bincount(domains, minlength=len(self.names)).tolist()
+        return dict(zip(self.names, counts, strict=True))
+
+
+class RowSource:
+    """Open rows. Where none are held out apart, some are kept back where answers can be checked: `held_out` says which."""
+
+    def __init__(self, spec: RowPrompts, opening: Opening) -> None:
+        self.spec, self.name, self._label, self.route = spec, spec.source, opening.label, opening.route
+        self._domain = spec.default_domain()
+        self._rows = as_rows(spec.rows())
+        count = min(len(self._rows), spec.limit or len(self._rows))
+        self.facts = _checked(self._rows, count, spec, spec.source, opening)
+        self._held, self._held_facts, self._first = self._rows, self.facts, 0  # the row whose number is 0 in ids
+        self._train, self._held_out = np.arange(count), np.arange(0)  # numbers of rows
+        self.size: int | None = count  # training rows; unusable ones have their place among them
+        self.remarks: list[str] = []  # for those who start a run
+        apart = spec.held_out_rows()
+        self._apart = apart is not None
+        if apart is not None:
+            self._held = as_rows(apart)
+            self._held_facts = _checked(
+                self._held, len(self._held), spec, spec.held_out_name, replace(opening, route=DOMAIN)
+            )
+            self._held_out = np.arange(len(self._held))
+            self._remark_on_overlap()
+        elif (self.facts.checkable or opening.rewarded) and count > 1:
+            self._hold_out(count)
+            self.size = len(self._train)
+        self.contents = (self._rows.fingerprint, list(dict.fromkeys([*self._rows.files, *self._held.files])))
+
+    def _hold_out(self, count: int) -> None:
+        if self.spec.held_out == "last":
+            self._first = count - max(1, int(count * LAST_ROWS))
+            self._train, self._held_out = np.arange(self._first), np.arange(self._first, count)
+            return
+        held = held_out_rows(self.facts.keys, self.facts.domains)
+        self._train, rows = np.flatnonzero(~held), np.flatnonzero(held)
+        self._held_out = rows[np.argsort(self.facts.keys[rows], kind="stable")]  # the first so many stand for all
+        trained, asked = self.facts.questions(self._train), self.facts.questions(rows)
+        parts = [f"{asked[name]:,} of {asked[name] + trained[name]:,} ({plain(name)})" for name in self.facts.names]
+        more = f" and so on, of {len(parts):,} domains" if len(parts) > DOMAINS else ""
+        self.remarks.append(f"prompts {plain(self.name)}: questions held out: {', '.join(parts[:DOMAINS])}{more}")
+
+    def _remark_on_overlap(self) -> None:
+        rows = self._held_out[self._held_facts.usable]
+        twice = int(np.isin(self._held_facts.keys[rows], self.facts.keys[self.facts.usable]).sum())
+        if twice:
+            self.remarks.append(
+                f"WARNING: prompts {plain(self.name)}: {twice:,} of {len(rows):,} prompts of "
+                f"{plain(self.spec.held_out_name)} are trained on as well, so their scores say little. Remove them from either"
+            )
+
+    @property
+    def complete(self) -> np.ndarray:
+        """Which training rows have a completion."""
+        return self.facts.complete[self._train]
+
+    @property
+    def selected(self) -> str | None:
+        """Tells one selection of training rows from another. None: all up to the last one."""
+        if len(self._train) == 0 or self._train[-1] == len(self._train) - 1:
+            return None
+        return hashlib.sha256(self._train.astype("<i8").tobytes()).hexdigest()
+
+    def scan(self, scan: Scan) -> ScannedSource:
+        return scan_rows(self, scan)
+
+    def keep_apart(self, others: list[Source]) -> None:
+        """Another file may ask what this one asks. What it holds out is not trained on here."""
+        keys = [other.held_keys for other in others if isinstance(other, RowSource) and other is not self]
+        if self.spec.held_out != "questions" or not keys:
+            return
+        facts, rows = self.facts, self._train
+        twice = facts.usable[rows] & np.isin(facts.keys[rows], np.concatenate(keys))
+        if not twice.any():
+            return
+        self._train = rows[~twice]
+        self.size = len(self._train)
+        if not facts.usable[self._train].any():
+            raise DataError(
+                f"prompts {self.name!r}: other sources of the recipe hold out every question that it trains on. Remove it, or "
+                "name held-out rows there: `eval_source`."
+            )
+        self.remarks.append(
+            f"prompts {plain(self.name)}: {int(twice.sum()):,} rows are not trained on, since another source holds out "
+            "what they ask"
+        )
+
+    @property
+    def held_keys(self) -> np.ndarray:
+        """Of the questions that were chosen to be held out."""
+        chosen = not self._apart and self.spec.held_out == "questions"
+        return self.facts.keys[self._held_out] if chosen else np.zeros(0, dtype=np.uint64)
+
+    def place(self, index: int) -> str:
+        return self._rows.place(int(self._train[index]))
+
+    def train(self, index: int) -> Prompt:
+        return self.row(int(self._train[index]))
+
+    def row(self, number: int) -> Prompt:
+        """The training prompt that a row is, by its number, which stands in its id."""
+        return self._prompt(self._rows, number, f"train/{number}")
+
+    def usable(self) -> Iterator[int]:
+        """Indices of the training rows that are prompts."""
+        return (int(index) for index in np.flatnonzero(self.facts.usable[self._train]))
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        return self.prompts("heldout", count, wanted)
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
+        """In order of the rows, held-out ones in an order by hash where they were chosen so; unusable rows are left out."""
+        found: list[Prompt] = []
+        taken: dict[str, int] = {}
+        for held, number, domain in self._wanted_rows(split):
+            if count is not None and taken.get(domain, 0) >= count:
+                continue
+            prompt = self._asked(number) if held else self.row(number)
+            if wanted(prompt):
+                taken[domain] = taken.get(domain, 0) + 1
+                found.append(prompt)
+        return found
+
+    def _wanted_rows(self, split: Split) -> Iterator[tuple[bool, int, str]]:
+        """(held out, number, domain) of usable rows."""
+        parts = []
+        if split in ("train", "all"):
+            parts.append((False, self.facts, self._train))
+        if split in ("heldout", "all"):
+            parts.append((True, self._held_facts, self._held_out))
+        found = (
+            (held, int(number), facts.names[domain])
+            for held, facts, rows in parts
+            for number, domain in zip(rows, facts.domains[rows], strict=True)
+            if domain >= 0
+        )
+        return found if self._apart or split != "all" else iter(sorted(found, key=itemgetter(1)))
+
+    def _asked(self, number: int) -> Prompt:
+        return self._prompt(self._held, number, f"heldout/{number - self._first}")
+
+    def examples(self) -> list[Prompt]:
+        alike: dict[tuple[str, bool], list[int]] = {}
+        for (domain, verified, _), rows in self.facts.first_rows(self._train, EXAMPLES).items():
+            alike.setdefault((domain, verified), []).extend(rows)
+        return [self.row(number) for rows in alike.values() for number in sorted(rows)[:EXAMPLES]]
+
+    def routed(self) -> dict[tuple[str, str], str]:
+        """Every (domain, value of the route's column) among the training rows, and the place of the first such row."""
+        first: dict[tuple[str, str], int] = {}
+        for (domain, _, value), (row, *_) in self.facts.first_rows(self._train, 1).items():
+            first[domain, value] = min(row, first.get((domain, value), row))
+        return {key: self._rows.place(row) for key, row in first.items()}
+
+    def _prompt(self, rows: Rows, index: int, where: str) -> Prompt:
+        try:
+            return self.spec.prompt(rows[index], f"{self._label}/{where}", self._domain)
+        except BadRow as bad:
+            raise DataError(f"prompts {self.name!r}, {rows.place(index)}: {bad}.") from None
+
+
+def _checked(rows: Rows, count: int, spec: RowPrompts, name: str, opening: Opening) -> RowFacts:
+    if not count:
+        raise DataError(f"prompts {name!r}: there are no rows in it.")
+    facts = RowFacts(rows, count, spec, name, opening.told, opening.route)
+    bad = count - int(facts.usable.sum())
+    if bad and (opening.bad_rows == "stop" or bad == count):
+        raise refusal(name, bad, count, facts.reasons)
+    return facts
+
+
+# The prompts of a recipe, opened: all its sources together.
 
 
 def prompts(

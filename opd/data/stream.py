@@ -5,26 +5,16 @@ few integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from opd.data.shares import ShareKeeper, Shares
-from opd.data.source import Source
-from opd.errors import DataError
-from opd.types import Prompt
+from opd.common.errors import DataError
+from opd.data.shares import DomainSeen, ShareKeeper, Shares
+from opd.data.sources import Source
+from opd.records import Rollout, Visit
 
 PATIENCE = 10_000  # prompts of a source without end that may be refused in a row
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A prompt and which pass over it this is."""
-
-    prompt: Prompt
-    visit: int
-    source: int  # index into the recipe's list of sources
 
 
 class PromptStream:
@@ -85,6 +75,28 @@ class PromptStream:
         owed = self._credit(0)
         self._owed, self._before = owed, self._taken.copy()
         self._shares = np.asarray([shares[domain] for domain in self._domains]) * self._parts
+
+    def divide(
+        self, gaps: Mapping[str, float], share: Callable[[Callable[[], dict[str, float]]], dict[str, float]]
+    ) -> None:
+        """Before a step: shares of the domains, if they follow a need. `gaps`: how far each scores below its teacher.
+
+        `share`: has all ranks use what the first one finds.
+        """
+        if (keeper := self.keeper) is not None:
+            self.reshare(share(lambda: dict(keeper.shares(gaps))))
+
+    def note(self, rollouts: Sequence[Rollout], metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """After a step: what it showed of the domains. Returns the shares that it had."""
+        if self.keeper is None:
+            return {}
+        sizes: dict[str, list[int]] = {}
+        for rollout in rollouts:
+            sizes.setdefault(rollout.domain, []).append(int(rollout.response_ids.size))
+        self.keeper.observe(
+            {name: DomainSeen(len(size), sum(size), metrics.get(f"kl/{name}")) for name, size in sizes.items()}
+        )
+        return {f"share/{domain}": share for domain, share in self.shares.items()}
 
     def _credit(self, more: int) -> np.ndarray:
         """What each source is owed, with so many draws more."""

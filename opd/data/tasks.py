@@ -12,14 +12,22 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
 
-from opd.errors import DataError
-from opd.types import Prompt
+from pydantic import Field
 
-Split = Literal["train", "heldout"]
+from opd.common.errors import DataError
+from opd.common.text import first_line, plain
+from opd.data.sources import Opening, PromptSource, Scan, ScannedSource, Source, Split, Wanted, anything, scan_endless
+from opd.records import Prompt
+from opd.registry import StageView
+
+TaskSplit = Literal["train", "heldout"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = """
 apple arm autumn bag ball bank bear bell bird boat book bottle box bread bridge brush cake camp card castle cat
@@ -102,7 +110,7 @@ class Task:
     options: Mapping[str, int]
     limits: Mapping[str, tuple[int, int]]  # smallest and largest value of each option
 
-    def prompt(self, split: Split, index: int, domain: str | None = None) -> Prompt:
+    def prompt(self, split: TaskSplit, index: int, domain: str | None = None) -> Prompt:
         """Question `index` of a split: an endless sequence, in which one may come again but never in the other
         split.
         """
@@ -125,7 +133,7 @@ class Task:
         return text.strip() == prompt.fields.get("answer")
 
 
-def split_of(question: str) -> Split:
+def split_of(question: str) -> TaskSplit:
     return "heldout" if Dice(f"split/{question}").below(HELDOUT_SHARE) == 0 else "train"
 
 
@@ -169,3 +177,164 @@ def get_task(name: str, **options: int) -> Task:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise DataError(f"task {name}: {key} is a whole number from {low} to {high}, got {value!r}.")
     return Task(task.name, task.domain, task.description, task.draw, {**task.options, **options}, task.limits)
+
+
+# Prompts without end: built-in tasks and reasoning-gym. Each is a pure function of its index and has its own held-out
+# set.
+#
+# Prompts' ids begin with a label, which keys the draws: `task:sort`, and `task:sort#2` where a recipe lists it again.
+
+
+TASK, GYM = "task:", "reasoning_gym:"  # what their verifiers are called by
+GYM_HELD_OUT, GYM_TRAIN_SEED, GYM_HELD_OUT_SEED = 1000, 0, 1_000_003
+# What generators of many hands raise about options they cannot use.
+GYM_ERRORS = (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
+class GeneratedPrompts(PromptSource):
+    """Prompts without end, which follow from the options alone."""
+
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of a task or reasoning_gym generator")
+
+
+class TaskPrompts(GeneratedPrompts):
+    """A built-in task: `task:addition`."""
+
+    name = "task"
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        try:
+            get_task(self.address, **self.options)
+        except DataError as error:
+            yield str(error)
+
+    @property
+    def only_domain(self) -> str | None:
+        return self.domain or get_task(self.address, **self.options).domain
+
+    def open(self, opening: Opening) -> TaskSource:
+        return TaskSource(get_task(self.address, **self.options), self.domain, opening.label)
+
+
+class GymPrompts(GeneratedPrompts):
+    """A reasoning-gym task, rewarded by its own scorer: `reasoning_gym:NAME`."""
+
+    name = "reasoning_gym"
+
+    @property
+    def only_domain(self) -> str | None:
+        return self.domain or self.address
+
+    def open(self, opening: Opening) -> GymSource:
+        return GymSource(self.address, self.options, self.domain, opening.label)
+
+
+class Generator:
+    """What endless sources have in common: nothing on disk, and prompts that all say the same about themselves."""
+
+    name: str
+    size: int | None = None
+
+    def train(self, index: int) -> Prompt:
+        raise NotImplementedError
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        raise NotImplementedError
+
+    def prompts(self, split: Split, count: int | None, wanted: Wanted = anything) -> list[Prompt]:
+        if split == "all" or count is None:
+            raise DataError(f"prompts {self.name!r}: there is no end to them. Choose heldout or train, and how many.")
+        if split == "heldout":
+            return self.held_out(count, wanted)
+        return [prompt for index in range(count) if wanted(prompt := self.train(index))]
+
+    def examples(self) -> list[Prompt]:
+        return [self.train(index) for index in range(8)]
+
+    def scan(self, scan: Scan) -> ScannedSource:
+        return scan_endless(self, scan)
+
+    def keep_apart(self, others: list[Source]) -> None:
+        pass
+
+
+class TaskSource(Generator):
+    """The questions of a task; every split is its own (`data.tasks`)."""
+
+    def __init__(self, task: Task, domain: str | None, label: str) -> None:
+        self.name, self._task, self._domain, self._label = TASK + task.name, task, domain, label
+
+    def train(self, index: int) -> Prompt:
+        return self._prompt("train", index)
+
+    def _prompt(self, split: Literal["train", "heldout"], index: int) -> Prompt:
+        prompt = self._task.prompt(split, index, self._domain)
+        identity = f"{self._label}/{split}/{index}"
+        return replace(prompt, id=identity, fields={**prompt.fields, "verifier": self.name})
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        prompts: dict[Any, Prompt] = {}
+        for index in range(20 * count + 1000):  # a generator may repeat itself; every held-out prompt counts once
+            prompt = self._prompt("heldout", index)
+            question = json.dumps(prompt.messages)
+            if question not in prompts and wanted(prompt):
+                prompts[question] = prompt
+            if len(prompts) == count:
+                break
+        return list(prompts.values())
+
+
+class GymSource(Generator):
+    """Training prompts are generated by index; those that also appear in the held-out set are skipped."""
+
+    def __init__(self, task: str, options: Mapping[str, Any], domain: str | None, label: str) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise DataError(f"prompts 'reasoning_gym:{task}' need the reasoning-gym package: pip install 'opd[gym]'.")
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if task not in DATASETS:
+            raise DataError(
+                f"prompts 'reasoning_gym:{task}': no such task. reasoning-gym knows {len(DATASETS)}, among them "
+                f"{', '.join(sorted(DATASETS)[:8])}, …"
+            )
+        self.name, self._domain, self._label = GYM + task, domain or task, label
+        try:
+            self._train = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=GYM_TRAIN_SEED, **options)
+            self._held = reasoning_gym.create_dataset(task, size=GYM_HELD_OUT, seed=GYM_HELD_OUT_SEED, **options)
+            # Generators look at some options only when they use them.
+            self.held_questions = {self._held[index]["question"] for index in range(GYM_HELD_OUT)}
+        except GYM_ERRORS as error:
+            given = f"options {plain(str(dict(options)))} were refused"
+            raise DataError(f"prompts 'reasoning_gym:{task}': {given} ({first_line(error)}).") from None
+        self._skip: list[int] = []  # raw index of each training prompt handed out so far
+
+    def keep_apart(self, others: list[Source]) -> None:
+        """One generator with different options may ask the same question."""
+        same = [other for other in others if isinstance(other, GymSource) and other.name == self.name]
+        self.held_questions = set().union(self.held_questions, *(other.held_questions for other in same))
+
+    def train(self, index: int) -> Prompt:
+        while len(self._skip) <= index:
+            raw = self._skip[-1] + 1 if self._skip else 0
+            for _ in range(10_000):
+                if self._train[raw]["question"] not in self.held_questions:
+                    break
+                raw += 1
+            else:
+                raise DataError(
+                    f"prompts {self.name!r}: the generator makes too few different questions to hold any out; use "
+                    "larger options."
+                )
+            self._skip.append(raw)
+        return self._prompt(self._train[self._skip[index]], f"train/{index}")
+
+    def held_out(self, count: int, wanted: Wanted = anything) -> list[Prompt]:
+        unique = {self._held[index]["question"]: index for index in reversed(range(GYM_HELD_OUT))}
+        prompts = (self._prompt(self._held[index], f"heldout/{index}") for index in sorted(unique.values()))
+        return list(islice(filter(wanted, prompts), count))
+
+    def _prompt(self, entry: Mapping[str, Any], where: str) -> Prompt:
+        fields = {"answer": entry["answer"], "completion": entry["answer"], "entry": dict(entry), "verifier": self.name}
+        message = {"role": "user", "content": entry["question"]}
+        return Prompt(id=f"{self._label}/{where}", domain=self._domain, messages=(message,), fields=fields)

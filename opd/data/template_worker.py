@@ -1,6 +1,6 @@
 """A process that renders chat templates and nothing else: they are programs that come with a model.
 
-It is run as a script by `opd.data.template` and imports jinja2 alone, so that it starts fast and has little to lose. Templates run in
+It is run as a script by `opd.data.render` and imports jinja2 alone, so that it starts fast and has little to lose. Templates run in
 jinja's sandbox, as transformers runs them. Time and memory are bounded by the kernel, since one expression can keep the interpreter busy
 for ever (`a * a` of large numbers, lists that hold one another) or ask for any amount of memory. What breaks a bound ends the process.
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opd.config import Stage
-from opd.diagnose.bench import Bench, open_bench
 from opd.diagnose.measures import Answering, PairMeasures
-from opd.diagnose.measuring import DomainAnswers, measure_pair
-from opd.diagnose.recommend import Advice, Recommendation, ranked, recommend
-from opd.diagnose.rules import Case, Decision, decide
-from opd.diagnose.stopwatch import Stopwatch
+from opd.diagnose.measuring import Bench, DomainAnswers, Stopwatch, measure_pair, open_bench
+from opd.diagnose.rules import Advice, Case, Decision, Recommendation, decide, ranked, recommend
+from opd.recipe import Stage
 from opd.runner.plan import make_plan
 from opd.teachers.table import K
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from opd.common.context import RunContext
+from opd.common.errors import DataError, UserError
 from opd.data.render import render_completion, render_prompts, response_text
-from opd.diagnose.bench import VISIT, Asking, Bench, Draw
+from opd.data.sources import Source
 from opd.diagnose.measures import (
     Answering,
     Depth,
@@ -28,12 +35,37 @@ from opd.diagnose.measures import (
     stretch_edges,
     within_prompt_auroc,
 )
-from opd.diagnose.stopwatch import Stopwatch
-from opd.diagnose.token_rows import TokenRows, token_rows
-from opd.errors import DataError
-from opd.models.language_model import LanguageModel
-from opd.teachers.table import Pair, Samples, compare
-from opd.types import Author, Rollout, SignalNeed, TokenSampler
+from opd.divergences import Projection, likeliest_ids, statistics
+from opd.engines.draws import request_key
+from opd.evaluation import is_right
+from opd.loop.ranks import Ranks
+from opd.loop.samplers import Samplers
+from opd.models import load_config, load_tokenizer
+from opd.models.language_model import LanguageModel, Pack, pack
+from opd.models.tokenizers import differing_ids
+from opd.objective.batch import beside
+from opd.recipe import STAGE_PREFIX, Stage
+from opd.recipe.graph import edges
+from opd.records import (
+    Author,
+    Prompt,
+    Rendered,
+    Rollout,
+    Sample,
+    SampleRequest,
+    Sampling,
+    SignalNeed,
+    TeacherLike,
+    TokenSampler,
+)
+from opd.rewards import Rewarder, check_rewards
+from opd.rollouts.rollouter import answers
+from opd.runner.checks import as_named, open_prompts, pick_device
+from opd.runner.stage import StageModels
+from opd.teachers.kinds import ModelRef, TeacherKind
+from opd.teachers.pool import TeacherPool, open_teachers
+from opd.teachers.table import K, Pair, Samples, compare
+from opd.teachers.views import BytesView, Group, texts_for
 
 BY_TEACHER, TAKEN_OVER = 10_000, 20_000  # numbers of draws: the student's begin at 0
 DEPTHS = (0.25, 0.5, 0.75)  # of the usual length of the student's answers
@@ -372,3 +404,364 @@ def _said_instead(bench: Bench, name: str, ended: Sequence[Rollout]) -> tuple[in
     if token in bench.stop_ids:
         return None
     return token, str(bench.student.tokenizer.convert_ids_to_tokens(token)), float(np.mean(masses))
+
+
+# What a diagnosis is made on: the models of a stage, open, and a few of its prompts. Nothing is trained or stored.
+
+
+VISIT = -3  # keys draws that no step, evaluation or start-up table makes
+SCORED = {"hidden", "logprobs_at"}  # one of them a teacher has to offer
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One prompt that both models answer."""
+
+    prompt: Prompt
+    ids: np.ndarray  # as the student reads it
+    source: int  # its number in the recipe
+
+
+@dataclass
+class Bench:
+    spec: Stage
+    student: LanguageModel
+    kinds: dict[str, TeacherKind]  # with the view bytes where the tokenizer is another
+    teachers: dict[str, TeacherLike]
+    differ: dict[str, int]  # teacher -> ids that mean something else to it
+    stop_ids: tuple[int, ...]
+    samplers: Samplers
+    rewarder: Rewarder
+    asked: dict[str, Asking]  # by prompt id
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def domains(self) -> dict[str, list[Asking]]:
+        found: dict[str, list[Asking]] = {}
+        for asking in self.asked.values():
+            found.setdefault(asking.prompt.domain, []).append(asking)
+        return found
+
+    @property
+    def prompts(self) -> dict[str, Prompt]:
+        return {name: asking.prompt for name, asking in self.asked.items()}
+
+    @property
+    def limit(self) -> int:
+        """Tokens of an answer."""
+        return self.spec.rollout.max_new_tokens
+
+    def sampling(self, stop_ids: tuple[int, ...] | None = None) -> Sampling:
+        """At temperature 1 from everything: what the models themselves would say."""
+        stops = self.stop_ids if stop_ids is None else stop_ids
+        return Sampling(self.limit, stop_ids=stops, stop_strings=tuple(self.spec.rollout.stop))
+
+    def kwargs(self, prompt_id: str) -> Mapping[str, Any]:
+        return self.spec.prompts[self.asked[prompt_id].source].chat_template_kwargs
+
+    def groups(
+        self, rollouts: Sequence[Rollout], teacher: str, rewards: Mapping[str, float | None]
+    ) -> dict[str, Group]:
+        """Answers to each prompt, as the teacher's view sees them."""
+        members: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            members.setdefault(rollout.group, []).append(rollout)
+        tokenizer, own = self.student.tokenizer, self.kinds[teacher].view.chat_template == "teacher"
+        model = self.teachers[teacher].model
+        found = {
+            name: Group(group, tokenizer, rewards, self.kwargs(group[0].prompt_id), self.stop_ids)
+            for name, group in members.items()
+        }
+        if not own or model is None:
+            return found
+        return {name: replace(group, tokenizer=model.tokenizer, student=tokenizer) for name, group in found.items()}
+
+    def right(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> np.ndarray:
+        """1 right, 0 wrong, NaN where nothing rewards it."""
+        marks = np.full(len(texts), np.nan)
+        covered = [at for at, name in enumerate(prompt_ids) if self.rewarder.covers(self.asked[name].prompt)]
+        samples = [Sample(self.asked[prompt_ids[at]].prompt, texts[at]) for at in covered]
+        for at, result in zip(covered, self.rewarder(samples) if samples else [], strict=True):
+            marks[at] = is_right(result)
+        return marks
+
+    def text(self, rollout: Rollout) -> str:
+        return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+
+    def draw(
+        self, sampler: TokenSampler, wanted: Sequence[Draw], stop_ids: tuple[int, ...] | None = None
+    ) -> list[Rollout]:
+        """One rollout each; they belong to their prompt, whatever was read in its place."""
+        sampling = self.sampling(stop_ids)
+        requests = [
+            SampleRequest(
+                f"{draw.asking.prompt.id}/{draw.number}",
+                draw.asking.ids if draw.read is None else draw.read,
+                request_key(self.spec.seed, draw.asking.prompt.id, VISIT, draw.number),
+                sampling,
+                draw.prefix,
+            )
+            for draw in wanted
+        ]
+        found = answers(sampler, requests) if requests else []
+        return [
+            replace(
+                rollout,
+                prompt_id=draw.asking.prompt.id,
+                domain=draw.asking.prompt.domain,
+                group=draw.asking.prompt.id,
+                sample=draw.number,
+                visit=VISIT,
+            )
+            for rollout, draw in zip(found, wanted, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.rewarder.close()
+        self.samplers.close()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One answer to be sampled. `number` keys it; `read`: in place of what the student reads; `prefix`: how it begins."""
+
+    asking: Asking
+    number: int
+    read: np.ndarray | None = None
+    prefix: np.ndarray | None = None
+
+
+def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None]) -> Bench:
+    """`count`: prompts of each domain. What cannot work is refused before weights are loaded. No teacher waits elsewhere."""
+    _require_here(spec)
+    for ref in (ModelRef(spec.student.model, spec.student.revision), *_read(spec)):
+        load_config(ref.model, ref.revision)  # who is not here is told of before anybody is asked again and again
+    rollout = spec.rollout.model_copy(update={"staleness": 0, "in_flight": "recompute"})
+    spec = spec.model_copy(update={"pool": TeacherPool(), "rollout": rollout})  # nothing is sampled ahead
+    device = pick_device(spec.device)
+    differ = {name: _differ(spec, kind) for name, kind in _teachers(spec).items()}
+    kinds = {
+        name: kind.model_copy(update={"view": BytesView(skip=kind.view.skip)})
+        if differ[name] and not kind.view.crosses
+        else kind
+        for name, kind in _teachers(spec).items()
+    }
+    sources = open_prompts(spec)
+    examples = [prompt for source in sources for prompt in source.examples()]
+    rewarder = check_rewards(spec.rewards, examples, say=say)
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    torch.manual_seed(spec.seed)
+    ranks = Ranks()
+    models = StageModels(spec, device, _as_it_is, as_named, scratch, ranks)
+    student = models.student(spec, sharded=False)
+    teachers, stop_ids = open_teachers(kinds, student, models.teacher, RunContext(scratch, say=say))
+    if not stop_ids:
+        raise UserError(
+            f"{spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+        )
+    context = min([student.context, *(teacher.context for teacher in teachers.values())])
+    asked, notes = _asked(spec, sources, student.tokenizer, count, context - spec.rollout.max_new_tokens)
+    longest = max(asking.ids.size for asking in asked.values()) + spec.rollout.max_new_tokens
+    samplers = Samplers(spec, student, teachers, longest, stop_ids, ranks)
+    samplers.load(samplers.weights_of(student, 0))
+    return Bench(spec, student, kinds, teachers, differ, stop_ids, samplers, rewarder, asked, notes)
+
+
+def _as_it_is(name: str) -> str:
+    return name
+
+
+def _require_here(spec: Stage) -> None:
+    if missing := [edge for edge in edges(spec) if edge.stage]:
+        raise UserError(
+            f"stage {spec.name!r} takes {missing[0].key} from {STAGE_PREFIX}{missing[0].stage}, which has not run. Diagnose the "
+            "first stage, or name the directory of a trained model there."
+        )
+    if spec.student.merge is not None:
+        raise UserError(f"stage {spec.name!r} merges its student when it starts. Merge first, and name the result.")
+    if not _teachers(spec):
+        raise UserError(
+            "there is no teacher to look at: none of the role `teacher` gives log-probs of any text. Name one: "
+            "--teacher MODEL, `teachers` in a recipe, or another stage of it (--stage NAME)."
+        )
+
+
+def _teachers(spec: Stage) -> dict[str, TeacherKind]:
+    """Those that can be asked about answers that nobody has seen before."""
+    return {
+        name: kind
+        for name, kind in spec.teachers.items()
+        if kind.role == "teacher" and kind.scores_any and SCORED & kind.offers
+    }
+
+
+def _read(spec: Stage) -> list[ModelRef]:
+    return [ref for kind in _teachers(spec).values() for ref in kind.reads()]
+
+
+def _differ(spec: Stage, kind: TeacherKind) -> int:
+    student = load_tokenizer(spec.student.model, spec.student.revision)
+    return sum(len(differing_ids(student, load_tokenizer(ref.model, ref.revision))) for ref in kind.reads())
+
+
+def _asked(
+    spec: Stage, sources: Sequence[Source], tokenizer: Any, count: int, room: int
+) -> tuple[dict[str, Asking], list[str]]:
+    """Training prompts, at most `count` of each domain, of those that leave room for an answer."""
+    found: dict[str, Asking] = {}
+    taken: dict[str, int] = {}
+    long, unreadable = 0, list[DataError]()
+    for number, source in enumerate(sources):
+        kwargs = spec.prompts[number].chat_template_kwargs
+        prompts = source.prompts("train", count)
+        for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, kwargs, whole=True), strict=True):
+            if isinstance(ids, DataError):
+                unreadable.append(ids)
+            elif ids.size > room:
+                long += 1
+            elif taken.get(prompt.domain, 0) < count:
+                taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
+                found[prompt.id] = Asking(prompt, ids, number)
+    if not found and unreadable:
+        raise unreadable[0]
+    if not found:
+        raise DataError(
+            f"prompts {', '.join(source.source for source in spec.prompts)}: none leaves room for {spec.rollout.max_new_tokens:,} "
+            f"tokens of an answer ({max(room, 0):,} tokens are left for a prompt). Lower --max-new-tokens."
+        )
+    left = long + len(unreadable)
+    return found, [f"{left:,} prompts are too long or cannot be rendered, and were left out"] if left else []
+
+
+# What student and teacher say about every token of some rollouts.
+
+
+BUDGET = 8192  # tokens of one pass
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Of one rollout, (T,) each; NaN: not known. Stop ids are one event."""
+
+    student: np.ndarray  # log-prob of the token
+    teacher: np.ndarray
+    kl: np.ndarray  # student to teacher, nats
+    entropy: np.ndarray  # of the student
+    teacher_entropy: np.ndarray
+    overlap: np.ndarray  # of the two top K
+    mass: np.ndarray  # of the teacher's probability, what lies on the student's top K
+    teacher_stop: np.ndarray  # its probability of ending here
+
+    @classmethod
+    def unknown(cls, size: int) -> TokenRows:
+        return cls(*(np.full(size, np.nan) for _ in fields(cls)))
+
+    @property
+    def ratio(self) -> np.ndarray:
+        """The teacher's advantage for the token."""
+        found: np.ndarray = self.teacher - self.student
+        return found
+
+
+@torch.no_grad()
+def token_rows(
+    bench: Bench, name: str, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]
+) -> list[TokenRows]:
+    """One for each rollout; of an answer that the teacher's view shows nothing of, nothing is known."""
+    teacher, view = bench.teachers[name], bench.kinds[name].view
+    groups = bench.groups(rollouts, name, rewards)
+    found = {rollout.id: TokenRows.unknown(rollout.response_ids.size) for rollout in rollouts}
+    for batch in pack(rollouts, BUDGET):
+        seen = texts_for(view, batch, bench.prompts, groups, teacher.context)
+        shown = [
+            (rollout, text)
+            for rollout, text in zip(batch, seen, strict=True)
+            if text is not None and rollout.response_ids.size
+        ]
+        if shown and "hidden" in teacher.offers and not view.crosses:
+            found |= _exact(bench, teacher, shown)
+        elif shown:
+            found |= _at_tokens(teacher, shown)
+    return [found[rollout.id] for rollout in rollouts]
+
+
+def _exact(bench: Bench, teacher: TeacherLike, shown: Sequence[tuple[Rollout, Rendered]]) -> dict[str, TokenRows]:
+    """From hidden states: both distributions are whole."""
+    rollouts, student = [rollout for rollout, _ in shown], bench.student
+    signals = teacher.score(rollouts, SignalNeed("hidden"), [text for _, text in shown])
+    mask = np.concatenate([signal.mask for signal in signals])
+    hidden = torch.cat([signal.values.to(student.device) for signal in signals])
+    rows = torch.from_numpy(np.flatnonzero(mask)).to(student.device)
+    ours, theirs = student.predict(Pack.of(rollouts, student.device)).rows(rows), teacher.project(hidden[rows])
+    ids = np.concatenate([rollout.response_ids for rollout in rollouts])[mask].astype(np.int64)
+    stats = statistics(
+        ours, theirs, merge=(bench.stop_ids,), tokens=torch.from_numpy(ids).to(student.device), overlap=K
+    )
+    mass = _mass(ours, theirs, bench.stop_ids) if isinstance(theirs, Projection) else None
+    columns = (
+        stats.logprob,
+        stats.teacher_logprob,
+        stats.reverse_kl,
+        stats.entropy,
+        stats.teacher_entropy,
+        stats.overlap,
+        mass,
+        stats.teacher_stop,
+    )
+    whole = [_spread(column, mask) for column in columns]
+    ends = np.cumsum([rollout.response_ids.size for rollout in rollouts])[:-1]
+    parts = [np.split(column, ends) for column in whole]
+    return {rollout.id: TokenRows(*(part[at] for part in parts)) for at, rollout in enumerate(rollouts)}
+
+
+def _mass(student: Projection, teacher: Projection, stop_ids: tuple[int, ...]) -> Tensor:
+    """Of the teacher's K likeliest ids, the probability of those that are among the student's; stops are one id."""
+    (ours, _, _, _), (theirs, logprobs, _, _) = (likeliest_ids(side, K) for side in (student, teacher))
+    stops = torch.tensor(stop_ids, device=ours.device)
+    ours, theirs = (torch.where(torch.isin(ids, stops), stops[0], ids) for ids in (ours, theirs))
+    shared = (theirs[:, :, None] == ours[:, None, :]).any(-1)
+    return (logprobs.exp() * shared).sum(-1)
+
+
+def _spread(values: Tensor | None, mask: np.ndarray) -> np.ndarray:
+    found = np.full(mask.size, np.nan)
+    if values is not None:
+        found[mask] = values.double().cpu().numpy()
+    return found
+
+
+def _at_tokens(teacher: TeacherLike, shown: Sequence[tuple[Rollout, Rendered]]) -> dict[str, TokenRows]:
+    """From log-probs of the tokens alone, or of spans where tokenizers differ; the student's are the sampler's."""
+    found = {}
+    signals = teacher.score([rollout for rollout, _ in shown], SignalNeed("logprobs_at"), [text for _, text in shown])
+    for (rollout, _), signal in zip(shown, signals, strict=True):
+        nothing = TokenRows.unknown(rollout.response_ids.size)
+        theirs = np.where(signal.mask, np.asarray(signal.values, dtype=np.float64), np.nan)
+        ours = np.asarray(beside(rollout.logprob, signal), dtype=np.float64)
+        values = vars(nothing) | {"student": ours, "teacher": theirs, "kl": ours - theirs}  # an estimate of it
+        found[rollout.id] = TokenRows(**values)
+    return found
+
+
+# How long things took here.
+
+
+class Stopwatch:
+    """Seconds and tokens of what a step consists of, as they went by here."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def end(self, what: str, tokens: int) -> None:
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - self._since
+        self.tokens[what] = self.tokens.get(what, 0) + tokens
+
+    def each(self, what: str) -> float:
+        """Seconds of a token."""
+        return self.seconds[what] / max(self.tokens[what], 1)

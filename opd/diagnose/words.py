@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from opd.common.text import bytes_in_words, plain
 from opd.diagnose.diagnosis import Diagnosis
 from opd.diagnose.measures import Answering, PairMeasures
 from opd.diagnose.rules import Decision, useful_depth
 from opd.report.words import duration
 from opd.teachers.table import K
-from opd.text import bytes_in_words, plain
 
 SAYS = {
     "span view": "the tokenizers differ: compare spans",

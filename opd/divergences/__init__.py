@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opd.divergences.compute import Divergence, divergence, likeliest_ids, statistics, token_logprobs
-    from opd.divergences.mixture import Mixture
-    from opd.divergences.projection import Projection
-    from opd.divergences.rows import RowStatistics
-    from opd.divergences.sampled import divergence_advantage, teacher_log_ratio
-    from opd.types import TopK
+    from opd.divergences.formulas import divergence_advantage, teacher_log_ratio
+    from opd.divergences.projection import Mixture, Projection
+    from opd.divergences.torch_backend import RowStatistics
+    from opd.records import TopK
 
 HOMES = {
     "Divergence": "opd.divergences.compute",
@@ -22,12 +21,12 @@ HOMES = {
     "likeliest_ids": "opd.divergences.compute",
     "statistics": "opd.divergences.compute",
     "token_logprobs": "opd.divergences.compute",
-    "Mixture": "opd.divergences.mixture",
+    "Mixture": "opd.divergences.projection",
     "Projection": "opd.divergences.projection",
-    "RowStatistics": "opd.divergences.rows",
-    "divergence_advantage": "opd.divergences.sampled",
-    "teacher_log_ratio": "opd.divergences.sampled",
-    "TopK": "opd.types",
+    "RowStatistics": "opd.divergences.torch_backend",
+    "divergence_advantage": "opd.divergences.formulas",
+    "teacher_log_ratio": "opd.divergences.formulas",
+    "TopK": "opd.records",
 }
 
 

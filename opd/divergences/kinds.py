@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opd.settings import Choice, Family, Positive
+from opd.registry import Choice, Family, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.divergences.formulas import Formula
+
 
 Side = Literal["teacher", "student", "union"]
 Closure = Literal["tail", "renormalised", "generalised", "none"]
@@ -46,7 +47,7 @@ class DivergenceKind(Choice):
 
     def advantage(self, student: Tensor, teacher: Tensor) -> Tensor:
         """What a sampled token is worth, from its two log-probs; 0 where they agree."""
-        from opd.divergences.sampled import divergence_advantage
+        from opd.divergences.formulas import divergence_advantage
 
         return divergence_advantage(self.name, student, teacher, **self.parameters)
 
@@ -66,7 +67,7 @@ class CustomDivergence(DivergenceKind):
         raise NotImplementedError
 
     def formula(self) -> Formula:
-        from opd.divergences.custom import CustomFormula
+        from opd.divergences.torch_backend import CustomFormula
 
         return CustomFormula(self.name, value=self.value)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from opd.divergences.formulas import Formula
 from opd.divergences.kinds import Closure, Side
 from opd.divergences.projection import LOG_ZERO, MergeGroups, canonical_ids
-from opd.types import TopK
+from opd.records import TopK
 
 Support = Literal["full", "topk", "ids"]
 SMALL_MASS = 1e-20  # sums of probabilities below may lack some that are no floats any more

@@ -14,21 +14,21 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.divergences import triton_few as few
+from opd.divergences import triton_kernels
+from opd.divergences import triton_kernels as few
 from opd.divergences import triton_kernels as kernels
-from opd.divergences.chunked import slices
+from opd.divergences.compute import KernelPlan, aligned
 from opd.divergences.formulas import KINDS, Formula
-from opd.divergences.mixture import Mixture, Source
-from opd.divergences.plan import KernelPlan, aligned
-from opd.divergences.projection import LOG_ZERO, Projection, canonical_ids, matmul
-from opd.divergences.rows import Events, Job, RowStatistics, transform_
-from opd.divergences.triton_tiles import LOG2_E, LogitReading, Tile, initial_state, project
-from opd.divergences.upload import upload
+from opd.divergences.projection import LOG_ZERO, Mixture, Projection, Source, canonical_ids, matmul, upload
+from opd.divergences.supports import closed, largest, unique_ids
+from opd.divergences.torch_backend import Events, Job, RowStatistics, Weight, slices, transform_
+from opd.divergences.triton_kernels import largest_columns, takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,3 +371,417 @@ class TileEngine:
         few.members_gradient_(
             grad, events, merged.share[rows], merged.logit[rows], merged.of_event, here, factor, tile.s
         )
+
+
+# The two loops of the CUDA backend: over chunks of tokens (`fast`) and over slabs of the vocabulary (`small`).
+
+
+Gradients = list[Tensor | None]
+
+
+def triton_divergence(
+    job: Job, student: Projection, teacher: Source, plan: KernelPlan, sink: list[RowStatistics], needs: tuple[bool, ...]
+) -> tuple[Tensor, Gradients]:
+    """The loss and the gradients of hidden states, head and bias, each in its own type."""
+    engine = TileEngine(job, student, teacher, plan)
+    return (_small if plan.mode == "small" else _fast)(engine, sink, needs)
+
+
+def _weigh(engine: TileEngine, rows: slice, sink: list[RowStatistics]) -> tuple[Tensor, Tensor]:
+    """Close the statistics of these rows: their loss and their weights."""
+    observed = engine.observe(rows)
+    weight = engine.job.rows(rows).row_weight(observed)
+    sink.append(observed)
+    assert observed.value is not None
+    return (weight * observed.value).sum(), weight
+
+
+def given_weights(engine: TileEngine, given: Weight) -> Tensor:
+    """(N,) weights of rows in fp32; a function's are filled in chunk by chunk."""
+    weight = engine.empty(engine.count).fill_(1)
+    return weight.copy_(given) if isinstance(given, Tensor) else weight
+
+
+def _fast(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+    student, size, given = engine.student, engine.job.size, engine.job.weight
+    loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+    totals = HeadTotals(student, needs, size)
+    weight = given_weights(engine, given)
+    for rows in engine.row_slices():
+        tile = engine.tile(rows, slice(0, size))
+        engine.fold(tile)
+        if engine.needs_sums:
+            engine.add_event_sums(rows)
+            engine.add_sums(tile)
+        if callable(given):  # of this chunk's statistics; otherwise those can wait for the end
+            part, weight[rows] = _weigh(engine, rows, sink)
+            loss += part
+        if any(needs):
+            totals.add(rows, engine.gradient_(tile, weight[rows]))
+    if not callable(given):
+        loss += _weigh(engine, slice(0, engine.count), sink)[0]
+    del tile  # a view of the tiles, which have to go before the gradients are cast
+    engine.release()
+    return loss, totals.finish()
+
+
+class HeadTotals:
+    """Gradients of hidden states, head and bias, summed over chunks of tokens; the head's in fp32."""
+
+    def __init__(self, student: Projection, needs: tuple[bool, ...], size: int) -> None:
+        self._student, self._size = student, size
+        wide = torch.float32
+        self.hidden = torch.empty_like(student.hidden) if needs[0] else None
+        self.weight = torch.empty_like(student.weight, dtype=wide) if needs[1] else None
+        self.bias = None if student.bias is None or not needs[2] else torch.zeros_like(student.bias, dtype=wide)
+        if self.weight is not None:
+            self.weight[size:] = 0
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        size, student = self._size, self._student
+        if self.hidden is not None:
+            self.hidden[rows] = matmul(grad, student.weight[:size])
+        if self.weight is not None:
+            accumulate(self.weight[:size], grad.T, student.hidden[rows], first=rows.start == 0)
+        if self.bias is not None:
+            self.bias[:size] += grad.sum(0, dtype=torch.float32)
+
+    def finish(self) -> Gradients:
+        return _cast(self._student, self.hidden, self.weight, self.bias)
+
+
+def _small(engine: TileEngine, sink: list[RowStatistics], needs: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+    """Every pass begins with the slab the last one ended with, whose tile is still there."""
+    student, size = engine.student, engine.job.size
+    loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+    weights = engine.empty(engine.count)
+    slabs = list(engine.column_slices())
+    for rows in engine.row_slices():
+        for columns in slabs:
+            engine.fold(engine.tile(rows, columns))
+        slabs.reverse()
+        if engine.needs_sums:
+            engine.add_event_sums(rows)
+            for columns in slabs:
+                engine.add_sums(engine.tile(rows, columns))
+            slabs.reverse()
+        part, weights[rows] = _weigh(engine, rows, sink)
+        loss += part
+    if not any(needs):
+        return loss, [None, None, None]
+    hidden = engine.empty(*student.hidden.shape).zero_() if needs[0] else None
+    weight = torch.empty_like(student.weight) if needs[1] else None
+    bias = None if student.bias is None or not needs[2] else torch.zeros_like(student.bias, dtype=torch.float32)
+    if weight is not None:
+        weight[size:] = 0
+    for columns in slabs:
+        slab = engine.empty(columns.stop - columns.start, student.weight.shape[1]) if weight is not None else None
+        for number, rows in enumerate(reversed(list(engine.row_slices()))):
+            grad = engine.gradient_(engine.tile(rows, columns), weights[rows])
+            if hidden is not None:
+                accumulate(hidden[rows], grad, student.weight[columns], first=False)
+            if slab is not None:
+                accumulate(slab, grad.T, student.hidden[rows], first=number == 0)
+            if bias is not None:
+                bias[columns] += grad.sum(0, dtype=torch.float32)
+        if weight is not None and slab is not None:
+            weight[columns] = slab
+    del grad, slab  # views of the tiles, which have to go before the gradients are cast
+    engine.release()
+    return loss, _cast(student, hidden, weight, bias)
+
+
+def triton_statistics(job: Job, student: Projection, teacher: Source | None, plan: KernelPlan) -> RowStatistics:
+    """A pass for values alone."""
+    if teacher is not None:
+        sink: list[RowStatistics] = []
+        triton_divergence(job, student, teacher, plan, sink, (False, False, False))
+        return RowStatistics.join(sink)
+    engine = TileEngine(job, student, None, plan)
+    for rows in engine.row_slices():
+        engine.fold(engine.tile(rows, slice(0, job.size)))
+    return engine.observe_one(slice(0, engine.count))
+
+
+class TritonLogprobs(torch.autograd.Function):
+    """Log-probs of one id per row; the backward pass recomputes a chunk of logits at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Projection,
+        job: Job,
+        plan: KernelPlan,
+    ) -> Tensor:
+        engine = TileEngine(job, projection.detach(), None, plan)
+        for rows in engine.row_slices():
+            engine.fold(engine.tile(rows, slice(0, job.size)))
+        logprob = engine.observe_one(slice(0, engine.count)).logprob
+        assert logprob is not None
+        ctx.save_for_backward(hidden, weight, bias, engine.state)
+        ctx.static = projection, job, plan
+        return logprob
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, state = ctx.saved_tensors
+        projection, job, plan = ctx.static
+        detached = replace(projection, hidden=hidden, weight=weight, bias=bias).detach()
+        engine, totals = TileEngine(job, detached, None, plan), HeadTotals(detached, ctx.needs_input_grad[:3], job.size)
+        engine.state = state
+        targets = canonical_ids(job.tokens, engine.groups)
+        for rows in engine.row_slices():
+            tile = engine.tile(rows, slice(0, job.size))
+            totals.add(rows, engine.logprob_gradient_(tile, targets[rows], upstream[rows].float()))
+        del tile
+        engine.release()
+        return *totals.finish(), None, None, None
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right in fp32; the first product overwrites what was never written."""
+    if first:
+        matmul(left, right, out=total)
+    elif left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _cast(student: Projection, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Gradients:
+    pairs = ((hidden, student.hidden), (weight, student.weight), (bias, student.bias))
+    return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
+
+
+def triton_scale_(grad: Tensor, factor: Tensor) -> None:
+    if grad.numel():
+        blocks = -(-grad.numel() // 4096)
+        triton_kernels.scale_kernel[(blocks,)](grad, factor, grad.numel(), BLOCK=4096, num_warps=8)
+
+
+# Divergences on part of the vocabulary, on tiles: what is chosen is a few columns of each row, and autograd's work.
+#
+# Rows are folded as for the whole vocabulary, which gives normalisers and statistics. In a row's logits the gradient is then
+# -G S, with G the sum of the slopes at the chosen log-probs, and at the chosen columns that and the slope. Whole tiles only.
+#
+# For the closure `tail` what is chosen is taken out of the tile before it is folded, so that the same pass gives the log-sum-exp
+# of all that is outside; what was taken is added to a row's sums afterwards. Outside, the gradient is its share of the tail
+# times g - S G, of the tail's own slope g and mass S.
+#
+# Axis legend: n = rows of a tile, K = chosen columns, E = merged events.
+
+
+GONE = LOG_ZERO / 2  # raw values at or below: not a column
+
+
+def sparse_divergence(
+    job: Job, student: Projection, teacher: Source, plan: KernelPlan, sink: list[RowStatistics], needs: tuple[bool, ...]
+) -> tuple[Tensor, Gradients]:
+    """The loss and the gradients, as `triton_divergence` gives them."""
+    engine = TileEngine(replace(job, formula=Formula("reverse_kl")), student, teacher, plan)
+    loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+    totals, values = HeadTotals(student, needs, job.size), []
+    weight = given_weights(engine, job.weight)
+    for rows in engine.row_slices():
+        tile = engine.tile(rows, slice(0, job.size))
+        chosen = _Chosen(engine, job.rows(rows), tile)
+        values.append(chosen.value.detach())
+        if callable(job.weight):  # of this chunk's statistics; otherwise those can wait for the end
+            sink.append(replace(engine.observe(rows), value=values[-1]))
+            weight[rows] = job.row_weight(sink[-1])
+        part = chosen.loss(weight[rows])
+        loss += part.detach()
+        if any(needs):
+            totals.add(rows, chosen.gradient(part))
+    if not callable(job.weight):
+        sink.append(replace(engine.observe(slice(0, engine.count)), value=torch.cat(values)))
+    del tile, chosen  # views of the tiles, which have to go before the gradients are cast
+    engine.release()
+    return loss, totals.finish()
+
+
+class _Chosen:
+    """The support of a tile's rows, and what lies there."""
+
+    def __init__(self, engine: TileEngine, job: Job, tile: Tile) -> None:
+        self.engine, self.job, self.tile = engine, job, tile
+        merged, rows = engine.merged, tile.rows
+        self.events = (None, None) if merged is None else (merged.student[rows], merged.teacher[rows])  # (n, E)
+        self.first = None if merged is None else merged.first
+        self.state = engine.state[:, rows]
+        self.tailed = job.truncation.closure == "tail"
+        if self.tailed:
+            engine.find_tokens(tile)
+            self.ids = self._ids().contiguous()
+            student, teacher = few.take_chosen_(tile, self.ids, self.state, self.first, *self.events)
+            engine.fold_logits(tile)
+            self.rest = few.tail_logprobs_(student, teacher, self.state)
+        else:
+            engine.fold(tile)
+            self.ids, self.rest = self._ids().contiguous(), self.state
+            student, teacher = few.chosen_logprobs(tile, self.ids, self.state, self.first, *self.events)
+        self.student = student.requires_grad_()  # (n, K) log-probs; for the closure `tail` (n, K + 1)
+        assert job.formula is not None
+        with torch.enable_grad():
+            self.value = closed(job.formula, job.truncation.closure, self.student, teacher)
+
+    def _ids(self) -> Tensor:
+        """(n, K), -1 where a row has fewer, like `Truncation.choose`."""
+        job, truncation = self.job, self.job.truncation
+        if truncation.support == "ids":
+            assert job.ids is not None
+            return unique_ids(canonical_ids(job.ids, self.engine.groups))
+        sides = {"teacher": (1,), "student": (0,), "union": (1, 0)}[truncation.side]
+        chosen = torch.cat([self._top(side) for side in sides], -1)
+        return unique_ids(chosen) if truncation.side == "union" else chosen
+
+    def _top(self, side: int) -> Tensor:
+        """The k largest of a side. Raw values are in the order of logits; merged events, which are elsewhere, come on top."""
+        k, events, merged = self.job.truncation.k, self.events[side], self.engine.merged
+        assert k is not None
+        raw = (self.tile.student, self.tile.teacher)[side]
+        values, ids = largest_columns(raw, k) if takes(raw, k) else largest(raw, k)
+        if events is None or merged is None:
+            return ids
+        every = torch.cat([_finished(values, self._reading(side)), events], -1)
+        ids = ids.masked_fill(values <= GONE, -1)  # too few are left beside merged ones
+        return torch.cat([ids, merged.first.expand(len(ids), -1)], -1).gather(
+            -1, every.topk(k, dim=-1, sorted=False).indices
+        )
+
+    def _reading(self, side: int) -> LogitReading:
+        return (self.tile.s, self.tile.t)[side]
+
+    def loss(self, weight: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return (self.value * weight).sum()
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Of the loss, in the student's raw values, over their memory."""
+        engine, tile, ids = self.engine, self.tile, self.ids
+        (slope,) = torch.autograd.grad(loss, self.student)
+        student = self.student.detach()
+        if self.tailed:  # an id of -1 has a mass of 0 beside the tail's, hence a slope of 0
+            slope = slope.contiguous()
+            total = slope.sum(-1)
+            outside = slope[:, -1] - student[:, -1].exp() * total
+        else:
+            slope = slope.masked_fill(ids < 0, 0).contiguous()
+            total = slope.sum(-1)
+            outside = -total
+        none = torch.full_like(total, -1, dtype=torch.int64)
+        grad = engine.spread_gradient_(tile, none, -outside, self.rest)
+        factor = engine.student.scale / self.job.temperature
+        events = few.chosen_gradient_(
+            grad, ids, slope, total, outside, student, self.state, self.rest, self.first, self.events[0], factor, tile.s
+        )
+        if engine.merged is not None:
+            engine.spread_over_members_(grad, tile, events)
+        return grad
+
+
+def _finished(raw: Tensor, reading: LogitReading) -> Tensor:
+    """Logits of raw values, as a kernel reads them; heads with a bias are not taken."""
+    logits = raw * reading.scale
+    if reading.softcap:
+        logits = torch.tanh(logits) * reading.cap
+    return logits.masked_fill(raw <= GONE, LOG_ZERO)
+
+
+# Tiles of the CUDA backend: raw products of some rows and columns, and how a kernel reads logits from them.
+#
+# Axis legend: n = rows of a tile, C = its columns.
+
+
+# Columns and warps of one step of a row kernel, for wide tiles and slabs; `benchmarks/divergence.py --sweep` tries
+# others
+WIDE, WIDE_SUMS, WIDE_FORWARD, NARROW = (2048, 16), (2048, 8), (1024, 8), (512, 4)
+NARROW_COLUMNS = 16384
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class LogitReading:
+    """How a kernel turns a side's raw values into logits: constants and the bias of the tile's columns."""
+
+    bias: Tensor | None
+    scale: float
+    cap: float
+    softcap: bool
+
+    @classmethod
+    def of(cls, source: Source, columns: slice, temperature: float) -> LogitReading:
+        if isinstance(source, Mixture):  # its tile holds finished logits
+            return cls(None, 1.0, 1.0, False)
+        bias = None if source.bias is None else source.bias[columns]
+        if source.softcap is None:
+            return cls(bias, source.scale / temperature, 1.0, False)
+        return cls(bias, source.scale / source.softcap, source.softcap / temperature, True)
+
+    def in_base_2(self) -> LogitReading:
+        """The same logits, divided by log 2: exponentials are powers of two on the GPU."""
+        if self.softcap:
+            return replace(self, cap=self.cap * LOG2_E)
+        return replace(self, scale=self.scale * LOG2_E)
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Raw values of both sides for some rows and columns, with merged ids already blanked."""
+
+    rows: slice
+    columns: slice
+    student: Tensor  # (n, C) fp32
+    teacher: Tensor  # (n, C) fp32
+    s: LogitReading
+    t: LogitReading
+
+    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        n, width = self.student.shape
+        wide = WIDE_SUMS if kernel is kernels.sums_kernel else WIDE_FORWARD if constants.get("FORWARD") else WIDE
+        block, warps = NARROW if width <= NARROW_COLUMNS else wide
+        s, t = self.s, self.t
+        kernel[(n,)](
+            self.student,
+            self.teacher,
+            self.student.stride(0),
+            self.teacher.stride(0),
+            self.student if s.bias is None else s.bias,
+            self.teacher if t.bias is None else t.bias,
+            *arguments,
+            columns_total=width,
+            s_scale=s.scale,
+            s_cap=s.cap,
+            t_scale=t.scale,
+            t_cap=t.cap,
+            S_BIAS=s.bias is not None,
+            T_BIAS=t.bias is not None,
+            S_SOFTCAP=s.softcap,
+            T_SOFTCAP=t.softcap,
+            **constants,
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+    def fold_into(self, state: Tensor, forward: bool, both: bool = True) -> None:
+        """Add this tile to the running sums (8, N) of its rows; with `both` unset, the student's alone."""
+        tile = replace(self, s=self.s.in_base_2(), t=self.t.in_base_2())
+        tile.launch(kernels.statistics_kernel, state[:, self.rows], state.stride(0), FORWARD=forward, BOTH=both)
+
+
+def initial_state(state: Tensor) -> Tensor:
+    """Eight running values per row: (max, sum, sum e z, sum e (z - other)) of the student, then the teacher; in base
+    2.
+    """
+    state.zero_()
+    state[0] = LOG_ZERO
+    state[4] = LOG_ZERO
+    return state
+
+
+def project(source: Projection, rows: slice, columns: slice, out: Tensor) -> None:
+    """Raw products of a head into a tile."""
+    matmul(source.hidden[rows], source.weight[columns].T, out=out)

@@ -11,15 +11,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from opd.errors import ModelError
-from opd.models.complete import load_complete
-from opd.models.directory import reading_model
+from opd.common.errors import ModelError
+from opd.common.text import first_line
+from opd.models.files import reading_model
 from opd.models.language_model import LanguageModel
-from opd.models.load import Location, load_tokenizer, locate, quiet_bars, read_config
-from opd.models.parts import module_without_weights
-from opd.models.probe import FOREIGN, far
-from opd.models.wrappers import inner_text_config, reject_wrapper, text_class
-from opd.text import first_line
+from opd.models.load import (
+    Location,
+    inner_text_config,
+    load_complete,
+    load_tokenizer,
+    locate,
+    quiet_bars,
+    read_config,
+    reject_wrapper,
+    text_class,
+)
+from opd.models.routes import FOREIGN, far
+from opd.models.sharded import module_without_weights
 
 LENGTH = 24  # tokens of the text that both read
 

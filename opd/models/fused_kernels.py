@@ -1,15 +1,19 @@
-# mypy: ignore-errors
 """What surrounds the products of a decoder layer, each as one Triton kernel: RMS norm, gated activation, rotary embedding.
 
 Written out in torch they are five to ten kernels each, most of them in fp32: in a decode step that is most of the
 launches, in a training step most of the memory traffic. Sums are kept in fp32, and rounded where torch rounds.
 """
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
+
+# mypy: ignore-errors
+
 
 ELEMENTS = 2048  # of a tile
 PROGRAMS = 528  # that share the rows of a backward pass: four for each processor of a large device

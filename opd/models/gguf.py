@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from opd.errors import ModelError
-from opd.models.complete import load_complete, some
-from opd.models.directory import AGAIN, check_sizes
+from opd.common.errors import ModelError
+from opd.models.files import AGAIN, check_sizes
+from opd.models.load import load_complete, some
 
 STRING, ARRAY = 8, 9
 WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type's number

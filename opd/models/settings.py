@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from opd.settings import SETTINGS, Positive, Word
+from opd.registry import SETTINGS, Positive, Word
 
 UNIT = 2**26  # weights that ranks gather at once, at most, if that is a layer or more
 UNITS = 8  # of a model, at least

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -22,14 +25,28 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from opd.common.errors import ModelError
 from opd.divergences import Projection
 from opd.models import lora
 from opd.models.attention import Packed
-from opd.models.language_model import LanguageModel
-from opd.models.packing import Row
-from opd.models.recompute import decoder_layers
-from opd.models.settings import layers_of_unit
-from opd.types import WeightsRef
+from opd.models.files import read_header, reading_model, stored_tensors, weight_files, weights_here
+from opd.models.fused_layers import fuse_layers, kernels_on
+from opd.models.language_model import LanguageModel, Row
+from opd.models.load import (
+    GENERATION,
+    attention_of,
+    check_files,
+    denied_tensors,
+    load_config,
+    load_tokenizer,
+    locate,
+    quiet_bars,
+    weights_directory,
+)
+from opd.models.recompute import checkpoint_layers, decoder_layers
+from opd.models.routes import switch_attention
+from opd.models.settings import Lora, layers_of_unit
+from opd.records import WeightsRef
 
 T = TypeVar("T")
 SHARD = (
@@ -248,3 +265,427 @@ def _template(model: LanguageModel) -> LanguageModel:
     clone = copy.copy(model)
     clone.adapter, clone.module, clone._plain = copy.deepcopy((model.adapter, model.module, model._plain), memo)
     return clone
+
+
+# A model of which every rank reads its own part: built without memory for weights, sharded (FSDP2), and then filled with this
+# rank's rows of each tensor from the files, so that no rank ever holds more than its share of what is sharded.
+
+
+def module_without_weights(config: Any, dtype: str, directory: Path) -> Any:
+    """With the buffers and the generation config that it would be loaded with, and no dropout, either."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with _without_weights():
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention_of(config), trust_remote_code=False
+        )
+    module.tie_weights()
+    if (directory / GENERATION).exists():
+        module.generation_config = GenerationConfig.from_pretrained(directory)
+    return module.eval()
+
+
+def reads_by_parts(module: Any, directory: Path) -> bool:
+    """Whether the files hold every tensor by the name that its class has for it, and none that the config denies."""
+    stored, known = stored_tensors(directory), _tensors(module)
+    sizes = all(key not in known or known[key].numel() == count for key, count in stored.items())
+    return sizes and not _missing(known, stored) and not denied_tensors(module, set(stored) - set(known))
+
+
+def allocate(module: Any, device: str) -> None:
+    """Memory for what this rank has of it."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=device)
+    module.tie_weights()
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+@torch.no_grad()
+def read_parts(
+    module: Any,
+    name: str,
+    directory: Path,
+    rank: int,
+    size: int,
+    *,
+    names: Mapping[str, str] | None = None,
+    beside: Collection[str] = (),
+) -> None:
+    """This rank's rows of every tensor; of a tied one, under the first of its names that is stored.
+
+    `names`: those of the files, where the module has others; `beside`: what no file has.
+    """
+    files = {key: file for file in weight_files(directory) for key in read_header(file)}
+    tensors = {(names or {}).get(key, key): tensor for key, tensor in _tensors(module).items() if key not in beside}
+    missing = _missing(tensors, files)
+    if missing:
+        raise ModelError(f"model {name!r}: {missing[0]} is not in its files, which have other names than its class.")
+    read: set[int] = set()
+    for file in dict.fromkeys(files.values()):
+        with safe_open(file, "pt") as opened:
+            for key, tensor in tensors.items():
+                if files.get(key) == file and id(tensor) not in read:
+                    read.add(id(tensor))
+                    stored = opened.get_slice(key)
+                    if tuple(stored.get_shape()) != tuple(tensor.shape):
+                        raise ModelError(
+                            f"model {name!r}: {key} has the shape {tuple(stored.get_shape())} in its files, and its config asks "
+                            f"for {tuple(tensor.shape)}. Correct its config.json, or download it again."
+                        )
+                    _fill(tensor, stored, rank, size)
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that are made in here have no memory; buffers have."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _tensors(module: Any) -> dict[str, Tensor]:
+    """What files hold of it, by all its names: parameters, and buffers that are no mere tables."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    for place, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                found[f"{place}.{name}" if place else name] = buffer
+    return found
+
+
+def _missing(tensors: dict[str, Tensor], stored: Any) -> list[str]:
+    """Those that are stored under none of their names."""
+    there = {id(tensor) for key, tensor in tensors.items() if key in stored}
+    return [key for key, tensor in tensors.items() if id(tensor) not in there]
+
+
+def _fill(weight: Tensor, stored: Any, rank: int, size: int) -> None:
+    if not isinstance(weight, DTensor):
+        weight.data.copy_(stored[...])
+        return
+    rows = weight.shape[0]
+    chunk = -(-rows // size)
+    start, stop = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+    if start < stop:
+        weight.to_local().copy_(stored[start:stop])
+
+
+# A student that is spread over ranks from the start: each reads its own rows of the weights, and none ever has all of them.
+#
+# A whole copy is there only where one is asked for: to sample with, or to score with. All ranks help to fill it.
+
+
+class PartedModel(ShardedModel):
+    """`plain`: the module without memory for its weights, and not sharded."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        module: Any,
+        plain: Any,
+        tokenizer: Any,
+        name: str,
+        mesh: DeviceMesh,
+        most: Callable[[int], int],
+        leads: bool,
+    ) -> None:
+        self._most, self._leads, self._last = most, leads, None
+        self._place = (mesh.get_local_rank(SHARD), mesh[SHARD].size())
+        module.inside(lambda: LanguageModel.__init__(self, module, tokenizer, name))
+        self._let_go()
+        switch_attention(plain, module.config._attn_implementation)
+        self._template = LanguageModel.__new__(LanguageModel)
+        vars(self._template).update(vars(self) | {"module": plain, "head": plain.get_output_embeddings()})
+        self._weights = dict(module.named_parameters())
+
+    def inference_copy(self, dtype: torch.dtype | None = None, *, own: bool = False) -> LanguageModel:
+        """Nothing of it is shared."""
+        return self._copy(self.weights(0).tensors, dtype)
+
+    def _copy(self, gathered: Mapping[str, Tensor], dtype: torch.dtype | None) -> LanguageModel:
+        clone = self._filled({name: weight.to(dtype or weight.dtype, copy=True) for name, weight in gathered.items()})
+        clone.module.to(self.device)  # buffers
+        return clone
+
+    def copied(self, dtype: torch.dtype | None, wanted: bool) -> LanguageModel | None:
+        if wanted:
+            return self.inference_copy(dtype)
+        gathered = self.weights(0).tensors
+        for name in gathered:
+            gathered[name]
+        return None
+
+    def restore(self, directory: Path) -> None:
+        if not reads_by_parts(self._template.module, directory):
+            super().restore(directory)
+            return
+        self._let_go()
+        read_parts(self.module, self.name, directory, *self._place)
+
+
+def files_here(name: str, revision: str | None) -> bool:
+    directory = weights_directory(name, revision)
+    return directory is not None and weights_here(directory)
+
+
+def load_parted(
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    lora: Lora | None,
+    gradient_checkpointing: bool,
+    mesh: DeviceMesh,
+    most: Callable[[int], int],
+    leads: bool,
+) -> PartedModel | None:
+    """None: it has to be read whole. Its files have other names than its class or are not here yet, or it does not run packed.
+
+    DistributedRanks of several machines agree on it beforehand (`files_here`): the weights may have come to some of them only.
+    """
+
+    directory = weights_directory(name, revision)
+    if directory is None or not files_here(name, revision):
+        return None
+    config, tokenizer = load_config(name, revision), load_tokenizer(name, revision)
+    quiet_bars()
+    with reading_model(name, "the model", directory):
+        module = module_without_weights(config, dtype, directory)
+        half = dtype != "float32" and bool(module._keep_in_fp32_modules or module._keep_in_fp32_modules_strict)
+        if half or not decoder_layers(module) or not reads_by_parts(module, directory):
+            return None
+        if kernels_on(device):
+            fuse_layers(module)
+        plain, place = copy.deepcopy(module), (mesh.get_local_rank(SHARD), mesh[SHARD].size())
+        attached = None if lora is None else Attached(module, lora)
+        saved = None if attached is None else copy.deepcopy((module, attached.adapter))
+        if attached is None:
+            module.requires_grad_(True)
+        if gradient_checkpointing:
+            checkpoint_layers(module, name)
+        shard_module(module, mesh, layers=True)
+        common = (module, plain, tokenizer, name, mesh, most, leads)
+        if attached is None or saved is None:
+            allocate(module, device)
+            read_parts(module, name, directory, *place)
+            model = PartedModel(*common)
+        else:
+            attached.fill(module, name, directory, device, place)
+            model = PartedLora(*common, attached, saved)
+    return model if model._one_call else None
+
+
+# A student with adapters that is spread over ranks from the start: frozen weights as well, each rank reading its own rows.
+#
+# Its weights are merged layer by layer: no rank ever has more than one of them whole, unless it asks for a copy to sample with.
+
+
+class Attached:
+    """Adapters in a module without memory for its weights: which of its tensors is which of the plain module's."""
+
+    def __init__(self, module: Any, settings: Lora) -> None:
+        """Adapters are drawn as they would be beside the weights themselves, which are stood in for meanwhile."""
+        self.settings, weights = settings, _by_identity(module)
+        stand_ins = {
+            key: nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+            for key, (_, weight) in weights.items()
+        }
+        _exchange(module, {key: stand_ins[key] for key in weights})
+        self.adapter = lora.attach(module, module.get_output_embeddings(), settings)
+        names = {id(stand_ins[key]): name for key, (name, _) in weights.items()}
+        found = dict(module.named_parameters())
+        self.plain_names = {name: names[id(weight)] for name, weight in found.items() if id(weight) in names}
+        self.drawn = {name: weight.detach().clone() for name, weight in found.items() if name not in self.plain_names}
+        _exchange(module, {id(stand_ins[key]): weight for key, (_, weight) in weights.items()})
+        for name, weight in module.named_parameters():
+            weight.requires_grad_(name in self.drawn)
+
+    def fill(self, module: Any, name: str, directory: Path, device: str, place: tuple[int, int]) -> None:
+        """This rank's rows of everything, of a module that has been sharded by now."""
+        allocate(module, device)
+        read_parts(module, name, directory, *place, names=self.plain_names, beside=self.drawn)
+        with torch.no_grad():
+            for key, weight in module.named_parameters():
+                if key in self.drawn:
+                    weight.copy_(shard_of(self.drawn[key].to(device), weight))
+
+
+class PartedLora(PartedModel):
+    """`saved`: the same module without memory, before it was sharded; filled, it is what a checkpoint is written from."""
+
+    def __init__(
+        self,
+        module: Any,
+        plain: Any,
+        tokenizer: Any,
+        name: str,
+        mesh: DeviceMesh,
+        most: Callable[[int], int],
+        leads: bool,
+        attached: Attached,
+        saved: tuple[Any, Any],
+    ) -> None:
+        super().__init__(module, plain, tokenizer, name, mesh, most, leads)
+        self.adapter, self._saved, self._plain_names = attached.adapter, saved, attached.plain_names
+        self.lora = self._template.lora = attached.settings
+
+    def weights(self, version: int) -> WeightsRef:
+        self._let_go()
+        return WeightsRef(version, MergedWeights(self.module, self._plain_names, merge=True))
+
+    def base(self) -> LanguageModel:
+        """A whole copy: what lies below the adapters is in parts here."""
+        return self._copy(MergedWeights(self.module, self._plain_names, merge=False), None)
+
+    def snapshot(self) -> LanguageModel:
+        self._let_go()
+        tensors = {}
+        for name, weight in self.sharded_weights.items():
+            found = whole_of(weight)
+            if self._leads:
+                tensors[name] = found.to("cpu", copy=True)
+        return self._whole(tensors) if self._leads else self
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> LanguageModel:
+        module, adapter = self._saved
+        memo = {
+            id(weight): nn.Parameter(tensors[key], requires_grad=False) for key, weight in module.named_parameters()
+        }
+        below = self._filled({plain: tensors[key] for key, plain in self._plain_names.items()})
+        clone = copy.copy(below)
+        clone.module, clone.adapter = copy.deepcopy((module, adapter), memo)
+        clone._plain, clone.head = below.module, clone.module.get_output_embeddings()
+        return clone
+
+    @torch.no_grad()
+    def restore(self, directory: Path) -> None:
+        """Only adapters have changed."""
+        self._let_go()
+        file = directory / "adapter" / "adapter_model.safetensors"
+        saved = load_file(file)
+        for name, weight in self.trainable().items():
+            tensor = saved.get(lora.file_name(name))
+            if tensor is None or tensor.shape != weight.shape:
+                raise ModelError(f"{file} does not fit model {self.name!r}: {name} is missing or of another shape.")
+            weight.copy_(shard_of(tensor.to(self.device, weight.dtype), weight))
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """Weights by their plain names, adapters added to them or not: a layer is gathered when one of its weights is asked for."""
+
+    def __init__(self, module: Any, plain_names: Mapping[str, str], *, merge: bool) -> None:
+        self._module, self._names, self._merge = module, plain_names, merge
+        known = set(fsdp_parts(module))
+        parts = {name: part for name, part in module.named_modules() if part in known}
+        owner = {name: max((at for at in parts if _inside(name, at)), key=len) for name in plain_names}
+        self._part = {plain: parts[owner[name]] for name, plain in plain_names.items()}
+        self._held: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held:
+            self._held = {}  # its memory is free before that of the next is taken
+            self._held = self._gathered(self._part[name])
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._part)
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    @torch.no_grad()
+    def _gathered(self, part: Any) -> dict[str, Tensor]:
+        part.unshard()
+        try:
+            adapted = dict(lora.adapted_layers(self._module)) if self._merge else {}
+            return {
+                plain: lora.merged(adapted[plain]) if plain in adapted else weight.detach().clone()
+                for name, weight in self._module.named_parameters()
+                if (plain := self._names.get(name)) is not None and self._part[plain] is part
+            }
+        finally:
+            part.reshard()
+
+
+def _inside(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
+
+
+def _by_identity(module: Any) -> dict[int, tuple[str, nn.Parameter]]:
+    return {id(weight): (name, weight) for name, weight in module.named_parameters()}
+
+
+def _exchange(module: Any, others: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters into the places of those with these identities; one that stands in two places stays one."""
+    for child in module.modules():
+        for name, weight in child._parameters.items():
+            if weight is not None and id(weight) in others:
+                child._parameters[name] = others[id(weight)]
+
+
+# A frozen model whose layers are spread over ranks (FSDP2): each is whole on a device only while a pass goes through it.
+#
+# It is read by parts, so that no rank ever holds more than its own. Embedding, norms and head are whole on every rank: losses
+# read the head itself.
+
+
+WHOLE = "Set cluster.teachers: whole, or serve it elsewhere (kind: served)."
+
+
+class SpreadModel(LanguageModel):
+    """All ranks make as many passes through it: each gathers layers from all the others."""
+
+    spread = True
+    stays = False
+
+    def __init__(self, module: Any, tokenizer: Any, name: str, most: Callable[[int], int]) -> None:
+        self._most = most
+        super().__init__(module, tokenizer, name)
+        if self.route.name != "packed" or self.route.limit is not None:
+            raise ModelError(
+                f"model {name!r}: sequences go through it {self.route.name}, and ranks would call its layers unequally often. {WHOLE}"
+            )
+
+    @torch.no_grad()
+    def passes(self, packs: Sequence[T]) -> Iterator[T]:
+        """Each pack, and passes without any until every rank has made as many as the busiest."""
+        missing = self._most(len(packs)) - len(packs)
+        yield from packs
+        for _ in range(missing):
+            self.hidden(torch.zeros(1, dtype=torch.int64, device=self.device), Packed.of([1], self.device))
+
+
+def load_spread(
+    name: str, *, dtype: str, device: str, revision: str | None, mesh: DeviceMesh, most: Callable[[int], int]
+) -> SpreadModel:
+    config, tokenizer = load_config(name, revision), load_tokenizer(name, revision)
+    directory = weights_directory(name, revision)
+    if directory is None:
+        raise ModelError(f"model {name!r}: an adapter merged into its base has no files to read parts of. {WHOLE}")
+    with reading_model(name, "the model", directory):
+        check_files(name, config, locate(name, revision), directory)
+        module = module_without_weights(config, dtype, directory)
+        if not reads_by_parts(module, directory):
+            raise ModelError(
+                f"model {name!r}: its files have other names than its class, so they are read whole. {WHOLE}"
+            )
+        module.requires_grad_(False)
+        layers = decoder_layers(module)
+        if not layers:
+            raise ModelError(f"model {name!r} has no layers that could be spread over ranks. {WHOLE}")
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        allocate(module, device)
+        read_parts(module, name, directory, mesh.get_local_rank(), mesh.size())
+    return SpreadModel(module, tokenizer, name, most)

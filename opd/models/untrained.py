@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opd.models.settings import Lora
 
+
 INDEXER = "Indexer"  # in the class names of modules that choose the tokens attention reads (DeepSeek-V3.2, GLM-MoE-DSA)
 BALANCE = frozenset({"e_score_correction_bias", "expert_bias"})  # added to a router's scores for its choice alone
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, Field, model_validator
 
-from opd import families
-from opd.monitors.history import History
-from opd.settings import SETTINGS, Choice, Family, Word
-from opd.shorthand import OneOrMany
+from opd import registry
+from opd.common.text import plain
+from opd.registry import SETTINGS, Choice, Family, OneOrMany, Word
 
 RecipeStage = dict[str, Any]  # a stage as `resolved.yaml` has it; a remedy changes a copy of its own
 
@@ -109,7 +113,7 @@ class Monitors(BaseModel):
         if self.action == "off":
             return self
         named = {*self.ignore, *(monitor.name for monitor in self.watch)}
-        usual = [families.find("monitor", name)() for name in usual_monitors() if name not in named]
+        usual = [registry.find("monitor", name)() for name in usual_monitors() if name not in named]
         return self.model_copy(update={"watch": [*self.watch, *usual]})
 
     def action_of(self, monitor: Monitor) -> str:
@@ -118,5 +122,278 @@ class Monitors(BaseModel):
 
 def usual_monitors() -> list[str]:
     """Those that watch without being asked."""
-    found = {name: families.find("monitor", name) for name in families.names("monitor")}
+    found = {name: registry.find("monitor", name) for name in registry.names("monitor")}
     return [name for name, kind in found.items() if issubclass(kind, Monitor) and kind.usual]
+
+
+# What a stage's metrics have said so far: all that a monitor decides by. It is the same, line by line, after a resume.
+
+
+FIRST = 64  # values of a metric kept from the beginning of a stage
+RECENT = 128  # and from its end: values, not steps, since probes and evaluations come every so many steps alone
+MOSTLY_CUT = 0.5  # share of answers cut off at max_new_tokens, above which rewards say nothing about the student
+DOMAINS = "eval/"
+ESTIMATES = {"entropy": "entropy_sampled"}  # of metrics that some steps lack; older runs wrote both as `entropy`
+KEPT = {"stderr": "eval_stderr/", "at_k": "eval_k/", "at_k_stderr": "eval_k_stderr/"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation: pass@1 by domain, and where it is known its standard error, pass@k and that one's."""
+
+    step: int
+    value: Mapping[str, float]
+    stderr: Mapping[str, float] = field(default_factory=dict)
+    at_k: Mapping[str, float] = field(default_factory=dict)
+    at_k_stderr: Mapping[str, float] = field(default_factory=dict)
+    kl: float | None = None  # to the teachers, on average since the evaluation before
+
+    @property
+    def mean(self) -> float:
+        return mean(self.value.values())
+
+    @property
+    def mean_stderr(self) -> float:
+        """Of the mean over domains."""
+        return math.sqrt(sum(error**2 for error in self.stderr.values())) / max(len(self.value), 1)
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What a monitor has to know of the recipe."""
+
+    self_taught: bool = False  # its teachers are the student itself, and nobody else
+    instructed: bool = False  # a teacher reads an instruction, such as to be brief
+    followed_within: int | None = None  # steps after which a teacher may have become the student; None: none ever does
+    before: Callable[[], Evaluated | None] = lambda: None  # the evaluation before the first step
+
+
+class History:
+    """Metrics of the stage at work, oldest first."""
+
+    def __init__(self, facts: StageFacts | None = None) -> None:
+        self.facts = facts or StageFacts()
+        self.step = 0  # the newest
+        self._seen: Counter[str] = Counter()  # values of each metric
+        self._first: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._evaluations: list[Evaluated] = []
+        self._divergences: list[float] = []  # since the newest evaluation
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """The line of a step, as metrics.jsonl has it. Where it lacks a metric, an estimate of that stands in."""
+        self.step = int(line["step"])
+        for name, value in with_estimates(line).items():
+            if is_number(value):
+                self._seen[name] += 1
+                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
+                if self._seen[name] <= FIRST:
+                    self._first.setdefault(name, []).append(value)
+        if is_number(line.get("reverse_kl")):
+            self._divergences.append(line["reverse_kl"])
+        if values := _by_domain(line, DOMAINS):
+            more = {name: _by_domain(line, prefix) for name, prefix in KEPT.items()}
+            kl = mean(self._divergences) if self._divergences else None
+            self._evaluations.append(Evaluated(line["step"], values, kl=kl, **more))
+            self._divergences = []
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The values that the metric began with; nothing while there are fewer."""
+        found = self._first.get(name, ())[:count]
+        return list(found) if len(found) == count else []
+
+    def last(self, name: str, count: int, skip: int = 0) -> list[float]:
+        """Its newest values, without the `skip` very newest; nothing while there are fewer."""
+        known = self.recent(name)
+        known = known[: len(known) - skip]
+        return known[-count:] if len(known) >= count else []
+
+    def apart(self, name: str, count: int) -> tuple[list[float], list[float]] | None:
+        """The first values and the newest, where they do not overlap."""
+        first, last = self.first(name, count), self.last(name, count)
+        return (first, last) if first and last and self._seen[name] >= 2 * count else None
+
+    def answers_cut(self, count: int) -> bool:
+        """Whether most answers of the first steps were cut off: nobody knows then whether they would have been right."""
+        return mean(self.first("truncated", count)) > MOSTLY_CUT
+
+    def rewards_apart(self, count: int) -> tuple[list[float], list[float]] | None:
+        """The first rewards and the newest, as `apart`; None also where most answers were cut off from the start."""
+        return None if self.answers_cut(count) else self.apart("reward", count)
+
+    def recent(self, name: str) -> list[float]:
+        """All its values that are kept."""
+        return list(self._recent.get(name, ()))
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        """With the one before training, if there was any."""
+        before = self.facts.before()
+        return [*([before] if before is not None else []), *self._evaluations]
+
+    def score_rose(self, errors: float, since: int = 0) -> bool:
+        """Whether the newest held-out score, if it is not older than `since`, is so many standard errors above the first one."""
+        found = self.evaluations
+        if len(found) < 2 or found[-1].step < since:
+            return False
+        return found[-1].mean > found[0].mean + errors * _error_of_difference(found[0], found[-1])
+
+    def score_fell(self, errors: float) -> bool:
+        """Whether it is as far below. Never where the standard error is unknown."""
+        found = self.evaluations
+        error = _error_of_difference(found[0], found[-1]) if len(found) > 1 else 0.0
+        return error > 0 and found[-1].mean < found[0].mean - errors * error
+
+
+def with_estimates(line: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> with_estimates({"entropy": None, "entropy_sampled": 0.3})
+    {'entropy': 0.3, 'entropy_sampled': 0.3}
+    """
+    known = {name: line[other] for name, other in ESTIMATES.items() if line.get(name) is None and other in line}
+    return {**line, **known}
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean."""
+    centre, count = mean(values), len(values)
+    return math.sqrt(sum((value - centre) ** 2 for value in values) / (count - 1) / count) if count > 1 else 0.0
+
+
+def slope(values: Sequence[float]) -> float:
+    """Of the line through them by least squares, per step."""
+    centre, middle = mean(values), (len(values) - 1) / 2
+    spread = sum((number - middle) ** 2 for number in range(len(values)))
+    return sum((number - middle) * (value - centre) for number, value in enumerate(values)) / spread if spread else 0.0
+
+
+def _error_of_difference(before: Evaluated, now: Evaluated) -> float:
+    return math.hypot(before.mean_stderr, now.mean_stderr)
+
+
+def _by_domain(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {key[len(prefix) :]: value for key, value in line.items() if key.startswith(prefix) and is_number(value)}
+
+
+# Changes that remedies make to a stage as `resolved.yaml` has it. Each returns a copy, or None where it changes nothing.
+
+
+DIVERGENCE_KEYS = ("divergence", "alpha", "beta")
+SUPPORT_KEYS = ("support", "k", "side", "closure")
+SAMPLED_KEYS = ("advantage", "surrogate", "correction", *DIVERGENCE_KEYS)
+Change = Callable[[dict[str, Any]], dict[str, Any] | None]  # of a term; None: it stays as it is
+
+
+def with_terms(stage: RecipeStage, change: Change) -> RecipeStage | None:
+    found = copy.deepcopy(stage)
+    changed = [change(dict(term)) for term in found["objective"]]
+    if not any(changed):
+        return None
+    found["objective"] = [new or old for new, old in zip(changed, found["objective"], strict=True)]
+    return found
+
+
+def with_settings(stage: RecipeStage, part: str, **settings: Any) -> RecipeStage | None:
+    if all(stage[part].get(key) == value for key, value in settings.items()):
+        return None
+    return {**copy.deepcopy(stage), part: {**copy.deepcopy(stage[part]), **settings}}
+
+
+def with_teachers(stage: RecipeStage, change: Change) -> RecipeStage | None:
+    found = copy.deepcopy(stage)
+    changed = {name: change(dict(kind)) for name, kind in found["teachers"].items()}
+    if not any(changed.values()):
+        return None
+    found["teachers"] = {name: changed[name] or kind for name, kind in found["teachers"].items()}
+    return found
+
+
+def without(term: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in term.items() if key not in keys}
+
+
+def other_divergence(kind: str, **settings: Any) -> Change:
+    """Direct terms get this divergence, and those that go by sampled tokens become direct ones."""
+
+    def change(term: dict[str, Any]) -> dict[str, Any] | None:
+        if term["form"] == "direct" and term["divergence"] != kind:
+            return {**without(term, *DIVERGENCE_KEYS), "divergence": kind, **settings}
+        return {**direct(term), "divergence": kind, **settings} if goes_by_teacher(term) else None
+
+    return change
+
+
+def goes_by_teacher(term: dict[str, Any]) -> bool:
+    """Whether it goes by what a teacher says of sampled tokens."""
+    return term["form"] == "k2" or (
+        term["form"] == "policy_gradient" and bool(term["advantage"].get("teacher_weight", 1))
+    )
+
+
+def direct(term: dict[str, Any]) -> dict[str, Any]:
+    """A term of sampled tokens, computed exactly instead."""
+    return {**without(term, *SAMPLED_KEYS), "form": "direct"}
+
+
+def gated(gate: str) -> Change:
+    """With one gate more."""
+
+    def change(term: dict[str, Any]) -> dict[str, Any] | None:
+        kinds = [one["kind"] for one in term["gate"]]
+        return None if gate in kinds else {**term, "gate": [*term["gate"], {"kind": gate}]}
+
+    return change
+
+
+def slower(stage: RecipeStage) -> RecipeStage | None:
+    """A third of the learning rate."""
+    return with_settings(stage, "train", lr=stage["train"]["lr"] / 3)
+
+
+def frozen(kind: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+    """A teacher that is the student at the start of its stage, or a mixture of such, where the stage is to start elsewhere: `start` is its model."""
+    if kind["kind"] in ("self", "base"):
+        return {**kind, "kind": "frozen", **start}
+    inner: dict[str, Any] = {key: frozen(kind[key], start) for key in ("toward", "away") if key in kind}
+    if "parts" in kind:
+        inner["parts"] = {name: frozen(part, start) for name, part in kind["parts"].items()}
+    return {**kind, **inner}
+
+
+def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
+    """What has changed, key by key.
+
+    >>> list(differences({"train": {"lr": 0.3, "clip": 1.0}}, {"train": {"lr": 0.3 / 3}, "teachers": {"b": "x"}}))
+    ['train.lr: 0.3 → 0.1', 'train.clip: dropped', 'teachers: {"b": "x"}']
+    """
+    if before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
+    elif isinstance(before, list) and isinstance(after, list):
+        for number, (was, now) in enumerate(zip_longest(before, after)):
+            yield from differences(was, now, f"{place}.{number}")
+    elif after is None:
+        yield f"{place}: dropped"
+    else:
+        yield f"{place}: {'' if before is None else f'{_shown(before)} → '}{_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else plain(json.dumps(value, ensure_ascii=False), 120)

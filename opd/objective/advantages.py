@@ -8,29 +8,43 @@ Axis legend: T = tokens of one response.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import Field, model_validator
-
-from opd.objective.advantage_formulas import (
-    Baseline,
-    extrapolated,
-    moments,
-    outcome_advantages,
-    overlong_penalty,
-    returns,
-    whitened_by,
+from pydantic import (
+    BaseModel,
+    Field,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
 )
-from opd.objective.batch import TrainingBatch, beside
-from opd.settings import Choice, Family, Fraction, Needs, Positive, StageView, changed
-from opd.types import Rollout
+from pydantic_core import CoreSchema
+
+from opd import registry
+from opd.objective.batch import Batch, beside, require_per_token
+from opd.records import Rollout
+from opd.registry import (
+    SETTINGS,
+    Choice,
+    Count,
+    Family,
+    Fraction,
+    Needs,
+    Positive,
+    StageView,
+    WrittenAs,
+    changed,
+    key_hint,
+    schema_of,
+)
 
 if TYPE_CHECKING:
+    from opd.objective.objective import PreparedTerm
     from opd.objective.policy_gradient import PolicyGradient
-    from opd.objective.prepare import PreparedTerm
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +60,7 @@ class SampledTokens:
     )
 
     @property
-    def batch(self) -> TrainingBatch:
+    def batch(self) -> Batch:
         return self.prepared.batch
 
     @property
@@ -93,7 +107,7 @@ class AdvantagePart(Choice):
         """Whether it is defined for the term's divergence reverse_kl alone."""
         return False
 
-    def leaves_out(self, batch: TrainingBatch) -> set[str]:
+    def leaves_out(self, batch: Batch) -> set[str]:
         """Ids of rollouts that the term must not train on."""
         return set()
 
@@ -157,7 +171,7 @@ class OutcomeAdvantage(AdvantagePart):
                 "sample alone in its group has advantage 0. Set rollout.samples to 2 or more, or baseline: batch."
             )
 
-    def leaves_out(self, batch: TrainingBatch) -> set[str]:
+    def leaves_out(self, batch: Batch) -> set[str]:
         return {rollout.id for rollout in batch.rollouts if rollout.stop == "length" and self.overlong == "mask"}
 
     def prepare(self, tokens: SampledTokens) -> dict[str, float]:
@@ -320,3 +334,270 @@ class ReferenceAdvantage(AdvantagePart):
             -(self.reference_weight * (student - reference))
             for student, reference in zip(tokens.student, references, strict=True)
         ]
+
+
+# The advantage of a policy-gradient term: a sum of parts, which a recipe writes side by side under `advantage`.
+
+
+FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
+
+
+class Advantage(BaseModel):
+    """The sum of its parts. Under `advantage` a recipe writes the settings of all parts side by side."""
+
+    model_config = SETTINGS
+    student: Literal["behaviour", "proximal", "current"] = Field(
+        "behaviour", description="whose log-prob the teacher's is compared with"
+    )
+    parts: Annotated[tuple[AnyAdvantage, ...], WrittenAs("also")] = Field(default_factory=lambda: (TeacherAdvantage(),))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or "parts" in value:
+            return value
+        rest, parts = dict(value), []
+        for name in FLAT:
+            part = registry.find("advantage", name)
+            given = {key: rest.pop(key) for key in part.model_fields if key in rest}
+            parts.append(part.model_validate(given))
+        more = rest.pop("also", None) or []
+        known = ("student", "also", *(key for name in FLAT for key in registry.find("advantage", name).model_fields))
+        parts += [Family("advantage").read(entry) for entry in (more if isinstance(more, list) else [more])]
+        added = [part for part in cast("list[AdvantagePart]", parts) if part.acts]
+        unknown = next((key for key in rest if key != "student"), None)
+        if unknown is not None:
+            raise ValueError(f"unknown key {unknown!r}; {key_hint([str(unknown)], known)}")
+        return {**rest, "parts": added}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Advantage:
+        if not self.parts:
+            raise ValueError("every weight is 0, so there is no advantage")
+        if self.student == "current" and any(part.needs_batch for part in self.parts):
+            raise ValueError("whiten needs the whole batch first: compare with behaviour or proximal, not with current")
+        if "student" in changed(self) and not any(part.of_student for part in self.parts):
+            raise ValueError("teacher_weight and reference_weight are 0, so `student` does nothing")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """As a recipe writes it."""
+        values: dict[str, Any] = {"student": self.student}
+        left = list(self.parts)
+        for name in FLAT:
+            kind = registry.find("advantage", name)
+            part = next((part for part in left if part.name == name), None)
+            if part is not None:
+                left.remove(part)
+            weight = f"{name}_weight"
+            values |= part.model_dump() if part is not None else kind.model_validate({weight: 0.0}).model_dump()
+        values.pop("kind")
+        if left:
+            values["also"] = [part.model_dump() for part in left]
+        if info.exclude_defaults:
+            usual = Advantage().model_dump()
+            return {key: value for key, value in values.items() if value != usual.get(key)}
+        return values
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        reference = handler(schema)
+        node = handler.resolve_ref_schema(reference)
+        parts = node["properties"].pop("parts")
+        for name in FLAT:
+            part = handler.resolve_ref_schema(schema_of(registry.find("advantage", name), handler))
+            node["properties"] |= {key: value for key, value in part["properties"].items() if key != "kind"}
+        also = parts["items"]
+        node["properties"]["also"] = {
+            "anyOf": [also, {"type": "array", "items": also}],
+            "description": "further advantages, added to these",
+        }
+        return reference
+
+    def needs(self, role: str) -> Needs:
+        needs = Needs()
+        for part in self.parts:
+            needs |= part.needs(role)
+        return needs
+
+    @property
+    def of_teacher(self) -> bool:
+        return any(part.of_teacher for part in self.parts)
+
+    def prepare(self, tokens: SampledTokens) -> list[Any]:
+        return [part.prepare(tokens) for part in self.parts]
+
+    def values(self, tokens: SampledTokens, prepared: Sequence[Any]) -> list[np.ndarray]:
+        """(T,) per rollout: the one place where a token's advantage is formed."""
+        total = [np.zeros(rollout.response_ids.size) for rollout in tokens.rollouts]
+        for part, state in zip(self.parts, prepared, strict=True):
+            values = part.values(tokens, state)
+            require_per_token(f"advantage {part.name}", values, tokens.rollouts)
+            total = [before + value for before, value in zip(total, values, strict=True)]
+        return total
+
+
+# The verifier says in which direction, the teacher only how far: an outcome advantage, weighed token by token (RLSD).
+
+
+class MagnitudeAdvantage(OutcomeAdvantage):
+    """A of the whole answer times (1 - share) + share * clip(exp(sign(A) * (log teacher - log student)), 1 - band, 1 + band)."""
+
+    name = "magnitude"
+    outcome_weight: float = Field(1.0, ge=0)
+    share: Fraction = Field(0.5, description="of magnitude: RLSD's lambda; 0 is the outcome advantage alone")
+    band: float = Field(
+        0.2, gt=0, lt=1, description="of magnitude: a token's weight stays within 1 - band and 1 + band"
+    )
+    warmup: Count = Field(0, description="of magnitude: steps over which share rises from 0")
+    decay: Count = Field(0, description="of magnitude: steps over which it falls to 0 afterwards; 0: it stays")
+
+    @model_validator(mode="after")
+    def _weighs(self) -> MagnitudeAdvantage:
+        if self.outcome_weight == 0:
+            raise ValueError("outcome_weight is 0, so there is no advantage to weigh")
+        if self.share == 0:
+            raise ValueError("share is 0, so the teacher does nothing: use outcome_weight without magnitude")
+        return self
+
+    @property
+    def of_student(self) -> bool:
+        return True
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return super().needs(role) | Needs(signals=((role, "logprobs_at"),))
+
+    def share_at(self, step: int) -> float:
+        """Steps count from 1: the last step of the warm-up has all of it, the last of the decay none."""
+        if step <= self.warmup:
+            return self.share * step / self.warmup
+        if not self.decay:
+            return self.share
+        return self.share * max(0.0, 1 - (step - self.warmup) / self.decay)
+
+    def values(self, tokens: SampledTokens, prepared: Any) -> list[np.ndarray]:
+        share = self.share_at(tokens.prepared.step)
+        teachers = tokens.batch.logprobs(tokens.term.role, tokens.rollouts)
+        signals = tokens.batch.signals[tokens.term.role, "logprobs_at"]
+        students = [
+            beside(student, signals[rollout.id])
+            for student, rollout in zip(tokens.student, tokens.rollouts, strict=True)
+        ]
+        return [
+            weighed_by_teacher(outcome, teacher - student, share, self.band)
+            for outcome, teacher, student in zip(super().values(tokens, prepared), teachers, students, strict=True)
+        ]
+
+
+# The arithmetic of advantages: plain functions of arrays.
+#
+# Axis legend: T = tokens of one response, B = rollouts of the batch.
+
+
+Baseline = Literal["group", "leave_one_out", "batch", "none"]
+STD_FLOOR = 1e-4  # added to a group's standard deviation, as GRPO's implementations do
+
+
+def outcome_advantages(
+    rewards: Sequence[float | None], groups: Sequence[str], baseline: Baseline = "group", std: bool = False
+) -> np.ndarray:
+    """(B,) reward minus baseline; NaN where there is no reward, which then enters no baseline either.
+
+    group           minus the mean of the group: GRPO, with `std` divided by its standard deviation
+    leave_one_out   minus the mean of the others of the group: RLOO
+    batch           minus the mean of the batch: the plain baseline for one sample per prompt
+    none            the reward itself
+
+    >>> outcome_advantages([1, 0, 0, 0], ["a"] * 4).tolist()
+    [0.75, -0.25, -0.25, -0.25]
+    >>> outcome_advantages([1.0, 0.0, None], ["a"] * 3, "leave_one_out").tolist()
+    [1.0, -1.0, nan]
+    """
+    reward_B = np.array([np.nan if reward is None else reward for reward in rewards], dtype=np.float64)
+    known = ~np.isnan(reward_B)
+    advantages = np.full(reward_B.size, np.nan)
+    unit = np.zeros(reward_B.size, dtype=int) if baseline == "batch" else np.unique(groups, return_inverse=True)[1]
+    for number in np.unique(unit[known]):
+        members = known & (unit == number)
+        values = reward_B[members]
+        if baseline == "none":
+            centred = values
+        elif baseline == "leave_one_out":  # alone in its group, a sample has nothing to be compared with
+            centred = (values - values.mean()) * (values.size / (values.size - 1)) if values.size > 1 else 0 * values
+        else:
+            centred = values - values.mean()
+        if std:
+            centred = centred / ((values.std(ddof=1) if values.size > 1 else 0.0) + STD_FLOOR)
+        advantages[members] = centred
+    return advantages
+
+
+def extrapolated(teacher_T: np.ndarray, student_T: np.ndarray, reference_T: np.ndarray, factor: float) -> np.ndarray:
+    """G-OPD: factor * (log teacher - log reference) - (log student - log reference).
+
+    A factor of 1 is plain OPD, since the reference cancels; above 1 the target lies past the teacher (ExOPD).
+    """
+    return (teacher_T - student_T) + (factor - 1) * (teacher_T - reference_T)
+
+
+def returns(
+    values_T: np.ndarray, discount: float, *, length_normalised: bool = False, future_only: bool = False
+) -> np.ndarray:
+    """Discounted sums of this and all later tokens' values: R_t = sum over i >= t of discount^(i-t) * value_i.
+
+    `future_only` starts them at t + 1, for when the token's here part is trained directly (MiniLLM's single-step
+    decomposition). `length_normalised` divides by the number of tokens summed over, so that long answers are not
+    worth more or less for their length (MiniLLM again).
+
+    >>> returns(np.array([1.0, 2.0, 4.0]), 0.5).tolist()
+    [3.0, 4.0, 4.0]
+    >>> returns(np.array([1.0, 2.0, 4.0]), 1.0, length_normalised=True, future_only=True).tolist()
+    [3.0, 4.0, 0.0]
+    """
+    sums = np.zeros(values_T.size, dtype=np.float64)
+    running = 0.0
+    for index in range(values_T.size - 1, -1, -1):
+        here = values_T[index] + discount * running
+        sums[index] = discount * running if future_only else here
+        running = here
+    if length_normalised:
+        left = np.arange(values_T.size, 0, -1) - (1 if future_only else 0)
+        sums /= np.maximum(left, 1)
+    return sums
+
+
+def moments(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """Mean and standard deviation over all tokens that count; None if there are too few."""
+    every = np.concatenate([value[mask] for value, mask in zip(values, masks, strict=True)])
+    return (every.mean(), every.std()) if every.size >= 2 else None
+
+
+def whitened_by(values: Sequence[np.ndarray], scale: tuple[float, float] | None) -> list[np.ndarray]:
+    """Mean 0 and variance 1 over the tokens that `moments` counted."""
+    if scale is None:
+        return [np.zeros_like(value) for value in values]
+    mean, std = scale
+    return [(value - mean) / (std + 1e-8) for value in values]
+
+
+def weighed_by_teacher(outcome_T: np.ndarray, log_ratio_T: np.ndarray, share: float, band: float) -> np.ndarray:
+    """RLSD: A * ((1 - share) + share * clip(exp(sign(A) * log_ratio), 1 - band, 1 + band)); log_ratio = log T - log S.
+
+    Clipped before the exponential, so that no log-ratio overflows it.
+
+    >>> weighed_by_teacher(np.array([2.0, -2.0, 0.0]), np.full(3, 9.0), 0.5, 0.2).round(6).tolist()
+    [2.2, -1.8, 0.0]
+    """
+    signed = np.sign(outcome_T) * log_ratio_T
+    weight = np.exp(signed.clip(np.log1p(-band), np.log1p(band)))
+    return outcome_T * ((1 - share) + share * weight)
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """0 up to `buffer` tokens before the limit, then a straight line down to -1 at the limit (DAPO's soft punishment).
+
+    >>> [overlong_penalty(length, 100, 20) for length in (50, 80, 90, 100)]
+    [0.0, 0.0, -0.5, -1.0]
+    """
+    return min(0.0, max(-1.0, (limit - buffer - length) / buffer)) + 0.0

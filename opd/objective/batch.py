@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.errors import TrainingError
-from opd.types import Rollout, Signal, SignalKind
+from opd.common.errors import TrainingError
+from opd.records import Prompt, Rollout, Signal, SignalKind
 
 Signals = Mapping[tuple[str, SignalKind], Mapping[str, Signal]]  # (role, kind) -> rollout id -> signal
 RewardsById = Mapping[str, float | None]  # rollout id -> reward; None: it could not be given; absent: nobody was asked
@@ -30,20 +30,49 @@ class FirstPass:
     )  # by role and k: argmax in the teacher's top k
 
 
+@dataclass
+class Written:
+    """Rollouts in the store: their ids, and how many an earlier process had finished or begun."""
+
+    ids: list[str] = field(default_factory=list)
+    finished: int = 0
+    continued: int = 0
+    prompts: int = 0
+    unshown: int = 0  # of these, those for which a view had nothing to show: they were answered plainly
+
+    @property
+    def taken_up(self) -> bool:
+        """Whether an earlier process may have rewarded and scored some of them already."""
+        return bool(self.finished or self.continued)
+
+    def add(self, other: Written) -> None:
+        """Count what was written for the same batch later on."""
+        self.finished += other.finished
+        self.continued += other.continued
+
+
 @dataclass(repr=False)
-class TrainingBatch:
+class Batch:
+    """The rollouts of one step and what is known of them. It travels from sampling to the update, and every part adds to it.
+
+    To train on scored rollouts of your own, `Batch(rollouts, signals, rewards)` is enough.
+    """
+
     rollouts: Sequence[Rollout]
-    signals: Signals = field(default_factory=dict)
+    signals: Signals = field(default_factory=dict)  # from teachers, by role and kind
     rewards: RewardsById = field(default_factory=dict)
     first_pass: FirstPass = field(default_factory=FirstPass)
-    teacher_of: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
-    traced: frozenset[str] = frozenset()  # ids of rollouts to be written down token by token: see `trace`
+    owners: Mapping[str, str] = field(default_factory=dict)  # rollout id -> its teacher: micro-batches hold one's
+    traced: frozenset[str] = frozenset()  # ids of rollouts to be written down token by token: see `trace_tokens`
+    prompts: Mapping[str, Prompt] = field(default_factory=dict)  # by id
+    groups: Mapping[str, Any] = field(default_factory=dict)  # by name: what views may look at
+    written: Written = field(default_factory=Written)
+    metrics: dict[str, float] = field(default_factory=dict)  # counts, and seconds of what ran alongside training
+    scored: bool = False  # teachers have been asked
 
     def __repr__(self) -> str:
         signals = ", ".join(f"{kind} of {role}" for role, kind in self.signals)
-        return (
-            f"TrainingBatch({len(self.rollouts)} rollouts, {len(self.rewards)} rewards, signals: {signals or 'none'})"
-        )
+        return f"Batch({len(self.rollouts)} rollouts, {len(self.rewards)} rewards, signals: {signals or 'none'})"
 
     def seen(self, needs: Iterable[tuple[str, SignalKind]], rollout: Rollout) -> np.ndarray:
         """(T,) bool: tokens of a rollout about which all of these signals that there are say something."""

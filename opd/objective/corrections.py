@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opd.settings import Choice, Family
+from opd.registry import Choice, Family
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Kind = Literal["icepop", "tis", "mis", "none"]
 Level = Literal["token", "sequence", "geometric"]

@@ -15,9 +15,9 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from opd.objective.batch import TrainingBatch
-from opd.settings import Choice, Family, Fraction, Needs, Positive, StageView, changed
-from opd.types import Rollout
+from opd.objective.batch import Batch
+from opd.records import Rollout
+from opd.registry import Choice, Family, Fraction, Needs, Positive, StageView, changed
 
 Arrays = list[np.ndarray]
 
@@ -26,7 +26,7 @@ Arrays = list[np.ndarray]
 class GateView:
     """What a gate goes by. Masks are (T,) bool, one per rollout of the batch."""
 
-    batch: TrainingBatch
+    batch: Batch
     role: str  # of the term: whose teacher is asked
     eligible: Sequence[np.ndarray]  # tokens of the authors that the term trains on
     open: Sequence[np.ndarray]  # of those, what the gates before have left
@@ -256,10 +256,11 @@ class Turns(Gate):
 
     def refuse(self, view: StageView) -> Iterable[str]:
         yield from super().refuse(view)
-        yield (
-            "gate turns compares the turns of a rollout, but every rollout of this recipe has one turn, which would "
-            "weigh 1. Remove the gate: it is for episodes with an environment."
-        )
+        if view.rollout.environment is None:
+            yield (
+                "gate turns compares the turns of a rollout, but every rollout of this recipe has one turn, which would "
+                "weigh 1. Remove the gate: it is for episodes with an environment."
+            )
 
     def factors(self, view: GateView) -> Arrays:
         return [
@@ -365,3 +366,96 @@ def runs(mask_T: np.ndarray) -> list[tuple[int, int]]:
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask_T, [False]]).astype(int)))
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+# Gates that go by rewards: of the rollout itself, or of all samples of its prompt.
+
+
+class RewardGate(Gate):
+    """By the reward of the rollout, or by those of its whole group."""
+
+    threshold: float = Field(0.5, description="a reward of at least this is correct")
+
+    def needs(self, role: str = "teacher") -> Needs:
+        return Needs(rewards=True)
+
+    def passed(self, view: GateView) -> np.ndarray:
+        """(B,) 1 or 0; NaN where there is no reward."""
+        return np.array([np.nan if reward is None else float(reward >= self.threshold) for reward in view.rewards])
+
+    def pass_rates(self, view: GateView) -> np.ndarray:
+        return pass_rates(view.rewards, view.groups, self.threshold)
+
+    def _where(self, wanted: np.ndarray, rates: np.ndarray, view: GateView) -> Arrays:
+        return view.spread(np.where(np.isnan(rates), np.nan, wanted.astype(np.float64)))
+
+
+class Correct(RewardGate):
+    name = "correct"
+
+    def factors(self, view: GateView) -> Arrays:
+        return view.spread(self.passed(view))
+
+
+class Wrong(RewardGate):
+    name = "wrong"
+
+    def factors(self, view: GateView) -> Arrays:
+        return view.spread(1 - self.passed(view))
+
+
+class AllWrong(RewardGate):
+    name = "all_wrong"
+
+    def factors(self, view: GateView) -> Arrays:
+        rates = self.pass_rates(view)
+        return self._where(rates == 0, rates, view)
+
+
+class AllCorrect(RewardGate):
+    name = "all_correct"
+
+    def factors(self, view: GateView) -> Arrays:
+        rates = self.pass_rates(view)
+        return self._where(rates == 1, rates, view)
+
+
+class Contrast(RewardGate):
+    """Groups with right and wrong answers."""
+
+    name = "contrast"
+    compares_samples = True
+
+    def factors(self, view: GateView) -> Arrays:
+        rates = self.pass_rates(view)
+        return self._where((rates > 0) & (rates < 1), rates, view)
+
+
+class Paced(RewardGate):
+    """PACED: the weight of a prompt is p^a (1 - p)^b, with p its pass rate among this batch's samples."""
+
+    name = "paced"
+    weighs = True
+    compares_samples = True
+    a: float = Field(1.0, ge=0)
+    b: float = Field(1.0, ge=0)
+
+    def factors(self, view: GateView) -> Arrays:
+        rates = self.pass_rates(view)
+        return view.spread(rates**self.a * (1 - rates) ** self.b)
+
+
+def pass_rates(scores: Sequence[float | None], groups: Sequence[str], threshold: float) -> np.ndarray:
+    """(B,) share of each rollout's group that passed, among those that could be rewarded; NaN where none could.
+
+    >>> pass_rates([1.0, 0.0, None, 0.0], ["a", "a", "a", "b"], 0.5).tolist()
+    [0.5, 0.5, 0.5, 0.0]
+    """
+    passed = np.array([np.nan if score is None else float(score >= threshold) for score in scores])
+    rates = np.full(passed.size, np.nan)
+    for number in np.unique(groups):
+        members = np.asarray(groups) == number
+        known = passed[members & ~np.isnan(passed)]
+        if known.size:
+            rates[members] = known.mean()
+    return rates

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.objective.batch import Signals, TrainingBatch
-from opd.objective.first_pass import take_first_pass
-from opd.objective.micro import MicroBatch, TokenStatistics, autocast_head
-from opd.objective.prepare import PreparedTerm, prepare_term
+from opd.divergences import Projection, statistics, token_logprobs
+from opd.divergences.projection import MergeGroups, Source, log_probs, source_log_probs, upload
+from opd.objective.batch import Batch, ByRollout, Signals, require_per_token
+from opd.objective.gates import GateView
+from opd.objective.micro import (
+    MicroBatch,
+    TeacherHead,
+    TokenStatistics,
+    autocast_head,
+    teacher_projections,
+    token_ids,
+    trace_tokens,
+)
 from opd.objective.term import AnyTerm, Term
-from opd.objective.trace import trace_tokens
-from opd.settings import Needs, by_hand
-from opd.shorthand import OneOrMany
-from opd.types import Rollout, SignalKind, SignalNeed, TeacherLike
+from opd.records import Author, Rollout, SignalKind, SignalNeed, TeacherLike
+from opd.registry import Needs, OneOrMany, by_hand
 
 if TYPE_CHECKING:
-    from opd.models.language_model import LanguageModel
-    from opd.models.packing import Pack
+    from opd.models.language_model import LanguageModel, Pack
+
 
 TokenWeights = Sequence[Mapping[str, np.ndarray]]  # one mapping per active term: rollout id -> (T,)
 
@@ -34,7 +42,7 @@ TokenWeights = Sequence[Mapping[str, np.ndarray]]  # one mapping per active term
 class PreparedBatch:
     """A batch, made ready: what every active term gives every token."""
 
-    batch: TrainingBatch
+    batch: Batch
     terms: list[PreparedTerm] = field(default_factory=list)
 
     def weights(self, rollouts: Sequence[Rollout]) -> TokenWeights:
@@ -131,11 +139,11 @@ class Objective:
     def prepare(
         self,
         student: LanguageModel,
-        batch: TrainingBatch,
+        batch: Batch,
         step: int,
         cut: Callable[[Sequence[Rollout]], list[Pack]],
         updates: int = 1,
-        complete: Callable[[TrainingBatch], None] = lambda batch: None,
+        complete: Callable[[Batch], None] = lambda batch: None,
     ) -> PreparedBatch:
         """Gates, advantages and denominators; `cut` makes micro-batches, if the student has to be asked first.
 
@@ -180,3 +188,187 @@ class Objective:
                 total = total + loss
         trace_tokens(micro, prepared.terms, weights)
         return total, micro.statistics
+
+
+# What each term gives each token of a batch, before the batch is cut up: gates, advantages and denominators.
+#
+# The only place where tokens are masked and denominators formed.
+
+
+@dataclass
+class PreparedTerm:
+    """One term on one batch. Masks and factors are (T,) by rollout id."""
+
+    term: Term
+    name: str
+    coefficient: float
+    batch: Batch
+    max_new_tokens: int
+    eligible: ByRollout  # bool: tokens of the authors that the term trains on, gated or not
+    counted: ByRollout  # bool: in the denominator
+    factor: ByRollout  # what gates leave of a token, 0 where closed
+    metrics: dict[str, float]  # what the gates did
+    gates: dict[str, ByRollout] = field(default_factory=dict)  # what each did, to rollouts that are traced
+    step: int = 1  # of the stage, for what changes with it
+    state: Any = None  # what the form has prepared for itself
+
+    def weights(self, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+        """Of every token of an update's rollouts. They are its loss's only denominators."""
+        return self.term.weights(self, rollouts)
+
+
+def prepare_term(
+    term: Term, name: str, coefficient: float, batch: Batch, max_new_tokens: int, seed: int, step: int = 1
+) -> PreparedTerm:
+    rollouts, metrics = batch.rollouts, {}
+    authors = [int(Author[author.upper()]) for author in term.authors]
+    eligible = [np.isin(rollout.author, authors) for rollout in rollouts]
+    left_out = term.leaves_out(batch)
+    if term.needs().rewards:  # a reward that failed is not a zero
+        unrewarded = {rollout.id for rollout in rollouts if batch.rewards.get(rollout.id, 0.0) is None}
+        metrics[f"unrewarded/{name}"] = len(unrewarded) / max(len(rollouts), 1)
+        left_out |= unrewarded
+    asked = term.needs().possible
+    masks = [
+        mask & (rollout.id not in left_out) & batch.seen(asked, rollout)
+        for mask, rollout in zip(eligible, rollouts, strict=True)
+    ]
+    gates: dict[str, ByRollout] = {}
+    is_open, factors = masks, [mask.astype(np.float64) for mask in masks]
+    for number, gate in enumerate(term.gate):
+        values = gate.factors(GateView(batch, term.role, eligible, is_open, seed))
+        require_per_token(f"gate {gate.name}", values, rollouts)
+        count = sum(int(mask.sum()) for mask in is_open)
+        touched = sum(int((value[mask] != 1).sum()) for mask, value in zip(is_open, values, strict=True))
+        repeated = any(other.name == gate.name for other in term.gate[:number])
+        called = f"{gate.name}{number if repeated else ''}"
+        metrics[f"gate/{name}/{called}"] = touched / max(count, 1)
+        if batch.traced:
+            gates[called] = _by_rollout(rollouts, values)
+        factors = [np.nan_to_num(factor * value) for factor, value in zip(factors, values, strict=True)]
+        closed = [np.isnan(value) | ((value == 0) & (not gate.weighs)) for value in values]
+        is_open = [mask & ~shut for mask, shut in zip(is_open, closed, strict=True)]
+    prepared = PreparedTerm(
+        term,
+        name,
+        coefficient,
+        batch,
+        max_new_tokens,
+        eligible=_by_rollout(rollouts, eligible),
+        counted=_by_rollout(rollouts, masks if term.gated == "zero" else is_open),
+        factor=_by_rollout(rollouts, factors),
+        metrics=metrics,
+        gates=gates,
+        step=step,
+    )
+    prepared.state = term.prepare(prepared)
+    return prepared
+
+
+def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[np.ndarray]) -> ByRollout:
+    return {rollout.id: value for rollout, value in zip(rollouts, values, strict=True)}
+
+
+# The pass without gradients that some terms need first: proximal log-probs, and statistics that gates rank a batch by.
+#
+# What is asked for is a set of tuples (`Needs.student`):
+#
+# ("proximal",)            log-probs of the sampled tokens before the first update
+# ("entropy",)             the student's
+# ("comparison", role)     both sides' entropy and their reverse KL
+# ("accepted", role, k)    whether the student's likeliest token is among the k likeliest of the teacher
+
+
+CHUNK = 512  # rows whose logits are held at once when ranking
+StudentNeeds = frozenset[tuple[str | int, ...]]
+
+
+@torch.no_grad()
+def take_first_pass(
+    student: LanguageModel,
+    packs: Sequence[Pack],
+    batch: Batch,
+    needs: StudentNeeds,
+    teachers: Mapping[str, TeacherHead],
+    merge: MergeGroups,
+    temperature: float,
+) -> None:
+    """Fill `batch.first_pass` for every rollout of the packs."""
+    result = batch.first_pass
+    result.entropy.clear()  # of an earlier step on the same batch
+    compared = {str(need[1]) for need in needs if need[0] == "comparison"}
+    ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
+
+    def look(pack: Pack) -> None:
+        projection = autocast_head(student.predict(pack))
+        if ("proximal",) in needs:
+            ids = token_ids(pack, projection)
+            untempered = token_logprobs(projection, ids, merge=merge, trusted=True)
+            _spread(result.logprob, pack, untempered)
+            tempered = untempered
+            if temperature != 1.0:
+                tempered = token_logprobs(projection, ids, temperature=temperature, trusted=True)
+            _spread(result.proximal, pack, tempered)
+        if ("entropy",) in needs:  # of all tokens, whatever a teacher was shown
+            _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
+        for role in sorted(compared | ranked):
+            _compare(projection, pack, batch, role, needs, teachers, merge)
+
+    for pack in student.passes(packs):
+        student.inside(partial(look, pack))
+
+
+def _compare(
+    projection: Projection,
+    pack: Pack,
+    batch: Batch,
+    role: str,
+    needs: StudentNeeds,
+    teachers: Mapping[str, TeacherHead],
+    merge: MergeGroups,
+) -> None:
+    result, count, device = batch.first_pass, projection.count, projection.hidden.device
+    names = ("entropy", "reverse_kl", "teacher_entropy")
+    columns = {name: torch.full((count,), float("nan")) for name in names}
+    ranks = {int(need[2]): torch.zeros(count) for need in needs if need[:2] == ("accepted", role)}
+    everything = np.ones(count, dtype=bool)
+    for rows, teacher in teacher_projections(pack, batch.signals[role, "hidden"], teachers, everything, projection):
+        student = projection.rows(upload(rows, device))
+        if ("comparison", role) in needs:
+            values = statistics(student, teacher, merge=merge)
+            for name in names:
+                columns[name][rows] = getattr(values, name).cpu().float()
+        for k, accepted in ranks.items():
+            accepted[rows] = proposal_accepted(student, teacher, k, merge).cpu().float()
+    if ("comparison", role) in needs:
+        _fill(result.entropy, pack, columns["entropy"])
+        _spread(result.reverse_kl.setdefault(role, {}), pack, columns["reverse_kl"])
+        _spread(result.teacher_entropy.setdefault(role, {}), pack, columns["teacher_entropy"])
+    for k, accepted in ranks.items():
+        _spread(result.accepted.setdefault((role, k), {}), pack, accepted)
+
+
+def proposal_accepted(student: Projection, teacher: Source, k: int, merge: MergeGroups = ()) -> Tensor:
+    """(N,) bool: the student's likeliest event is among the teacher's k likeliest."""
+    size = min(student.vocabulary, teacher.vocabulary)
+    parts = []
+    for start in range(0, student.count, CHUNK):
+        rows = slice(start, start + CHUNK)
+        proposal = log_probs(student.rows(rows), size, merge).argmax(-1, keepdim=True)
+        scored = source_log_probs(teacher.rows(rows), size, merge)
+        parts.append((scored > scored.gather(-1, proposal)).sum(-1) < k)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+
+
+def _fill(into: ByRollout, pack: Pack, values_N: Tensor) -> None:
+    """Where nothing is known: one role's teacher may have been shown what another's was not."""
+    found: ByRollout = {}
+    _spread(found, pack, values_N)
+    for name, values in found.items():
+        known = into.get(name, values)
+        into[name] = np.where(np.isnan(known), values, known)
+
+
+def _spread(into: ByRollout, pack: Pack, values_N: Tensor) -> None:
+    for rollout, values in zip(pack.rollouts, values_N.cpu().double().split(pack.response_lengths), strict=True):
+        into[rollout.id] = values.numpy()

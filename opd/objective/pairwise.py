@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from opd.objective.term import Term
-from opd.objective.weights import pair_weights
-from opd.settings import Choice, Family, Needs, StageView
+from opd.objective.term import Term, pair_weights
+from opd.registry import Choice, Family, Needs, StageView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.objective.micro import MicroBatch
-    from opd.objective.prepare import PreparedTerm
-    from opd.types import Rollout
+    from opd.objective.objective import PreparedTerm
+    from opd.records import Rollout
+
 
 Pair = tuple[str, str]  # ids of the preferred and the rejected rollout
 
@@ -142,6 +142,14 @@ class Pairwise(Term):
     def refuse(self, view: StageView) -> Iterable[str]:
         if view.rollout.samples == 1:
             yield "pairwise compares the samples of a prompt, but rollout.samples is 1. Set it to 2 or more."
+        alone = [
+            key for key, writer in view.rollout.writers_by_key.items() if writer.share and writer.author != "student"
+        ]
+        if alone:
+            yield (
+                f"pairwise compares the answers to one prompt, and rollout.{alone[0]} has one writer answer all of them: no pair has two "
+                "authors. Have it write some of every group instead: rollout.writers: [{kind: data, samples: 1}], say."
+            )
         yield from super().refuse(view)
 
     def prepare(self, prepared: PreparedTerm) -> list[Pair]:

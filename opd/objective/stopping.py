@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from opd.settings import Choice, Family, Positive
+from opd.registry import Choice, Family, Positive
 
 if TYPE_CHECKING:
-    from opd.settings import StageView
+    from opd.registry import StageView
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,140 @@ uld, gold         distributions over different vocabularies, at spans that both 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from opd.objective.corrections import AnyCorrection
 from opd.objective.gates import AnyGate
-from opd.objective.schedule import Schedule
-from opd.objective.weights import token_weights
-from opd.settings import Choice, Family, Needs, StageView, changed
-from opd.shorthand import OneOrMany, Short
-from opd.types import SignalKind
+from opd.records import SignalKind
+from opd.registry import SETTINGS, Choice, Family, Needs, OneOrMany, Positive, Short, StageView, changed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.objective.batch import TrainingBatch
+    from opd.objective.batch import Batch
     from opd.objective.micro import MicroBatch
-    from opd.objective.prepare import PreparedTerm
-    from opd.sampling.rollouts import Rollouts
-    from opd.types import Rollout
+    from opd.objective.objective import PreparedTerm
+    from opd.records import Rollout
+
+
+# A coefficient that changes with the step.
+
+
+Moment = Positive | Literal["plateau"]
+
+
+class Schedule(BaseModel):
+    """A coefficient that changes with the step. A plain number is one that does not."""
+
+    model_config = SETTINGS
+    value: float = 1.0
+    to: float | None = Field(None, description="where a straight line from `value` ends …")
+    over: Positive | None = Field(None, description="… after this many steps; it stays there")
+    until: Moment | None = Field(None, description="0 after this step, or once evaluation stops improving")
+    after: Moment | None = Field(
+        None, description="0 up to and including this step, or until evaluation stops improving"
+    )
+
+    @model_validator(mode="after")
+    def _line(self) -> Schedule:
+        if (self.to is None) != (self.over is None):
+            raise ValueError("`to` and `over` belong together: {value: 5e-3, to: 1e-3, over: 100}")
+        if isinstance(self.until, int) and isinstance(self.after, int) and self.until <= self.after:
+            raise ValueError(f"`after` ({self.after}) must be less than `until` ({self.until})")
+        return self
+
+    def __str__(self) -> str:
+        """The number, and that it changes."""
+        moving = (self.to, self.until, self.after) != (None, None, None)
+        return f"{self.value:g}{'…' if moving else ''}"
+
+    @property
+    def never(self) -> bool:
+        """Whether it is 0 at every step."""
+        return self.value == 0 and not self.to
+
+    def at(self, step: int, plateau: int | None) -> float:
+        """The coefficient of a step, counted from 1. `plateau`: the step after which evaluation stopped improving."""
+        first = 0
+        if self.until is not None:
+            end = plateau if self.until == "plateau" else self.until
+            if end is not None and step > end:
+                return 0.0
+        if self.after is not None:
+            start = plateau if self.after == "plateau" else self.after
+            if start is None or step <= start:
+                return 0.0
+            first = start
+        if self.to is None or self.over is None:
+            return self.value
+        return self.value + (self.to - self.value) * min((step - first - 1) / max(self.over - 1, 1), 1.0)
+
+
+# The one place that masks and divides.
+#
+# Each token of the whole batch gets a weight, before the batch is cut into micro-batches; a term's loss is then a plain
+# weighted sum, and no way of cutting, padding or packing can change it. The denominators are global sums, so several
+# processes only have to all-reduce them.
+
+
+Aggregate = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
+
+
+def token_weights(
+    masks: Sequence[np.ndarray], groups: Sequence[str], aggregate: Aggregate, denominator: float = 1.0
+) -> list[np.ndarray]:
+    """Weight of every token of every rollout. `masks` (T,) per rollout: bool, or the part of one that a token counts for; `groups`
+    names each rollout's prompt.
+
+    token_mean      every token counts alike
+    sequence_mean   every rollout counts alike, tokens alike within it
+    prompt_mean     every prompt counts alike, tokens alike within its rollouts
+    constant        the sum over tokens, divided by a constant
+
+    Where several tokens are one event (`CrossedTerm`), they count for parts of 1, and these are means over events.
+
+    >>> [w.tolist() for w in token_weights([np.ones(1, bool), np.ones(3, bool)], ["a", "b"], "token_mean")]
+    [[0.25], [0.25, 0.25, 0.25]]
+    """
+    counts = np.array([mask.sum() for mask in masks], dtype=np.float64)
+    if aggregate == "token_mean":
+        per_token = np.full(len(masks), 1.0 / (counts.sum() or 1.0))
+    elif aggregate == "sequence_mean":
+        per_token = 1.0 / np.where(counts > 0, counts, 1.0) / max((counts > 0).sum(), 1)
+    elif aggregate == "prompt_mean":
+        names, member = np.unique(np.asarray(groups), return_inverse=True)
+        totals = np.bincount(member, weights=counts, minlength=len(names))
+        per_token = 1.0 / np.where(totals > 0, totals, 1.0)[member] / max((totals > 0).sum(), 1)
+    else:
+        per_token = np.full(len(masks), 1.0 / denominator)
+    return [(mask * weight).astype(np.float32) for mask, weight in zip(masks, per_token, strict=True)]
+
+
+def pair_weights(
+    groups: Sequence[str], aggregate: Literal["pair_mean", "prompt_mean", "constant"], denominator: float = 1.0
+) -> list[float]:
+    """Weight of every pair of answers; `groups` names each pair's prompt.
+
+    pair_mean       every pair counts alike
+    prompt_mean     every prompt counts alike, pairs alike within it
+    constant        the sum over pairs, divided by a constant
+
+    >>> pair_weights(["a", "b", "b"], "prompt_mean")
+    [0.5, 0.25, 0.25]
+    """
+    if aggregate == "constant":
+        return [1.0 / denominator] * len(groups)
+    if aggregate == "pair_mean":
+        return [1.0 / len(groups) for _ in groups]
+    counts = Counter(groups)
+    return [1.0 / len(counts) / counts[group] for group in groups]
+
 
 SOME = 1e-6  # a share of the prompts that nobody knows beforehand
 AuthorName = Literal["student", "teacher", "data"]
@@ -123,7 +234,7 @@ class Term(Choice):
     def authors(self) -> tuple[AuthorName, ...]:
         return self.usual_authors if self.on is None else tuple(self.on)
 
-    def authors_beside_student(self, rollout: Rollouts) -> list[str]:
+    def authors_beside_student(self, rollout: Any) -> list[str]:
         """Others whose tokens it trains on and that the rollouts have."""
         present = present_authors(rollout)
         return [author for author in self.authors if author != "student" and present[author] > 0]
@@ -164,7 +275,7 @@ class Term(Choice):
 
     # What it does
 
-    def leaves_out(self, batch: TrainingBatch) -> set[str]:
+    def leaves_out(self, batch: Batch) -> set[str]:
         """Ids of rollouts that it must not train on."""
         return set()
 
@@ -225,11 +336,11 @@ class CorrectedTerm(Term):
 AnyTerm = Annotated[Term, Family("form", key="form", default="direct")]
 
 
-def present_authors(rollout: Rollouts) -> dict[str, float]:
+def present_authors(rollout: Any) -> dict[str, float]:
     """The share of prompts that each author answers."""
     shares = {"student": 0.0, "data": 0.0, "teacher": 0.0}
     for writer in rollout.everyone:
-        shares[writer.author] += writer.share
+        shares[writer.author] += writer.share or (SOME if writer.samples else 0.0)
     if rollout.rescue is not None:
         shares[rollout.rescue.trained_as] = shares[rollout.rescue.trained_as] or SOME
     if rollout.demonstrations is not None:

@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from opd.errors import UserError
-from opd.monitors.history import ESTIMATES
+from opd.common.errors import UserError
+from opd.common.text import plain
+from opd.monitors.monitor import ESTIMATES
+from opd.registry import nearest
 from opd.report.facts import run_facts
-from opd.settings import nearest
-from opd.text import plain
 
 FORMATS = (".svg", ".pdf", ".png")
 COLOURS = (

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 from pydantic import Field, field_validator
 
-from opd.chat import CallLog, Chat, ChatQuestion, Endpoint
-from opd.data.questions import field_texts, fields_of, filled, question, well_formed
-from opd.errors import RecipeError
-from opd.remote import nothing, token_of
+from opd.common.chat_client import CallLog, Chat, ChatQuestion, Endpoint
+from opd.common.errors import RecipeError
+from opd.common.http import nothing, token_of
+from opd.data.prompts import field_texts, fields_of, filled, question, well_formed
+from opd.records import Prompt, RewardResult, Sample
 from opd.rewards.reward import RewardKind
-from opd.types import Prompt, RewardResult, Sample
 
 PROMPT, ANSWER = "prompt", "response"
 BEST = 9

@@ -18,12 +18,11 @@ from typing import Any
 from pydantic import Field
 
 from opd import sandbox
+from opd.records import RewardResult, Sample
+from opd.registry import Positive
 from opd.rewards.answers import blocks
-from opd.rewards.reward import RewardKind, sandbox_here
-from opd.rewards.settings import Sandbox
+from opd.rewards.reward import RewardKind, Sandbox, sandbox_here
 from opd.sandbox.harness import decode
-from opd.settings import Positive
-from opd.types import RewardResult, Sample
 
 HARNESS = Path(sandbox.__file__).with_name("harness.py")
 MISTAKES = (ValueError, SyntaxError, KeyError, TypeError, IndexError, RecursionError, MemoryError)  # of tests

@@ -7,17 +7,18 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
 from opd.plugins import run_source
-from opd.rewards.reward import Reward, function_missing, importable
-from opd.types import RewardResult, Sample
+from opd.records import RewardResult, Sample
+from opd.rewards.reward import DEFAULT, Reward, RewardKind, Rewards, function_missing, importable
 
 
 class Custom(Reward):
@@ -132,3 +133,86 @@ def find_function(name: str, code: bytes | None) -> Callable[[Sample], RewardRes
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise AttributeError(f"{module_name} has no function {attribute!r}; it has {known or 'none'}")
     return found
+
+
+# Python callables as rewards: `opd.run(recipe, rewards=f)`.
+#
+# A callable that was made in a notebook can be imported nowhere else, so its workers are forks of the process it was made in. A
+# recipe holds its name alone, and whoever goes on with the run has to give it again.
+
+
+RewardFunction = Callable[[Sample], RewardResult | float | None]
+GivenRewards = RewardFunction | Mapping[str, RewardFunction]  # for every domain, or by domain
+known: dict[str, RewardFunction] = {}  # in a forked worker: what it was forked for
+
+
+class PythonCallable(Reward):
+    """A callable of one sample, by name."""
+
+    name = "python callable"
+    from_python = True
+    function: str = Field(description="name of the callable that `opd.run(…, rewards=f)` was given")
+    _given: RewardFunction | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        """By name: the callable itself is no part of a recipe."""
+        return isinstance(other, PythonCallable) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return hash(self.label)
+
+    @classmethod
+    def of(cls, name: str, function: RewardFunction) -> PythonCallable:
+        made = cls(function=name)
+        made._given = function
+        return made
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.function}"
+
+    @property
+    def in_fork(self) -> bool:
+        return True
+
+    @property
+    def given(self) -> RewardFunction:
+        if self._given is None:
+            raise RecipeError(
+                f"rewards: the {self.label} cannot be read from a file. Give it from Python: opd.run(recipe, rewards={self.function})."
+            )
+        return self._given
+
+    @property
+    def functions(self) -> Mapping[str, RewardFunction]:
+        return {self.function: self.given}
+
+    def require(self, sandbox: str) -> None:
+        assert self.given is not None
+
+    def reward(self, sample: Sample) -> RewardResult | float | None:
+        return known[self.function](sample)
+
+
+def callables(rewards: Rewards) -> Iterator[RewardKind]:
+    return (kind for kinds in rewards.domains.values() for kind in kinds if kind.from_python)
+
+
+def with_callables(rewards: Rewards, given: GivenRewards) -> Rewards:
+    """One callable rewards every domain; by domain they stand before what the recipe has for it."""
+    by_domain = given if isinstance(given, Mapping) else {DEFAULT: given}
+    if not by_domain or not all(isinstance(domain, str) and callable(one) for domain, one in by_domain.items()):
+        raise RecipeError(f"rewards: expected a function of one sample, or {{domain: function}}, got {given!r}.")
+    names = {domain: _name(function) for domain, function in by_domain.items()}
+    made = {}
+    for domain, function in by_domain.items():
+        namesakes = [other for key, other in by_domain.items() if names[key] == names[domain]]
+        shared = any(other is not function for other in namesakes)
+        made[domain] = [PythonCallable.of(f"{names[domain]} for {domain}" if shared else names[domain], function)]
+    kept = rewards.domains if isinstance(given, Mapping) else {}
+    return rewards.model_copy(update={"domains": {**kept, **made}})
+
+
+def _name(function: RewardFunction) -> str:
+    named = isinstance(function, (FunctionType, MethodType, BuiltinFunctionType))
+    return function.__name__ if named else type(function).__name__

@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from opd import registry
+from opd.data.tasks import GYM, TASK, get_task
+from opd.records import Prompt, RewardResult, Sample
 from opd.rewards import answers
+from opd.rewards.answers import guard_reasoning_gym
 from opd.rewards.reward import MISSING, RewardKind, right
-from opd.types import Prompt, RewardResult, Sample
 
 Extract = Literal["auto", "all", "last_line", "boxed"]
 WHERE = "where the answer stands; auto: all of it (exact), the boxed or else last number (numeric)"
@@ -150,3 +153,100 @@ class Json(RewardKind):
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+# Mathematical equality, by math-verify.
+
+
+class Maths(Referenced):
+    """math-verify finds answer and reference equal. Its own time limits use signals, so they are off; the pool keeps the time."""
+
+    name = "maths"
+    evaluates = True
+    package = "math_verify"
+    install = "pip install 'opd[maths]'"
+
+    def reward(self, sample: Sample) -> RewardResult:
+        from math_verify import parse
+        from math_verify import verify as equal
+
+        wanted: list[Any] = []
+        for reference in self.references(sample):
+            text = answers.written(reference)
+            wanted += parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
+        if not wanted:
+            return RewardResult(None, error=f"math-verify cannot read the prompt's {self.field!r}")
+        found = parse(sample.text, parsing_timeout=None)
+        if not found:
+            return right(False, "no mathematical expression")
+        return right(bool(equal(wanted, found, timeout_seconds=None, raise_on_error=True)))
+
+
+# The prompt's own verifier: a task's, reasoning-gym's, or the kind of reward that a row names.
+
+
+IN_ROWS = (
+    "exact",
+    "numeric",
+    "maths",
+    "code",
+    "json",
+)  # what a row may name: nothing that runs a function of its choice
+
+
+class Verifier(RewardKind):
+    """Asks each prompt."""
+
+    name = "verifier"
+    by_default = True
+    asks_prompt = True
+
+    def covers(self, prompt: Prompt) -> bool:
+        return "verifier" in prompt.fields
+
+    def chosen(self, fields: Mapping[str, Any]) -> RewardKind | str:
+        name = fields.get("verifier")
+        if not isinstance(name, str):
+            return "the prompt names no verifier"
+        general = {"weight": self.weight, "time_limit": self.time_limit}
+        if name.startswith(TASK):
+            return TaskVerifier(**general)
+        if name.startswith(GYM):
+            has_entry = isinstance(fields.get("entry"), Mapping)
+            return GymVerifier(**general) if has_entry else "the prompt has no `entry` for its scorer"
+        if name in IN_ROWS:
+            found = registry.find("reward", name)(**general)
+            assert isinstance(found, RewardKind)
+            return found
+        return f"unknown verifier {name!r}"
+
+
+class TaskVerifier(RewardKind):
+    """A built-in task knows its answers."""
+
+    name = "task"
+    in_process = True
+
+    def reward(self, sample: Sample) -> RewardResult:
+        name = str(sample.prompt.fields["verifier"]).removeprefix(TASK)
+        return right(get_task(name).verify(sample.prompt, sample.text))
+
+
+class GymVerifier(RewardKind):
+    """reasoning-gym's own scorer. Several of them evaluate the answer: see `guards` and `worker`."""
+
+    name = "reasoning_gym"
+    evaluates = True
+    package = "reasoning_gym"
+    install = "pip install reasoning_gym"
+
+    def load(self) -> None:
+        super().load()
+        guard_reasoning_gym()
+
+    def reward(self, sample: Sample) -> float:
+        import reasoning_gym
+
+        fields = sample.prompt.fields
+        score = reasoning_gym.get_score_answer_fn(str(fields["verifier"]).removeprefix(GYM))
+        return float(score(answer=sample.text.strip(), entry=fields["entry"]))

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 
-from opd.config import Stage
-from opd.config.stage import WEIGHTS
-from opd.data.parse import BadRow
-from opd.data.prompts import DOMAIN
-from opd.data.source import Source, Told, silent
-from opd.data.sources import routed
-from opd.errors import RecipeError
+from opd.common.errors import DataError, RecipeError
+from opd.common.http import token_of
+from opd.common.text import plain
+from opd.data.prompts import DOMAIN, fields_of
+from opd.data.render import render_prompt
+from opd.data.rows import BadRow
+from opd.data.sources import BadRows, Opening, PromptSource, Scanned, Source, Told, open_sources, routed, scan, silent
+from opd.evaluation import Question
 from opd.models import load_config, load_tokenizer, parameter_shapes
-from opd.models.directory import reading_model
+from opd.models.files import reading_model
 from opd.models.language_model import context_of
 from opd.models.load import empty_model, locate
 from opd.models.tokenizers import require_same
 from opd.models.untrained import untrained_notes
-from opd.remote import token_of
+from opd.recipe import Stage
+from opd.recipe.stage import WEIGHTS
+from opd.records import Prompt
+from opd.registry import MANY, StageView
 from opd.rewards import Rewarder, check_rewards
-from opd.rewards.check import doubts
+from opd.rewards.rewarder import doubts
+from opd.rollouts.replay import require_drawn_alike
+from opd.rollouts.settings import EXPERIENCE, HINT, TRAJECTORIES, Experience
 from opd.runner.hub import require_access
-from opd.runner.prompts import Looked, look_at_prompts, open_beside, open_prompts
-from opd.runner.shown import require_asked, require_shown
-from opd.settings import MANY, StageView
-from opd.teachers.kinds import ModelRef, Outlook
+from opd.runner.results import watched_domains
+from opd.teachers.kinds import ModelRef, RemoteFacts
 from opd.teachers.quantised import require_quantiser
 from opd.teachers.router import chooser, one_per_domain, require_known_domains, routes
-from opd.types import Prompt
+from opd.teachers.views import QUESTION, View, question
 
 LR_LEAST, LR_MOST = 1e-9, 1e-2  # AdamW moves every weight by about this much in a step; weights are about 0.02
 RevisionOf = Callable[[str, str | None], str | None]  # (model, revision) -> the one that it is read at
@@ -56,7 +63,7 @@ class Checked:
     teacher_of: dict[str, str]  # domain -> teacher, where one scores all of it
     rewarder: Rewarder
     student: Any  # its config
-    inputs: Looked
+    inputs: PromptScan
     templates: dict[str, Any]  # teacher -> the tokenizer whose chat template its view uses
 
 
@@ -79,9 +86,7 @@ def check_stage(
     configs = {name: load_config(*name) for name in names.values()}
     tokenizers = {name: load_tokenizer(*name) for name in names.values()}
     tokenizer, config = tokenizers[names[own]], configs[names[own]]
-    with reading_model(own.model, "its config", None):
-        untrained = untrained_notes(empty_model(config), spec.student.lora)
-    sampled = [*_sampler_notes(spec, config), *untrained]
+    sampled = [*_sampler_notes(spec, config), *_untrained(spec, own.model, config)]
     for ref in dict.fromkeys(ref for kind in spec.teachers.values() if not kind.view.crosses for ref in kind.reads()):
         require_same(tokenizer, tokenizers[names[ref]], own.model, ref.model)
     if not any(found.eos_token_id is not None for found in (*configs.values(), *tokenizers.values())):
@@ -110,16 +115,28 @@ def check_stage(
     further = [prompt for source in beside for prompt in source.examples()]
     measured = list(dict.fromkeys([*domains, *(prompt.domain for prompt in further)]))
     rewarder = check_rewards(spec.rewards, [*examples, *further], domains=measured, say=say)
-    if spec.uses_rewards and not any(map(rewarder.covers, examples)):
+    covers = _rewarded_by(spec, rewarder)
+    if spec.uses_rewards and not any(map(covers, examples)):
         raise RecipeError(
             "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
         )
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
-    inputs = look_at_prompts(spec, sources, beside, tokenizer, rewarder.covers, context, told)
+    inputs = look_at_prompts(spec, sources, beside, tokenizer, covers, context, told)
     warned = _warnings(spec, outlooks, doubts(rewarder, [*examples, *further]))
     inputs = replace(inputs, notes=(*inputs.notes, *sampled, *warned))
     alone = one_per_domain(table.get("teacher", {}), found)
     return Checked(device, sources, domains, table, alone, rewarder, config, inputs, templates)
+
+
+def _untrained(spec: Stage, model: str, config: Any) -> list[str]:
+    with reading_model(model, "its config", None):
+        return untrained_notes(empty_model(config), spec.student.lora)
+
+
+def _rewarded_by(spec: Stage, rewarder: Rewarder) -> Callable[[Prompt], bool]:
+    """Whose answers can be rewarded: everybody's, where an environment does it."""
+    plays = spec.rollout.environment is not None and spec.rollout.environment.rewards
+    return lambda prompt: plays or rewarder.covers(prompt)
 
 
 def _sampler_notes(spec: Stage, config: Any) -> list[str]:
@@ -145,7 +162,7 @@ def _first_places(found: Mapping[tuple[str, str], str]) -> dict[str, str]:
     return places
 
 
-def _require_teachers(spec: Stage, tokenizer: Any) -> list[Outlook]:
+def _require_teachers(spec: Stage, tokenizer: Any) -> list[RemoteFacts]:
     """What they read beside models is there, and has the signals that they are asked for; what servers say fits."""
 
     def with_hidden(role: str) -> bool:
@@ -175,7 +192,7 @@ def _train_warnings(spec: Stage) -> Iterator[str]:
         yield f"WARNING: train.lr {train.lr:g} {effect} the student. Usual are {usual}."
 
 
-def _warnings(spec: Stage, outlooks: Iterable[Outlook], doubtful: Sequence[str]) -> list[str]:
+def _warnings(spec: Stage, outlooks: Iterable[RemoteFacts], doubtful: Sequence[str]) -> list[str]:
     """`doubtful`: rewards that hardly any answer can get."""
     view = StageView.of(spec)
     notes = [note for outlook in outlooks for note in outlook.notes]
@@ -251,3 +268,343 @@ def pick_device(name: str, whose: str = "") -> torch.device:
             f"{whose}device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0."
         )
     return device
+
+
+# What a stage reads, looked at before anything is spent: every training prompt, and which held-out ones are asked.
+#
+# `opd run` and `--dry-run` both call `open_prompts`, which needs no tokenizer, and then `look_at_prompts`.
+
+
+SHOWN = 20  # domains that are named in a line
+
+
+@dataclass(frozen=True)
+class PromptScan:
+    """What was found."""
+
+    scanned: Scanned
+    questions: dict[str, list[Question]]  # by domain
+    room: int  # tokens that a prompt may have in the sampler
+    notes: tuple[str, ...]  # what is skipped, in words
+
+
+def open_prompts(spec: Stage, told: Told = silent) -> list[Source]:
+    sources = open_sources(
+        spec.prompts,
+        bad_rows=spec.data.bad_rows,
+        rewarded=spec.rewards.need_no_answer,
+        route=spec.route,
+        told=told,
+    )
+    require_drawn_alike(sources, spec.rollout)
+    return sources
+
+
+def asked_beside(spec: Stage) -> list[PromptSource]:
+    """Those of `eval.further` that the stage does not train on as well."""
+    own = [source.model_copy(update={"share": 1.0}) for source in spec.prompts]
+    return [source for source in spec.eval.further if source.model_copy(update={"share": 1.0}) not in own]
+
+
+def open_beside(spec: Stage, sources: list[Source], told: Told = silent) -> list[Source]:
+    """The same, open; nothing that they hold out is trained on."""
+    labels, beside = [source.label for source in spec.prompts], []
+    for further in asked_beside(spec):
+        labels.append(further.label)
+        again = labels.count(further.label)  # with other options, say: ids differ
+        label = f"{further.label}#{again}" if again > 1 else further.label
+        beside.append(further.open(Opening(label, spec.data.bad_rows, spec.rewards.need_no_answer, told=told)))
+    for source in sources if beside else ():
+        source.keep_apart([*sources, *beside])
+    return beside
+
+
+def look_at_prompts(
+    spec: Stage,
+    sources: Sequence[Source],
+    beside: Sequence[Source],
+    tokenizer: Any,
+    covers: Callable[[Prompt], bool],
+    context: int,
+    told: Told = silent,
+) -> PromptScan:
+    """`context` is the shortest of student and teachers; `covers` says whose answers can be rewarded."""
+    limit, why = prompt_limit(spec, context)
+    bad_rows, count = spec.data.bad_rows, spec.eval.prompts
+    found = scan(
+        sources,
+        spec.prompts,
+        tokenizer,
+        limit=limit,
+        why=why,
+        completions=any(writer.reads_completions for writer in spec.rollout.everyone),
+        bad_rows=bad_rows,
+        told=told,
+    )
+    held = HeldOut()
+    if count:
+        held = choose_held_out(
+            sources, spec.prompts, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+        )
+        if beside:
+            further = asked_beside(spec)
+            held.add(
+                choose_held_out(
+                    beside, further, covers, tokenizer, count=count, limit=limit, why=why, bad_rows=bad_rows
+                ),
+                count,
+            )
+    questions = {domain: asked for domain, asked in held.questions.items() if asked}
+    if questions:
+        watched_domains(spec.eval.metric, list(questions))
+    room = found.room(held.longest, limit, spec.rollout.max_prompt_tokens)
+    notes = [*found.notes, *held.notes, *asked_in_words(questions, sources)]
+    return PromptScan(found, questions, room, tuple(notes))
+
+
+def response_limit(spec: Stage) -> int:
+    return max(spec.rollout.max_new_tokens, spec.eval.max_new_tokens or 0)
+
+
+def prompt_limit(spec: Stage, context: int) -> tuple[int, str]:
+    """The most tokens a prompt may have, and what says so."""
+    response, wanted = response_limit(spec), spec.rollout.max_prompt_tokens
+    if wanted is not None and wanted <= context - response:
+        return wanted, f"rollout.max_prompt_tokens is {wanted:,}"
+    return context - response, f"the context is {context:,} and rollout.max_new_tokens {response:,}"
+
+
+# Held-out prompts
+
+
+def asked_in_words(questions: Mapping[str, Sequence[Question]], sources: Sequence[Source]) -> list[str]:
+    """How many prompts of each domain are asked, and which domains are trained on without."""
+    if not questions:
+        return []
+    trained = dict.fromkeys(prompt.domain for source in sources for prompt in source.examples())
+    missing = [plain(domain) for domain in trained if domain not in questions]
+    asked = [f"{len(some):,} of {plain(domain)}" for domain, some in questions.items()]
+    lines = [f"evaluation: held-out prompts: {_first_few(asked)}"]
+    if missing:
+        lines.append(
+            f"WARNING: evaluation: no held-out prompts of {_first_few(missing)}, which is trained on. A domain needs two "
+            "different questions, with answers that can be rewarded"
+        )
+    return lines
+
+
+def _first_few(words: Sequence[str]) -> str:
+    more = f" and {len(words) - SHOWN:,} more domains" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more
+
+
+@dataclass
+class HeldOut:
+    """Questions by domain, and what was left out, by source."""
+
+    questions: dict[str, list[Question]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, beside: HeldOut, count: int) -> None:
+        """Further questions, up to as many of each domain; those that are asked already are not asked twice."""
+        for domain, asked in beside.questions.items():
+            own = self.questions.setdefault(domain, [])
+            known = {question.prompt_ids.tobytes() for question in own}
+            own += [question for question in asked if question.prompt_ids.tobytes() not in known][: count - len(own)]
+        self.notes += beside.notes
+
+    @property
+    def longest(self) -> int:
+        return max((question.prompt_ids.size for asked in self.questions.values() for question in asked), default=0)
+
+
+@dataclass
+class HeldOutFilter:
+    """Says of each prompt of a source whether it is asked, and remembers its ids and how many were not."""
+
+    spec: PromptSource
+    covers: Callable[[Prompt], bool]
+    tokenizer: Any
+    limit: int
+    why: str
+    remedy: str = ""  # what to do about a prompt that is too long; none: it is left out
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    unrewarded: int = 0
+    too_long: int = 0
+    unreadable: int = 0
+
+    def __call__(self, prompt: Prompt) -> bool:
+        if not self.covers(prompt):
+            self.unrewarded += 1
+            return False
+        try:
+            ids = render_prompt(prompt, self.tokenizer, self.spec.chat_template_kwargs, whole=not self.spec.older)
+        except DataError:
+            if self.remedy:
+                raise
+            self.unreadable += 1
+            return False
+        if ids.size > self.limit:
+            if self.remedy:
+                fit = f"at most {max(self.limit, 0):,} fit ({self.why})"
+                raise DataError(f"prompt {prompt.id!r} has {ids.size:,} tokens, and {fit}. {self.remedy}")
+            self.too_long += 1
+            return False
+        self.ids[prompt.id] = ids
+        return True
+
+    def notes(self, source: str) -> list[str]:
+        """What was left out, in words."""
+        left = {
+            "have nothing to be rewarded by": self.unrewarded,
+            f"are too long ({self.why})": self.too_long,
+            "cannot be rendered by the chat template": self.unreadable,
+        }
+        return [f"evaluation: {count:,} prompts of {plain(source)} {words}" for words, count in left.items() if count]
+
+
+def choose_held_out(
+    sources: Sequence[Source],
+    specs: Sequence[PromptSource],
+    covers: Callable[[Prompt], bool],
+    tokenizer: Any,
+    *,
+    count: int,
+    limit: int,
+    why: str,
+    bad_rows: BadRows,
+) -> HeldOut:
+    """At most `count` questions of each domain. Rows without end cannot be fixed: there, what is too long is left out."""
+    found = HeldOut()
+    for spec, source in zip(specs, sources, strict=True):
+        fix = bad_rows == "stop" and source.size is not None
+        remedy = "Shorten it, or leave such rows out: `data: {bad_rows: skip}`." if fix else ""
+        chosen = HeldOutFilter(spec, covers, tokenizer, limit, why, remedy)
+        for prompt in source.held_out(count, chosen):
+            asked = found.questions.setdefault(prompt.domain, [])
+            if len(asked) < count:
+                asked.append(Question(prompt, chosen.ids[prompt.id]))
+        found.notes += chosen.notes(source.name)
+    if not any(found.questions.values()):
+        found.notes.append(
+            "evaluation: there is none, since no answer to a held-out prompt can be rewarded. Give rows an `answer`, set `rewards`, or eval.prompts: 0"
+        )
+    return found
+
+
+# Whether a teacher's view has anything to show, found out before weights are loaded.
+
+
+FIRST = 64  # prompts of a source without end that are looked at
+LOOKED = 1000  # prompts that are rendered before all are taken to be too long
+
+
+def require_shown(
+    name: str,
+    view: View,
+    scored: Callable[[Prompt], bool],
+    sources: Sequence[Source],
+    tokenizer: Any,
+    context: int,
+    written: bool = False,
+) -> None:
+    """A view that has nothing to show for any prompt, or more than the teacher can read, would mask them all.
+
+    `written`: whether an experience will be.
+    """
+    if view.as_sampled:
+        return
+    later = {EXPERIENCE: " "} if written else {}
+    prompts = [prompt for source in sources for prompt in source.examples() if scored(prompt)]
+    every = chain(prompts, (prompt for source in sources for prompt in _rows(source) if scored(prompt)))
+    sizes: list[int] = []
+    knowing = (replace(prompt, fields={**prompt.fields, **later}) for prompt in every)
+    for rewritten in filter(None, map(view.rewrite, knowing)):
+        sizes.append(render_prompt(rewritten, tokenizer).size)
+        if sizes[-1] + view.skip < context:
+            return
+        if len(sizes) == LOOKED:
+            break
+    if sizes:
+        raise RecipeError(
+            f"teachers.{name}: with the view {view.name} the shortest prompt that it scores has {min(sizes):,} tokens, and the "
+            f"teacher reads {context:,} with the answer: every sample would be masked. Show less, or set `longest` where the view has it."
+        )
+    raise RecipeError(
+        f"teachers.{name}: the view {view.name} has nothing to show for any prompt that it scores"
+        f"{_why_nothing(view.shows() - later.keys(), prompts)}"
+    )
+
+
+def _why_nothing(named: Collection[str], prompts: Iterable[Prompt]) -> str:
+    """The end of a sentence: the field that is missing, the one that may have been meant, and those that rows have."""
+    fields = dict.fromkeys(field for prompt in prompts for field in prompt.fields)
+    missing = [name for name in sorted(named) if name not in fields]
+    near = difflib.get_close_matches(missing[0], [QUESTION, *fields], n=1) if missing else []
+    which = f": none has the field {missing[0]!r}" if missing else ""
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    remedy = "Correct the name, or add a column." if missing else "Add a column, or choose another view."
+    return f"{which}{meant} Their fields are {', '.join(fields) or 'none'}. {remedy}"
+
+
+def require_asked(spec: Stage, sources: Sequence[Source]) -> None:
+    """Texts that the student or an endpoint is asked with beside the prompts: each can be made of some row."""
+    rollout, asked = spec.rollout, list[tuple[str, Collection[str], Callable[[Prompt], object]]]()
+    for key, writer in rollout.writers_by_key.items():
+        if writer.shows_more:
+            asked.append((f"rollout.{key}", writer.shows(), writer.asks))
+    if (rescue := rollout.rescue) is not None:
+        named = rescue.view.shows() - ({HINT} if rescue.hint is not None else set())
+        asked.append(("rollout.rescue", named, lambda prompt: rescue.view.rewrite(rescue.shortest(prompt))))
+        if rescue.hint is not None:
+            asked.append(("rollout.rescue.hint", rescue.hint.question.shows(), rescue.hint.question.rewrite))
+    if (wanted := rollout.demonstrations) is not None:
+        named = set(fields_of(wanted.template)) - {QUESTION}
+        asked.append(("rollout.demonstrations", named, lambda prompt: wanted.question("", prompt)))
+    for where, named, ask in asked:
+        prompts = [prompt for source in sources for prompt in source.examples()]
+        every = chain(prompts, (prompt for source in sources for prompt in _rows(source)))
+        if prompts and not any(ask(prompt) is not None for prompt in every):
+            raise RecipeError(f"{where}: there is nothing to show for any prompt{_why_nothing(named, prompts)}")
+
+
+def shown_room(spec: Stage, sources: Sequence[Source], tokenizer: Any, context: int) -> int:
+    """Tokens that a sequence needs in the sampler where the student, or who writes hints, reads more than the prompt.
+
+    Of the prompts that can be looked at, with a quarter to spare; what is longer later is not shown, and counted.
+    """
+    rollout, longest = spec.rollout, 0
+    rescue = rollout.rescue
+    reads = [(writer.asks, rollout.max_new_tokens) for writer in rollout.everyone if writer.shows_more]
+    if rescue is not None:
+        hint = 0 if rescue.hint is None else rescue.hint.max_new_tokens
+        reads.append((lambda prompt: rescue.view.rewrite(rescue.shortest(prompt)), hint + rollout.max_new_tokens))
+        if rescue.hint is not None:
+            reads.append((rescue.hint.question.rewrite, hint))
+    if rollout.experience is not None:
+        reads.append(
+            (partial(_experience, rollout.experience, rollout.max_new_tokens), rollout.experience.max_new_tokens)
+        )
+    for source in sources if reads else ():
+        for prompt in islice(chain(source.examples(), _rows(source)), LOOKED):
+            for read, new_tokens in reads:
+                shown = read(prompt)
+                if shown is not None:
+                    longest = max(longest, render_prompt(shown, tokenizer).size + new_tokens)
+                if longest >= context:
+                    return context
+    return min(longest + longest // 4, context)
+
+
+def _experience(spec: Experience, new_tokens: int, prompt: Prompt) -> Prompt | None:
+    """What is asked about answers as long as they may be; a token is taken to have four characters."""
+    told = "\n\n".join([question(prompt) + "x " * 2 * new_tokens] * spec.trajectories)
+    found: Prompt | None = spec.question.rewrite(replace(prompt, fields={**prompt.fields, TRAJECTORIES: told}))
+    return found
+
+
+def _rows(source: Source) -> Iterator[Prompt]:
+    """Every prompt that can be read; of sources without end, the first ones."""
+    for index in range(source.size if source.size is not None else FIRST):
+        with suppress(DataError):  # it is told where rows are scanned
+            yield source.train(index)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from opd.config import Stage
-from opd.config.stage import WEIGHTS
 from opd.models.settings import layers_of_unit
-from opd.settings import Dtype
+from opd.recipe import Stage
+from opd.recipe.stage import WEIGHTS
+from opd.registry import Dtype
 from opd.teachers.kinds import ModelRef
 
 BYTES = {"float32": 4, "bfloat16": 2}

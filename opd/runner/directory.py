@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import RunDirectoryError
-from opd.files import is_file, json_object, lines_checked, read_lines, reading
+from opd.common.errors import RunDirectoryError
+from opd.common.files import is_file, json_object, lines_checked, read_lines, reading
 
-if TYPE_CHECKING:  # `import opd` stays instant
+if TYPE_CHECKING:
     from opd.store import RolloutStore
 
 
@@ -40,7 +40,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        from opd.report.notebook import run_html
+        from opd.report.page import run_html
 
         return run_html(self.directory)
 
@@ -84,7 +84,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What `summary.json` says. Where the sealed result of a finished stage differs, that one counts, with a warning."""
-        from opd.report.measured import checked_stages
+        from opd.report.facts import checked_stages
 
         path = self.directory / "summary.json"
         if not path.exists():
@@ -98,7 +98,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Oldest first; each is a Hugging Face model directory."""
-        from opd.config.runs import read_resolved
+        from opd.recipe.paths import read_resolved
         from opd.runner.checkpoint import steps_in
 
         order = [stage["name"] for stage in read_resolved(self.directory)["stages"]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +14,25 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from opd.config.overrides import apply_override
-from opd.config.read import read_text
-from opd.config.runs import read_resolved
-from opd.data.row_source import RowSource
+from opd.common.errors import DataError, RecipeError
+from opd.common.files import SEALS
+from opd.common.text import cell, plain
 from opd.data.rows import looks_local
-from opd.data.source import SOURCES, PromptSource, Source, Split, prompt_source
-from opd.data.sources import open_sources
-from opd.errors import DataError, RecipeError
-from opd.evaluation import Measures, Question, evaluate
-from opd.files import SEALS
+from opd.data.sources import SOURCES, PromptSource, RowSource, Source, Split, open_sources, prompt_source
+from opd.engines.kinds import BuiltInSampler
+from opd.evaluation import Measures, Question, evaluate, is_right
+from opd.loop.parts import StageParts
 from opd.models import load_model
+from opd.models.language_model import LanguageModel, weight_average
 from opd.plugins import load_plugins
+from opd.recipe.overrides import apply_override
+from opd.recipe.paths import read_resolved
+from opd.recipe.read import read_text
+from opd.records import RewardResult, Sample, Sampling, TokenSampler
 from opd.rewards import Rewards, check_rewards
-from opd.rewards.check import doubts
-from opd.rewards.settings import spelt_out
-from opd.runner.checks import pick_device
-from opd.runner.prompts import HeldOutFilter
-from opd.sampling.samplers import BuiltInSampler
-from opd.text import cell, plain
-from opd.types import Sampling
+from opd.rewards.reward import spelt_out
+from opd.rewards.rewarder import doubts
+from opd.runner.checks import HeldOutFilter, pick_device
 
 GENERATED = 200  # prompts of a source without end
 
@@ -238,3 +239,89 @@ def measures_table(name: str, domains: Mapping[str, Measures], what: str = "held
 
 def _cell(value: float | None, stderr: float | None) -> str:
     return "–" if value is None or stderr is None else f"{value:.1%} ± {stderr:.1%}"
+
+
+# What a stage measures on its held-out questions: the student, its teachers, and the plain average of their weights.
+
+
+STUDENT = "student"  # whose answers, in answers.jsonl; of a teacher: teacher:NAME
+
+
+class Evaluator:
+    """`answered`: a few answers to held-out questions that are not written down yet."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self.parts = parts
+        self.answered: list[dict[str, Any]] = []
+
+    def student(self) -> dict[str, Measures]:
+        return self._measure(self.parts.engine, STUDENT)
+
+    def teachers(self) -> dict[str, dict[str, Measures]]:
+        """Every teacher of the role `teacher` with a model of its own, on every domain: its own, and what it has forgotten."""
+        kinds = self.parts.spec.teachers
+        return {
+            name: self._measure_model(self.parts.teachers[name].model, f"teacher:{name}")
+            for name in self._names()
+            if kinds[name].has_model
+            and not kinds[name].of_student
+            and not kinds[name].view.crosses  # it would have to be asked in its own tokens
+        }
+
+    def weight_average(self) -> dict[str, Measures]:
+        models = [self.parts.teachers[name].model for name in self._names()]
+        return self._measure(self.parts.samplers.of(weight_average(models)), "average")
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(self.parts.scorer.routes.get("teacher", {}).values()))
+
+    def _measure_model(self, model: LanguageModel, who: str) -> dict[str, Measures]:
+        with model.resident() as here:
+            return self._measure(self.parts.samplers.of(here), who)
+
+    def _measure(self, sampler: TokenSampler, who: str) -> dict[str, Measures]:
+        """By domain; nothing where there are no questions. A few answers are kept to be written down."""
+        parts = self.parts
+        if not parts.questions:
+            return {}
+        spec, rollout = parts.spec.eval, parts.spec.rollout
+
+        def reward(samples: Sequence[Sample]) -> list[RewardResult]:
+            with parts.rewards.lock:
+                return parts.ranks.share(lambda: parts.rewards.rewarder(samples))
+
+        return evaluate(
+            sampler,
+            parts.questions,
+            Sampling(
+                spec.max_new_tokens or rollout.max_new_tokens,
+                stop_ids=parts.stop_ids,
+                stop_strings=tuple(rollout.stop),
+            ),
+            parts.student.tokenizer,
+            greedy=spec.greedy,
+            k=spec.k,
+            temperature=spec.temperature,
+            seed=parts.spec.seed,
+            check_stop=parts.context.check_stop,
+            reward=reward,
+            on_answers=partial(self._keep, who),
+            environment=rollout.environment,
+        )
+
+    def _keep(self, who: str, domain: str, samples: Sequence[Sample], results: Sequence[RewardResult]) -> None:
+        """To the same few questions every time, so that before and after can be laid side by side."""
+        parts = self.parts
+        asked = parts.questions[domain][: parts.spec.log.samples] if parts.ranks.leads else ()
+        self.answered += [
+            {
+                "who": who,
+                "domain": domain,
+                "prompt_id": question.prompt.id,
+                "prompt": parts.student.tokenizer.decode(question.prompt_ids.tolist()),
+                "response": sample.text,
+                "reward": result.reward,
+                "right": None if math.isnan(right := is_right(result)) else bool(right),
+            }
+            for question, sample, result in zip(asked, samples, results, strict=False)
+        ]

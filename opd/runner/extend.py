@@ -17,9 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage
-from opd.config.graph import edges
-from opd.config.run_changes import (
+from opd.common.errors import RecipeError
+from opd.common.files import SEALS, read_sealed, sync, write_sealed, write_whole
+from opd.common.text import plain
+from opd.loop.learner import learning_rate
+from opd.recipe import Recipe, Stage
+from opd.recipe.graph import edges
+from opd.recipe.paths import RESULT
+from opd.recipe.run_changes import (
     KeyChange,
     changed_keys,
     changed_text,
@@ -29,19 +34,12 @@ from opd.config.run_changes import (
     recipe_name,
     shown_value,
 )
-from opd.config.runs import RESULT
-from opd.errors import RecipeError
-from opd.files import SEALS, read_sealed, sync, write_sealed, write_whole
-from opd.runner.checkpoint import checkpoint_directory
-from opd.runner.ending import good_enough, spent
+from opd.runner.checkpoint import ResumePoint, checkpoint_directory, find_standings, reopened
 from opd.runner.merges import merged_directory
-from opd.runner.results import StageResult
-from opd.runner.resume import Standing, find_standings, reopened
+from opd.runner.results import StageResult, good_enough, spent
 from opd.runner.reuse import REUSED
-from opd.runner.start import read_start
+from opd.runner.teacher_table import read_start
 from opd.store import RolloutStore
-from opd.text import plain
-from opd.trainer.optimiser import learning_rate
 
 EVERY_KEY = frozenset({"checkpoint", "monitors", "hub"})  # sections of which every key may change
 CHANGEABLE = {  # and keys of others
@@ -135,7 +133,7 @@ def _may_change(key: str) -> bool:
 
 
 def _require_changeable(
-    directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: Standing, stages: int
+    directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
 ) -> None:
     """Refuse keys, all of them at once, that what was done so far depends on."""
     fixed = [change for change in changes if not _may_change(change.key)]
@@ -148,7 +146,7 @@ def _require_changeable(
     )
 
 
-def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: Standing) -> str:
+def _new_run(directory: Path, stage: Stage, changes: Sequence[KeyChange], standing: ResumePoint) -> str:
     """How to have it all the same."""
     place, keys = f"stages.{stage.name}.", [change.key for change in changes]
     settings = [f"{place}{change.key}={json.dumps(change.new)}" for change in changes]
@@ -165,7 +163,7 @@ def _of_stage(name: str, stages: int) -> str:
 
 
 def _part(
-    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: Standing, stages: int
+    directory: Path, old: Stage, new: Stage, changes: Sequence[KeyChange], standing: ResumePoint, stages: int
 ) -> dict[str, Any]:
     """What `run.json` says of one stage; refused where what was done contradicts it."""
     result, of = standing.result or StageResult(old.name), _of_stage(old.name, stages)
@@ -196,7 +194,7 @@ def _only_trackers(changes: Sequence[KeyChange]) -> bool:
     return all(change.key in TRACKERS for change in changes)
 
 
-def _left(new: Stage, standing: Standing) -> bool:
+def _left(new: Stage, standing: ResumePoint) -> bool:
     """Whether a run has something left to do for a stage."""
     return standing.output is None or (standing.result is not None and _continues(new, standing.result))
 
@@ -212,7 +210,7 @@ def _require_continues(
     recipe: Recipe,
     new: Stage,
     changes: Sequence[KeyChange],
-    standings: Mapping[str, Standing],
+    standings: Mapping[str, ResumePoint],
 ) -> None:
     """A finished stage is changed where it has steps left to do then, and where nothing was built on what it ended with."""
     standing, of = standings[new.name], _of_stage(new.name, len(recipe.stages))
@@ -261,7 +259,7 @@ def _built_on(recipe: Recipe, name: str) -> list[str]:
     return found[1:]
 
 
-def _has_begun(directory: Path, name: str, standing: Standing) -> bool:
+def _has_begun(directory: Path, name: str, standing: ResumePoint) -> bool:
     if standing.result is not None or standing.checkpoint is not None or name in read_start(directory):
         return True
     if merged_directory(directory, name).is_dir():
@@ -307,7 +305,7 @@ def recover_changed(directory: Path, name: str, files: Mapping[str, str]) -> boo
     return True
 
 
-def correct_changes(directory: Path, standings: Mapping[str, Standing], say: Callable[[str], None]) -> None:
+def correct_changes(directory: Path, standings: Mapping[str, ResumePoint], say: Callable[[str], None]) -> None:
     """A checkpoint that is gone may take a stage back to before a change: those steps are done again, as it is changed."""
     facts = read_sealed(directory / SEALS)
     corrected = False

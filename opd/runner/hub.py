@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from opd.config import Hub, Stage
-from opd.errors import RecipeError
-from opd.hub import errors
-from opd.text import first_line
+from opd.common.errors import RecipeError
+from opd.common.hub import errors
+from opd.common.text import first_line
+from opd.recipe import Hub, Stage
 
 LEFT_HERE = ("optimiser.safetensors", "trainer.json", "teachers/*")  # of a checkpoint; the rest is the model
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.config.run_changes import recipe_file
-from opd.config.runs import RESULT
-from opd.config.stage import MERGED
-from opd.errors import DataError, RunDirectoryError
-from opd.files import content_hash
-from opd.models.identity import hub_commit, model_files
-from opd.models.load import Location, locate, require_hub
+from opd.common.errors import DataError, RunDirectoryError
+from opd.common.files import content_hash
+from opd.models.load import Location, hub_commit, locate, model_files, require_hub
+from opd.recipe import STAGE_PREFIX, Recipe, Stage
+from opd.recipe.paths import RESULT
+from opd.recipe.run_changes import recipe_file
+from opd.recipe.stage import MERGED
 from opd.rewards.reward import RewardKind
 
 HUB = "hub:"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from opd.errors import RESUME_ME, Preempted, Stopped
+from opd.common.errors import RESUME_ME, Preempted, Stopped
 
 MARGIN = 0.9  # of the grace time; the rest is for the interpreter's own end
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import Stopped, UserError
+from opd.common.errors import Stopped, UserError
 from opd.runner.directory import Run
 
-if TYPE_CHECKING:  # `import opd` stays instant
-    from opd.runner.stage import StageRun
-    from opd.types import Rollout
+if TYPE_CHECKING:
+    from opd.loop.parts import StageParts
+    from opd.records import Rollout
 
     OnStep = Callable[["LiveRun", dict[str, Any]], object]
     OnRollouts = Callable[["LiveRun", list[Rollout]], object]
@@ -29,7 +29,7 @@ class LiveRun(Run):
         self.rewards: Mapping[str, float | None] = {}  # of the newest rollouts, by id; None: it could not be said
         self.stopping = False
         self._ask_to_stop = ask_to_stop
-        self._at_work: StageRun | None = None
+        self._at_work: StageParts | None = None
 
     @property
     def student(self) -> Any:
@@ -46,13 +46,13 @@ class LiveRun(Run):
         self._ask_to_stop()
 
     @property
-    def _stage_run(self) -> StageRun:
+    def _stage_run(self) -> StageParts:
         if self._at_work is None:
             raise UserError(f"{self.directory}: no stage is at work, so there is no student. Use it inside a callback.")
         return self._at_work
 
-    def enter(self, stage: str, step: int, at_work: StageRun | None) -> None:
-        """For the pipeline: a stage begins, or (without a `StageRun`) has ended."""
+    def enter(self, stage: str, step: int, at_work: StageParts | None) -> None:
+        """For the pipeline: a stage begins, or (without a `StageParts`) has ended."""
         self.stage, self.step, self._at_work = stage, step, at_work
 
 

@@ -1,7 +1,7 @@
 """One owner per run directory: `run.lock` names the process that writes there.
 
 The lock is the kernel's (`flock`), so it ends with its holder, however that dies, and the next one takes over. The text
-in the file only names the holder. Readers of a run directory ask for a moment whether it is held (`opd.holder.at_work`).
+in the file only names the holder. Readers of a run directory ask for a moment whether it is held (`opd.common.process_identity.at_work`).
 
 A new run is `claim`ed: the directory is made, locked, and only then looked into and written to. Whoever comes second finds
 it locked or used, and takes the next name.
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from opd.errors import RunDirectoryError, RunLocked
-from opd.holder import NAME, describe, elsewhere, holder, myself
+from opd.common.errors import RunDirectoryError, RunLocked
+from opd.common.process_identity import NAME, describe, elsewhere, holder, myself
 
 LEASE, AGAIN = 180.0, 2.0  # seconds for a lock of another machine, which NFS keeps for 90, and between two tries
 ATTEMPTS = 100  # at a directory that others make and take away meanwhile
@@ -74,7 +74,7 @@ class RunLock:
                     raise
             if not told:
                 who = describe(self.directory)
-                from opd.remote import to_stderr  # `opd --help` stays instant
+                from opd.common.http import to_stderr  # `opd --help` stays instant
 
                 to_stderr(
                     f"{self.directory} is in use by {who}. If that machine is gone, its lock ends: waiting {LEASE:g} s"

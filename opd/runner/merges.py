@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.files import fresh_directory, sync
+from opd.common.files import fresh_directory, sync
 from opd.models.load import locate
 from opd.models.merging import same_directory
+from opd.recipe import STAGE_PREFIX, Recipe, Stage
 from opd.runner.inputs import Inputs, revision_begun_with
 
 FOLDER = "merged"

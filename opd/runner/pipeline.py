@@ -11,34 +11,31 @@ from typing import Any
 
 from rich.console import Console
 
-from opd.config import STAGE_PREFIX, Recipe, Stage
-from opd.config.graph import ChosenStages, require_reachable
-from opd.config.run_changes import changes_of, part_in_words, recipe_name
-from opd.config.stage import MERGED
-from opd.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
-from opd.files import disk_errors, json_object, lines_checked, remove_partials
+from opd.common.context import RunContext
+from opd.common.errors import OpdError, Preempted, RecipeError, RunDirectoryError, Stopped, TrainingError
+from opd.common.files import disk_errors, json_object, lines_checked, remove_partials
+from opd.loop.metrics import StepReport
+from opd.loop.oom_retry import explain_memory
+from opd.loop.parts import StageParts
+from opd.loop.ranks import Ranks
+from opd.loop.step import run_step
+from opd.objective.batch import Written
 from opd.plugins import plugin_errors
-from opd.report.measured import checked_stages
-from opd.runner.beginning import WRITTEN
-from opd.runner.checkpoint import Saver, checkpoint_directory, point_latest, read_state
-from opd.runner.ending import early_stop, good_enough, spent
-from opd.runner.extend import correct_changes, told_now
-from opd.runner.hub import push, require_access
-from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
-from opd.runner.interrupts import Interrupts
-from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
-from opd.runner.lock import RunLock
-from opd.runner.measuring import measure_student, measure_teachers, measure_weight_average
-from opd.runner.merges import merge_start, merged_directory
-from opd.runner.narrowing import narrowed, require_evaluated, selected
-from opd.runner.progress import Progress
-from opd.runner.reports import Reports
-from opd.runner.results import StageResult, watched
-from opd.runner.resume import (
+from opd.recipe import STAGE_PREFIX, Recipe, Stage
+from opd.recipe.graph import ChosenStages, require_reachable
+from opd.recipe.run_changes import changes_of, part_in_words, recipe_name
+from opd.recipe.stage import MERGED
+from opd.report.facts import checked_stages
+from opd.runner.checkpoint import (
     LINES,
-    Standing,
+    ResumePoint,
+    Saver,
+    StageCheckpoints,
+    checkpoint_directory,
     cut_lines,
     find_standings,
+    point_latest,
+    read_state,
     require_rollouts,
     restore,
     sync_lines,
@@ -46,18 +43,26 @@ from opd.runner.resume import (
     write_passed_over,
     write_result,
 )
+from opd.runner.evaluate import Evaluator
+from opd.runner.extend import correct_changes, told_now
+from opd.runner.hub import push, require_access
+from opd.runner.inputs import Inputs, check_inputs, inputs_of, revision_read
+from opd.runner.interrupts import Interrupts
+from opd.runner.live import CallbackRaised, Callbacks, Hooks, LiveRun
+from opd.runner.lock import RunLock
+from opd.runner.merges import merge_start, merged_directory
+from opd.runner.monitoring import evaluation_metrics
+from opd.runner.progress import Progress
+from opd.runner.reports import Reports, told, write_summary
+from opd.runner.results import StageResult, early_stop, good_enough, spent, watched
 from opd.runner.reuse import REUSED
-from opd.runner.saving import StageCheckpoints
-from opd.runner.stage import StageRun
-from opd.runner.start import read_start, start_table, table_of, write_start
-from opd.runner.story import told, write_summary
-from opd.runner.watching import evaluation_metrics
+from opd.runner.run_files import WRITTEN
+from opd.runner.select import narrowed, require_evaluated, selected
+from opd.runner.stage import open_stage
+from opd.runner.teacher_table import read_start, start_table, table_of, write_start
 from opd.store import REPAIRED, RolloutStore
-from opd.store.elsewhere import StoreElsewhere
+from opd.store.rollouts import StoreElsewhere
 from opd.teachers.table import warnings
-from opd.trainer.memory import explain_memory
-from opd.trainer.step import run_step
-from opd.trainer.world import World
 
 
 class Pipeline:
@@ -71,17 +76,17 @@ class Pipeline:
         console: Console,
         quiet: bool,
         hooks: Hooks,
-        world: World | None = None,
+        ranks: Ranks | None = None,
         selection: ChosenStages | None = None,
     ) -> None:
-        self.world = world or World()
+        self.ranks = ranks or Ranks()
         for stage in recipe.stages:
-            self.world.require(stage)
+            self.ranks.require(stage)
         self._recipe, self._lock, self._inputs, self._console = recipe, lock, inputs, console
         self._directory = lock.directory
         self._chosen = (selection or ChosenStages()).names(recipe)
         self.began = False  # a first step, in this process
-        leads = self.world.leads
+        leads = self.ranks.leads
         self._progress = Progress(console, self._directory / "log.txt" if leads else None, quiet or not leads)
         self._outputs: dict[str, Path] = {}  # stage name -> the model it saved
         self._results: list[StageResult] = []
@@ -89,7 +94,7 @@ class Pipeline:
         self._interrupts = Interrupts(self._progress.say, recipe.stages[0].checkpoint.grace)
         self.live = LiveRun(self._directory, self._interrupts.ask)
         self._reports = Reports(recipe, self._directory, self._progress, self.live.stop)
-        self._check_stop = self.world.listen(self._interrupts)
+        self._check_stop = self.ranks.listen(self._interrupts)
         self._callbacks = Callbacks(hooks if leads else Hooks(), self.live)
         self._saver = Saver()
         self._consumed: int | None = 0  # rollouts of the stages before
@@ -100,14 +105,14 @@ class Pipeline:
         status = "failed"
         self.began = resume
         with disk_errors(self._directory, self._advice), self._interrupts, self._progress:
-            standings = self._shared_standings() if resume else [Standing() for _ in self._recipe.stages]
+            standings = self._shared_standings() if resume else [ResumePoint() for _ in self._recipe.stages]
             if not standings:
                 return
             stages = list(zip(self._recipe.stages, standings, strict=True))
             require_reachable(self._recipe, self._chosen, [stage.name for stage, found in stages if found.output])
             left = [stage for stage, found in stages if found.output is None and stage.name not in self._chosen]
             for stage, standing in stages:
-                if standing.output is None and self.world.leads:
+                if standing.output is None and self.ranks.leads:
                     require_access(stage)
             store = self.live.rollouts = self._open_store()
             try:
@@ -130,15 +135,15 @@ class Pipeline:
 
     def _open_store(self) -> RolloutStore:
         directory = self._directory / "rollouts"
-        return RolloutStore(directory) if self.world.leads else StoreElsewhere(directory)
+        return RolloutStore(directory) if self.ranks.leads else StoreElsewhere(directory)
 
-    def _shared_standings(self) -> list[Standing]:
+    def _shared_standings(self) -> list[ResumePoint]:
         """As the leader finds them: it tidies up on the way."""
-        told = self.world.share(lambda: [standing.to_plain() for standing in self._take_up()])
+        told = self.ranks.share(lambda: [standing.to_plain() for standing in self._take_up()])
         folders = [checkpoint_directory(self._directory, spec.name, 0).parent for spec in self._recipe.stages]
-        return [Standing.of_plain(found, folder) for found, folder in zip(told, folders, strict=bool(told))]
+        return [ResumePoint.of_plain(found, folder) for found, folder in zip(told, folders, strict=bool(told))]
 
-    def _take_up(self) -> list[Standing]:
+    def _take_up(self) -> list[ResumePoint]:
         """Where every stage stands; none when nothing is left to do. Files written per step are cut back to there."""
         if (previous := self._lock.previous) is not None:
             self._progress.say(
@@ -191,10 +196,10 @@ class Pipeline:
 
     # One stage
 
-    def _stage(self, spec: Stage, store: RolloutStore, standing: Standing) -> None:
+    def _stage(self, spec: Stage, store: RolloutStore, standing: ResumePoint) -> None:
         result = standing.result or StageResult(spec.name)
         self._results.append(result)
-        if standing.checkpoint is not None and self.world.leads:
+        if standing.checkpoint is not None and self.ranks.leads:
             point_latest(standing.checkpoint)  # the process before may have died between saving it and saying so
         if standing.output is not None:
             self._outputs[spec.name] = standing.output
@@ -203,8 +208,10 @@ class Pipeline:
             return
         if (chosen := self._select(spec, result)) is None:
             return self._pass_over(spec, result)
-        spec = chosen
-        if self.world.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
+        self._carry_out(chosen, store, standing, result)
+
+    def _carry_out(self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult) -> None:
+        if self.ranks.leads and self._inputs is not None and spec.name != self._recipe.stages[0].name:
             self._check_inputs([spec])  # time has passed since the run began or was taken up
         self._interrupts.grace = spec.checkpoint.grace
         every = {"evaluate": spec.eval.every, "save": spec.checkpoint.every}
@@ -212,25 +219,20 @@ class Pipeline:
         self._begun = time.monotonic() - result.seconds
         store.configure(commit_ms=spec.store.commit_ms, fsync=spec.store.fsync, hidden=spec.keeps_hidden)
         with plugin_errors(), explain_memory(lambda: self._phase):
-            self._on_phase("loading")
-            run = self._open(spec, store)
-            if standing.checkpoint is not None:
-                restore(run, standing.checkpoint)
+            parts, saved = self._opened(spec, store, standing, result)
+            evaluator = Evaluator(parts)
         self._say_where(spec.name, result.steps, standing.checkpoint)
-        saved = StageCheckpoints(run, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe)
-        saved.metrics, saved.unreported = standing.unreported or {}, standing.unreported
-        saved.lines = partial(self._reports.lines, spec.name)
-        if self.world.leads:
+        if self.ranks.leads:
             self._reports.open(spec, result)
-        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {run.place}; run directory {self._directory}")
-        self.live.enter(spec.name, result.steps, run)
+        self._progress.say(f"{spec.name}: {spec.train.steps} steps on {parts.place}; run directory {self._directory}")
+        self.live.enter(spec.name, result.steps, parts)
         try:
             with plugin_errors(), explain_memory(lambda: self._phase):
-                require_evaluated(self._recipe, self._chosen, spec.name, run.questions)
-                self._compare(run, result)
-                self._before(run, result)
-                self._train(run, result, saved)
-                self._finish(run, result, saved)
+                require_evaluated(self._recipe, self._chosen, spec.name, parts.questions)
+                self._compare(parts, result)
+                self._before(evaluator, result)
+                self._train(evaluator, result, saved)
+                self._finish(evaluator, result, saved)
         except (Stopped, OpdError, CallbackRaised) as stop:
             where = saved.rescue(stop, lambda: self._interrupts.left)
             self._progress.say(f"{spec.name}: stopped after step {result.steps}; {where}")
@@ -240,9 +242,25 @@ class Pipeline:
                 raise TrainingError(f"{stop} Afterwards: {where}.") from None
             raise
         finally:
-            run.close()
+            parts.close()
             self.live.enter(spec.name, result.steps, None)
             result.seconds = time.monotonic() - self._begun
+
+    def _opened(
+        self, spec: Stage, store: RolloutStore, standing: ResumePoint, result: StageResult
+    ) -> tuple[StageParts, StageCheckpoints]:
+        """The parts of the stage as its newest checkpoint has them, and what writes the next one."""
+        self._on_phase("loading")
+        parts, newest = self._open(spec, store), list[str]()
+        if standing.checkpoint is not None:
+            newest = restore(parts, standing.checkpoint)
+        saved = StageCheckpoints(
+            parts, result, self._directory, self._saver, self._callbacks, self._begun, self._recipe
+        )
+        saved.metrics = standing.unreported or {}
+        saved.unreported = StepReport(saved.metrics, Written(newest)) if standing.unreported else None
+        saved.lines = partial(self._reports.lines, spec.name)
+        return parts, saved
 
     def _say_where(self, stage: str, steps: int, checkpoint: Path | None) -> None:
         """Where a stage continues, and what has been changed for the steps from there on."""
@@ -264,145 +282,156 @@ class Pipeline:
         self._merge(spec)
         self._outputs[spec.name] = Path(self._resolve_model(spec.student.model))
         result.passed_over = spec.student.model
-        if self.world.leads:
+        if self.ranks.leads:
             write_passed_over(checkpoint_directory(self._directory, spec.name, 0).parent, result, spec.student.model)
         self._progress.say(f"{spec.name}: {result.selected.in_words()}: passed over")
 
     def _merge(self, spec: Stage) -> None:
         """The model that the stage starts from, where it is made of others."""
-        if self.world.leads:
+        if self.ranks.leads:
             merge_start(spec, self._directory, self._resolve_model, (self._inputs or {}).get(spec.name, {}))
-        self.world.barrier()
+        self.ranks.barrier()
 
-    def _open(self, spec: Stage, store: RolloutStore) -> StageRun:
+    def _open(self, spec: Stage, store: RolloutStore) -> StageParts:
         """Everything that the stage works with."""
         self._merge(spec)
-        run = StageRun(
-            self.world.placed(spec.inside(self._directory)),
+        context = RunContext(
+            self._directory,
+            ranks=self.ranks,
+            say=self._progress.say,
+            on_phase=self._on_phase,
+            check_stop=self._check_stop,
+        )
+        parts = open_stage(
+            self.ranks.placed(spec.inside(self._directory)),
             store,
             self._resolve_model,
+            context=context,
+            ranks=self.ranks,
             revision_of=partial(revision_read, self._recipe, self._outputs, self._inputs or {}, spec.name),
-            check_stop=self._check_stop,
-            on_phase=self._on_phase,
             on_token=self._progress.token,
             on_rollouts=self._callbacks.rollouts,
-            say=self._progress.say,
-            world=self.world,
         )
         known = self._consumed is not None and not (store.directory / REPAIRED).exists()
-        run.trajectories.consumed = min(self._consumed or 0, len(store)) if known else None
-        return run
+        parts.rollouter.consumed = min(self._consumed or 0, len(store)) if known else None
+        return parts
 
-    def _train(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
+    def _train(self, evaluator: Evaluator, result: StageResult, saved: StageCheckpoints) -> None:
         """Steps, each reported, evaluated and saved as the recipe says."""
-        run.objective.plateau = result.plateau
-        enough = self._close_step(run, result, saved) if saved.unreported else good_enough(run.spec, result)
-        while result.steps < run.spec.train.steps and not enough and not spent(run.spec, result):
-            run.check_stop()
+        parts = evaluator.parts
+        parts.objective.plateau = result.plateau
+        enough = self._close_step(evaluator, result, saved) if saved.unreported else good_enough(parts.spec, result)
+        while result.steps < parts.spec.train.steps and not enough and not spent(parts.spec, result):
+            parts.context.check_stop()
             saved.check()
             self.began = True
-            run.divide_prompts(result.gaps)
-            metrics = run_step(run, result.steps + 1)
-            self._say_taken_up(run, result.steps + 1)
-            result.steps, result.tokens = result.steps + 1, result.tokens + metrics["tokens"]
-            result.skipped, self.live.step = run.stream.skipped, result.steps
-            saved.step_ended(metrics)
-            enough = self._close_step(run, result, saved)
-        if result.steps < run.spec.train.steps:
-            self._progress.say(early_stop(run.spec, result, enough))
+            parts.stream.divide(result.gaps, self.ranks.share)
+            report = run_step(parts, result.steps + 1)
+            self._say_taken_up(parts.spec.name, report)
+            result.steps, result.tokens = result.steps + 1, result.tokens + report.metrics["tokens"]
+            result.skipped, self.live.step = parts.stream.skipped, result.steps
+            saved.step_ended(report)
+            enough = self._close_step(evaluator, result, saved)
+        if result.steps < parts.spec.train.steps:
+            self._progress.say(early_stop(parts.spec, result, enough))
 
-    def _say_taken_up(self, run: StageRun, step: int) -> None:
-        found = run.trajectories
-        if found.taken_up:
+    def _say_taken_up(self, stage: str, report: StepReport) -> None:
+        written, step = report.written, report.metrics["step"]
+        if written.taken_up:
             self._progress.say(
-                f"{run.spec.name}: step {step} took {found.used} finished rollouts from the store and continued {found.continued}"
+                f"{stage}: step {step} took {written.finished} finished rollouts from the store and continued {written.continued}"
             )
 
-    def _close_step(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> bool:
+    def _close_step(self, evaluator: Evaluator, result: StageResult, saved: StageCheckpoints) -> bool:
         """What follows an update: evaluation, the line in metrics.jsonl, a checkpoint. True: early stopping says enough."""
-        step, every = result.steps, run.spec.checkpoint.every
-        better = self._evaluate(run, result, step, saved.metrics)
-        if self.world.leads:
-            self._reports.step(run, saved.metrics, sum(before.steps for before in self._results[:-1]))
+        parts, report = evaluator.parts, saved.unreported
+        assert report is not None
+        step, every = result.steps, parts.spec.checkpoint.every
+        better = self._evaluate(evaluator, result, step, saved.metrics)
+        if self.ranks.leads:
+            self._reports.step(parts, report, sum(before.steps for before in self._results[:-1]))
         saved.unreported = None
-        enough = good_enough(run.spec, result)
+        enough = good_enough(parts.spec, result)
         if better or enough or (every and step % every == 0):
             saved.keep(better)
         self._callbacks.step(saved.metrics)
-        run.check_stop()
+        parts.context.check_stop()
         return enough
 
-    def _compare(self, run: StageRun, result: StageResult) -> None:
+    def _compare(self, parts: StageParts, result: StageResult) -> None:
         """The start-up table, once: a run that is taken up has it already."""
-        if result.steps or not run.spec.log.start_table or not run.teachers:
+        if result.steps or not parts.spec.log.start_table or not parts.teachers:
             return
-        known = self.world.share(partial(read_start, self._directory))
-        if run.spec.name in known:
-            result.start = known[run.spec.name]
+        known = self.ranks.share(partial(read_start, self._directory))
+        if parts.spec.name in known:
+            result.start = known[parts.spec.name]
             return
         self._on_phase("compare teachers")
-        pairs = start_table(run)
-        if self.world.leads:
-            write_start(self._directory, run.spec.name, pairs, known)
+        pairs = start_table(parts)
+        if self.ranks.leads:
+            write_start(self._directory, parts.spec.name, pairs, known)
         result.start = [pair.to_json() for pair in pairs]
         if pairs:
-            self._progress.show(table_of(run.spec.name, pairs))
+            self._progress.show(table_of(parts.spec.name, pairs))
         for line in warnings(pairs):
-            self._progress.say(f"{run.spec.name}: WARNING: {line}")
+            self._progress.say(f"{parts.spec.name}: WARNING: {line}")
 
-    def _before(self, run: StageRun, result: StageResult) -> None:
-        if not run.questions or result.before:
+    def _before(self, evaluator: Evaluator, result: StageResult) -> None:
+        parts = evaluator.parts
+        if not parts.questions or result.before:
             return
         self._on_phase("evaluate")
-        before = measure_student(run)
+        before = evaluator.student()
         self._progress.evaluated(
             0, {domain: found.value for domain, found in before.items() if found.value is not None}
         )
         self._on_phase("evaluate teachers")
-        if run.spec.eval.teachers and run.teachers:
-            result.teachers = measure_teachers(run)
-            result.teacher_of = dict(run.teacher_of)
-        if run.spec.eval.weight_average:
-            result.weight_average = measure_weight_average(run)
+        if parts.spec.eval.teachers and parts.teachers:
+            result.teachers = evaluator.teachers()
+            result.teacher_of = dict(parts.teacher_of)
+        if parts.spec.eval.weight_average:
+            result.weight_average = evaluator.weight_average()
         result.before = before
-        if self.world.leads:
-            self._reports.answers(run, 0)
+        if self.ranks.leads:
+            self._reports.answers(evaluator, 0)
             sync_lines(self._directory)
-            write_before(checkpoint_directory(self._directory, run.spec.name, 0).parent, result)
+            write_before(checkpoint_directory(self._directory, parts.spec.name, 0).parent, result)
 
-    def _evaluate(self, run: StageRun, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
+    def _evaluate(self, evaluator: Evaluator, result: StageResult, step: int, metrics: dict[str, Any]) -> bool:
         """Periodic evaluation, added to the step's metrics. True: better than ever."""
-        spec = run.spec.eval
-        if not spec.every or step % spec.every or step == run.spec.train.steps or not run.questions:
+        parts = evaluator.parts
+        spec = parts.spec.eval
+        if not spec.every or step % spec.every or step == parts.spec.train.steps or not parts.questions:
             return False
         self._on_phase("evaluate")
-        measures = measure_student(run)
+        measures = evaluator.student()
         metrics |= evaluation_metrics(measures)
         better = result.note_evaluation(step, measures, watched(measures, spec.metric))
-        if self.world.leads:
-            self._reports.answers(run, step)
+        if self.ranks.leads:
+            self._reports.answers(evaluator, step)
         if result.plateau is None and result.evaluations(spec.metric).plateau(spec.plateau):
-            run.objective.plateau = result.plateau = step
+            parts.objective.plateau = result.plateau = step
         return better
 
-    def _finish(self, run: StageRun, result: StageResult, saved: StageCheckpoints) -> None:
+    def _finish(self, evaluator: Evaluator, result: StageResult, saved: StageCheckpoints) -> None:
+        parts = evaluator.parts
         better = False
-        if run.questions and not result.after:
+        if parts.questions and not result.after:
             self._on_phase("evaluate")
-            result.after = measure_student(run)
-            better = result.note_evaluation(result.steps, result.after, watched(result.after, run.spec.eval.metric))
-            if self.world.leads:
-                self._reports.answers(run, result.steps)
+            result.after = evaluator.student()
+            better = result.note_evaluation(result.steps, result.after, watched(result.after, parts.spec.eval.metric))
+            if self.ranks.leads:
+                self._reports.answers(evaluator, result.steps)
         final = saved.keep(better)
         saved.wait()
-        self._outputs[run.spec.name] = final
+        self._outputs[parts.spec.name] = final
         result.seconds = time.monotonic() - self._begun
-        self._consumed = run.trajectories.consumed
-        if self.world.leads:
+        self._consumed = parts.rollouter.consumed
+        if self.ranks.leads:
             write_result(final.parent, result, final)
-        self.world.barrier()  # the next stage may read the model
-        if self.world.leads and run.spec.hub is not None and (failure := push(final, run.spec.hub)) is not None:
-            self._progress.say(f"WARNING: {run.spec.name}: {failure}")
+        self.ranks.barrier()  # the next stage may read the model
+        if self.ranks.leads and parts.spec.hub is not None and (failure := push(final, parts.spec.hub)) is not None:
+            self._progress.say(f"WARNING: {parts.spec.name}: {failure}")
 
     # Stopping, errors, files
 
@@ -423,7 +452,7 @@ class Pipeline:
         return str(self._outputs[stage])
 
     def _summarise(self, status: str) -> None:
-        if not self.world.leads:
+        if not self.ranks.leads:
             return
         write_summary(self._recipe, self._directory, self._results, status)
         self._reports.page()

@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from opd.files import append_text
-from opd.text import cell, plain
+from opd.common.files import append_text
+from opd.common.text import cell, plain
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ROWS = 12  # domains shown at once

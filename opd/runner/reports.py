@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage
-from opd.errors import UserError
-from opd.files import append_text, line_of
+import numpy as np
+from rich.table import Table
+
+from opd.common.errors import UserError
+from opd.common.files import append_text, json_text, line_of, lines_checked, read_lines, write_whole
+from opd.common.text import plain
+from opd.evaluation import Measures
+from opd.loop.metrics import StepReport, few_per_domain
+from opd.loop.parts import StageParts
+from opd.objective.micro import Trace
+from opd.recipe import Recipe, Stage
+from opd.recipe.run_changes import changes_in_words, changes_of
+from opd.recipe.stage import MERGED
+from opd.records import Rollout
 from opd.report.page import write_report
+from opd.runner.checkpoint import LINES
+from opd.runner.evaluate import Evaluator
+from opd.runner.merges import FOLDER
+from opd.runner.monitoring import MONITORS, StageWatch
 from opd.runner.progress import Progress
-from opd.runner.results import StageResult
-from opd.runner.resume import LINES
-from opd.runner.stage import StageRun
-from opd.runner.token_lines import TOKENS, room_for, token_line
+from opd.runner.results import Selected, StageResult, results_table
 from opd.runner.trackers import Experiment, Write, open_trackers
-from opd.runner.watching import MONITORS, StageWatch
-from opd.trainer.samples import few_per_domain
 
 
 class Reports:
@@ -52,25 +62,28 @@ class Reports:
             for name, counts in self.written.items()
         }
 
-    def step(self, run: StageRun, metrics: Mapping[str, Any], earlier: int) -> None:
+    def step(self, parts: StageParts, report: StepReport, earlier: int) -> None:
         """`earlier`: the steps of the stages before. Trackers count on through a run; wandb drops what goes back."""
         assert self._track is not None
         assert self._watch is not None
-        step, log = metrics["step"], run.spec.log
+        metrics = report.metrics
+        step, log = metrics["step"], parts.spec.log
         self._write_line("metrics.jsonl", metrics)
         self._progress.step(metrics)
         for alarm in self._watch.step(metrics):
             self._write_line(MONITORS, alarm)
-        numbers = {f"{run.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))}
+        numbers = {
+            f"{parts.spec.name}/{key}": value for key, value in metrics.items() if isinstance(value, (int, float))
+        }
         self._track(earlier + step, numbers)
         if log.samples and (step - 1) % log.samples_every == 0:
-            self._write_samples(run, step, (earlier + step) / max(self._steps, 1))
+            self._write_samples(parts, report, step, (earlier + step) / max(self._steps, 1))
 
-    def answers(self, run: StageRun, step: int) -> None:
+    def answers(self, evaluator: Evaluator, step: int) -> None:
         """What was answered to a few held-out questions; step 0 is before training."""
-        for answer in run.answered:
-            self._write_line("answers.jsonl", {"step": step, "stage": run.spec.name, **answer})
-        run.answered.clear()
+        for answer in evaluator.answered:
+            self._write_line("answers.jsonl", {"step": step, "stage": evaluator.parts.spec.name, **answer})
+        evaluator.answered.clear()
 
     def page(self) -> None:
         """report.html. A run that has ended well does not fail for it."""
@@ -85,29 +98,29 @@ class Reports:
         if self._watch is not None:
             self._watch.settle()
 
-    def _write_samples(self, run: StageRun, step: int, progress: float) -> None:
+    def _write_samples(self, parts: StageParts, report: StepReport, step: int, progress: float) -> None:
         """A few of this step's completions, so that one can read what the numbers mean. `progress`: share of the run."""
-        newest = sorted(reversed(run.trajectories.newest), key=lambda name: name not in run.traces)  # traced ones first
-        domains = [(name, run.store.entries[name].domain) for name in newest]
-        for rollout_id in few_per_domain(domains, run.spec.log.samples):
-            entry = run.store.entries[rollout_id]
-            (rollout,) = run.store.load([entry.id])
+        newest = sorted(reversed(report.written.ids), key=lambda name: name not in report.traces)  # traced ones first
+        domains = [(name, parts.store.entries[name].domain) for name in newest]
+        for rollout_id in few_per_domain(domains, parts.spec.log.samples):
+            entry = parts.store.entries[rollout_id]
+            (rollout,) = parts.store.load([entry.id])
             line = {
                 "step": step,
-                "stage": run.spec.name,
+                "stage": parts.spec.name,
                 "domain": entry.domain,
                 "source": entry.source,
-                "prompt": run.student.tokenizer.decode(rollout.prompt_ids.tolist()),
-                "response": run.text(rollout),
+                "prompt": parts.student.tokenizer.decode(rollout.prompt_ids.tolist()),
+                "response": parts.text(rollout),
                 "stop": entry.stop,
                 "id": entry.id,
                 "prompt_id": entry.prompt_id,
             }
             self._write_line("samples.jsonl", line | entry.notes)
-            if (trace := run.traces.get(entry.id)) is not None:
-                tokens = line_of(token_line(run, step, rollout, trace))
+            if (trace := report.traces.get(entry.id)) is not None:
+                tokens = line_of(token_line(parts, step, rollout, trace))
                 if len(tokens) <= room_for(self._directory / TOKENS, progress):
-                    self._append(TOKENS, tokens, run.spec.name, step)
+                    self._append(TOKENS, tokens, parts.spec.name, step)
 
     def _write_line(self, name: str, values: Mapping[str, Any]) -> None:
         self._append(name, line_of(values), values["stage"], values["step"])
@@ -115,3 +128,197 @@ class Reports:
     def _append(self, name: str, line: str, stage: str, step: int) -> None:
         append_text(self._directory / name, line)
         self.written[name][stage, step] += 1
+
+
+# tokens.jsonl: sampled completions token by token, in a form that a page can read without torch or a tokenizer.
+#
+# {"step": 41, "stage": "main", "id": …, "domain": …, "teacher": NAME, "ids": [T], "author": [T],
+# "student": [T], "teacher_logprob": [T], "ratio": [T], "entropy": [T], "teacher_entropy": [T], "reverse_kl": [T],
+# "student_top": [T x [[id, log-prob], …]], "teacher_top": the same, "texts": {id: text},
+# "terms": {NAME: {"weight": [T], "advantage": [T], "gates": {NAME: [T]}}}, "left_out": tokens beyond the longest}
+#
+# Log-probs are in nats, untempered, with all stop ids as one event; `ratio` is the student's less the teacher's. null: not known.
+
+
+TOKENS = "tokens.jsonl"
+LONGEST = 4096  # tokens of one completion
+LIMIT = 64 << 20  # bytes of the file
+FIRST = 1 / 16  # of them, that may be used from the start
+DIGITS = 4
+
+
+def room_for(path: Path, progress: float) -> int:
+    """Bytes that may be added so far, so that the end of a long run is written down as well as its beginning."""
+    return int(LIMIT * max(progress, FIRST)) - (path.stat().st_size if path.is_file() else 0)
+
+
+def token_line(parts: StageParts, step: int, rollout: Rollout, trace: Trace) -> dict[str, Any]:
+    ids, part = rollout.response_ids.tolist(), slice(LONGEST)
+    used = {*ids[part], *_ids(trace["student_top_ids"][part]), *_ids(trace["teacher_top_ids"][part])}
+    return {
+        "step": step,
+        "stage": parts.spec.name,
+        "id": rollout.id,
+        "domain": rollout.domain,
+        "teacher": trace["by"],
+        "ids": ids[part],
+        "author": rollout.author[part].tolist(),
+        "student": _rounded(trace["student"][part]),
+        "teacher_logprob": _rounded(trace["teacher"][part]),
+        "ratio": _rounded(trace["ratio"][part]) if "ratio" in trace else [None] * len(ids[part]),
+        **{name: _rounded(trace[name][part]) for name in ("entropy", "teacher_entropy", "reverse_kl")},
+        "student_top": _top(trace, "student", part),
+        "teacher_top": _top(trace, "teacher", part),
+        "texts": {str(index): parts.student.tokenizer.decode([index]) for index in sorted(used)},
+        "terms": {
+            name: {
+                key: {gate: _rounded(found[part]) for gate, found in values.items()}
+                if isinstance(values, dict)
+                else _rounded(values[part], significant=key == "weight")
+                for key, values in term.items()
+            }
+            for name, term in trace["terms"].items()
+        },
+        "left_out": max(len(ids) - LONGEST, 0),
+    }
+
+
+def _ids(values: np.ndarray) -> Iterable[int]:
+    return (index for index in values.ravel().tolist() if index >= 0)
+
+
+def _top(trace: Trace, side: str, part: slice) -> list[list[list[float]]]:
+    ids, logprobs = trace[f"{side}_top_ids"][part].tolist(), _rounded(trace[f"{side}_top"][part])
+    return [
+        [[index, value] for index, value in zip(row, values, strict=True) if index >= 0]
+        for row, values in zip(ids, logprobs, strict=True)
+    ]
+
+
+def _rounded(values: np.ndarray, significant: bool = False) -> list[Any]:
+    """Weights are as small as batches are large: they keep digits, not decimals."""
+    if significant:
+        return [float(f"{value:.{DIGITS}g}") for value in np.asarray(values).tolist()]
+    found: list[Any] = np.round(np.asarray(values, dtype=np.float64), DIGITS).tolist()
+    return found
+
+
+# What a pipeline did, stage by stage: what each gained and lost, per domain, against the model that it started from.
+
+
+NOISE = 2.0  # standard errors of a difference that count as none
+
+
+def write_summary(recipe: Recipe, directory: Path, results: Sequence[StageResult], status: str) -> None:
+    """summary.json: every stage's result, what was changed on the way, alarms of monitors, and of a pipeline the story."""
+    summary: dict[str, Any] = {
+        "recipe": recipe.name,
+        "status": status,
+        "stages": [result.to_json() for result in results],
+    }
+    if changes := changes_of(directory):
+        summary["changes"] = [
+            {"stage": name, **{key: part[key] for key in ("after", "keys", "lr", "schedule")}}
+            for one in changes
+            for name, part in one["stages"].items()
+        ]
+    if story := story_of(recipe, results):
+        summary["story"] = story
+    if alarms := alarms_of(directory):
+        kept = ("stage", "step", "monitor", "words", "remedy", "recipe")
+        summary["alarms"] = [{key: line[key] for key in kept} for line in alarms]
+    write_whole(directory / "summary.json", json_text(summary, indent=1))
+
+
+def alarms_of(directory: Path) -> list[dict[str, Any]]:
+    """What monitors have said so far."""
+    return read_lines(directory / MONITORS, checked=lines_checked(directory)).whole
+
+
+def told(recipe: Recipe, directory: Path, results: Sequence[StageResult]) -> Iterator[str | Table]:
+    """What is shown at the end: a table per stage, what was changed, of a pipeline the story, and alarms once more."""
+    for result in results:
+        if result.before:
+            yield ""
+            yield results_table(result)
+    if changes := changes_of(directory):
+        yield ""
+        yield from (f"changed {line}" for line in changes_in_words(changes, len(recipe.stages)))
+    if story := story_of(recipe, results):
+        yield ""
+        yield from story_lines(story)
+    if alarms := alarms_of(directory):
+        yield ""
+        yield (
+            f"{len(alarms)} alarms of monitors; see monitors.jsonl and the report"
+            if len(alarms) > 1
+            else "an alarm of a monitor"
+        )
+        yield from (f"  {line['stage']}, step {line['step']}, {line['monitor']}: {line['words']}" for line in alarms)
+
+
+def story_of(recipe: Recipe, results: Sequence[StageResult]) -> list[dict[str, Any]]:
+    """Of a pipeline: one chapter per stage that was measured before and after, or passed over; one that has not ended has none yet."""
+    if len(recipe.stages) < 2:
+        return []
+    starts = {stage.name: stage.starts for stage in recipe.stages}
+    found = []
+    for result in results:
+        changes = {
+            domain: (before.value, after.value, _noise(before, after))
+            for domain, before in result.before.items()
+            if (after := result.after.get(domain)) and before.value is not None and after.value is not None
+        }
+        if not changes and result.passed_over is None:
+            continue
+        chapter = {"stage": result.name, "from": starts[result.name], "domains": _sorted_out(changes)}
+        if result.selected is not None:
+            chapter["selected"] = result.selected._asdict()
+        if result.passed_over is not None:
+            chapter["passed_over"] = _handed_on(result.passed_over)
+        found.append(chapter)
+    return found
+
+
+def _handed_on(start: str) -> str:
+    """What comes out of a stage that was passed over: the model of a stage before, or one that lies somewhere."""
+    return f"{FOLDER}/{start.removeprefix(MERGED)}" if start.startswith(MERGED) else start
+
+
+def _noise(before: Measures, after: Measures) -> float:
+    return NOISE * ((before.stderr or 0.0) ** 2 + (after.stderr or 0.0) ** 2) ** 0.5
+
+
+def _sorted_out(changes: Mapping[str, tuple[float, float, float]]) -> dict[str, dict[str, Any]]:
+    """Largest gain first. `what`: gained, lost, or kept where the difference is within its noise."""
+    ordered = sorted(changes.items(), key=lambda item: item[1][0] - item[1][1])
+    return {
+        domain: {
+            "before": before,
+            "after": after,
+            "what": "kept" if abs(after - before) <= noise else "gained" if after > before else "lost",
+        }
+        for domain, (before, after, noise) in ordered
+    }
+
+
+def story_lines(story: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In words, for people; fits any width."""
+    lines = ["the story: pass@1 before and after each stage"]
+    for chapter in story:
+        lines.append(f"{plain(chapter['stage'])}, from {plain(', '.join(chapter['from']))}")
+        chosen = plain(Selected(**chapter["selected"]).in_words()) if "selected" in chapter else ""
+        if "passed_over" in chapter:
+            why = f": {chosen}" if chosen else ""  # runs from before it was noted do not know
+            lines.append(f"  passed over{why}; what comes out of it is {plain(chapter['passed_over'])}")
+        elif chosen:
+            lines.append(f"  {chosen}")
+        for what in ("gained", "lost", "kept"):
+            told = [
+                f"{plain(domain)} {found['before']:.1%} to {found['after']:.1%} ({found['after'] - found['before']:+.1%})"
+                for domain, found in chapter["domains"].items()
+                if found["what"] == what
+            ]
+            if told:
+                lines.append(f"  {what:6} {', '.join(told)}")
+    return lines

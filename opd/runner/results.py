@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from opd.errors import RecipeError
+from opd.common.errors import RecipeError
+from opd.common.text import cell, plain
 from opd.evaluation import Measures
 from opd.objective.stopping import EvaluationHistory
-from opd.text import cell, plain
+from opd.recipe import Stage
 
 MEASURED = ("before", "after", "weight_average")  # fields of a result that map domains to measures
 PLAIN = ("name", "teacher_of", "tokens", "steps", "seconds", "saved", "best_value", "best_step",
@@ -215,3 +216,27 @@ def _cell(found: Measures | None, own: bool) -> Text:
     if found is None or found.value is None:
         return Text("– ")
     return Text(f"{found.value:.1%}*", style="underline") if own else Text(f"{found.value:.1%} ")
+
+
+# When a stage ends before its last step, and what is said of it.
+
+
+def good_enough(spec: Stage, result: StageResult) -> bool:
+    """By its evaluations."""
+    stop = spec.eval.early_stop
+    return stop is not None and stop.should_stop(result.evaluations(spec.eval.metric))
+
+
+def spent(spec: Stage, result: StageResult) -> bool:
+    """It has had its tokens."""
+    return spec.train.tokens is not None and result.tokens >= spec.train.tokens
+
+
+def early_stop(spec: Stage, result: StageResult, enough: bool) -> str:
+    """`enough`: its evaluations said so; otherwise its tokens are spent."""
+    why = (
+        f"the best {spec.eval.metric} was at step {result.best_step}"
+        if enough
+        else f"{result.tokens:,} response tokens, of train.tokens {spec.train.tokens:,}"
+    )
+    return f"{spec.name}: early stop after step {result.steps}; {why}"

@@ -15,18 +15,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, Stage, load_begun
-from opd.config.graph import edges
-from opd.config.run_changes import parts_of, recipe_file
-from opd.config.stage import MERGED
-from opd.errors import RunDirectoryError, UserError
-from opd.files import SEALS, append_text, line_of, lines_checked, read_lines, read_sealed, sha256, sync, write_sealed
-from opd.rewards.callables import callables
-from opd.runner.checkpoint import checkpoint_directory, verify_checkpoint
+from opd.common.errors import RunDirectoryError, UserError
+from opd.common.files import (
+    SEALS,
+    append_text,
+    line_of,
+    lines_checked,
+    read_lines,
+    read_sealed,
+    sha256,
+    sync,
+    write_sealed,
+)
+from opd.common.version import this_version
+from opd.recipe import Recipe, Stage, load_begun
+from opd.recipe.graph import edges
+from opd.recipe.run_changes import parts_of, recipe_file
+from opd.recipe.stage import MERGED
+from opd.rewards.custom import callables
+from opd.runner.checkpoint import LINES, RESULT, checkpoint_directory, verify_checkpoint
 from opd.runner.inputs import Inputs
 from opd.runner.merges import merged_directory
-from opd.runner.resume import LINES, RESULT
-from opd.version import this_version
 
 SHOWN = 4  # differences that are named
 REUSED = "reused.json"  # beside the result: where a stage was taken from

@@ -13,28 +13,36 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from opd.errors import Preempted, RunDirectoryError, Stopped
-from opd.files import SEALS, disk_errors, read_sealed, sha256
-from opd.holder import NAME
+from opd.common.errors import Preempted, RunDirectoryError, Stopped
+from opd.common.files import SEALS, disk_errors, read_sealed, sha256
+from opd.common.process_identity import NAME
+from opd.common.text import plain
+from opd.engines import prefork
 from opd.plugins import plugin_errors, sealed_files
 from opd.plugins import versions as plugin_versions
-from opd.runner.beginning import is_early, recover_resolved, withdraw, write_recipe
 from opd.runner.directory import Run
-from opd.runner.given import GivenPrompts, with_rewards, with_rewards_again
 from opd.runner.live import CallbackRaised, Hooks
 from opd.runner.lock import ATTEMPTS, Gone, RunLock, claim, make
-from opd.text import plain
-from opd.trainer import interpreters
+from opd.runner.run_files import (
+    GivenPrompts,
+    is_early,
+    recover_resolved,
+    with_rewards,
+    with_rewards_again,
+    withdraw,
+    write_recipe,
+)
 
-if TYPE_CHECKING:  # `import opd` and `opd --help` stay instant
+if TYPE_CHECKING:
     from rich.console import Console
 
-    from opd.config import Recipe
-    from opd.config.graph import ChosenStages
-    from opd.rewards.callables import GivenRewards
+    from opd.loop.ranks import Ranks
+    from opd.recipe import Recipe
+    from opd.recipe.graph import ChosenStages
+    from opd.rewards.custom import GivenRewards
     from opd.runner.live import OnCheckpoint, OnRollouts, OnStep
     from opd.runner.pipeline import Pipeline
-    from opd.trainer.world import World
+
 
 RUNS = Path("runs")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
@@ -58,7 +66,7 @@ def run(
     on_checkpoint: OnCheckpoint | None = None,
     quiet: bool = True,
     console: Console | None = None,
-    join: Callable[[], AbstractContextManager[World]] | None = None,
+    join: Callable[[], AbstractContextManager[Ranks]] | None = None,
 ) -> Run:
     """Carry out a recipe (file, shipped name, mapping or `Recipe`) and return the run.
 
@@ -73,19 +81,19 @@ def run(
     Callbacks take the live run and one thing more: `on_step` the metrics of a step that has ended, `on_rollouts` its rollouts,
     rewarded and about to be trained on, `on_checkpoint` the directory of one that is durable. `run.stop()` in any of them ends
     the run as Ctrl-C would, and it is returned. What a callback raises is raised here; the run can be resumed.
-    Ctrl-C raises `opd.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.errors.Preempted`.
+    Ctrl-C raises `opd.common.errors.Stopped` after a checkpoint has been saved; SIGTERM raises `opd.common.errors.Preempted`.
     `join`: how this process finds the others of the run; by default those that torchrun or its like has started.
     """
     from rich.console import Console
 
-    from opd.config import load_recipe, recipe_text
-    from opd.config.graph import ChosenStages
-    from opd.config.names import check_output
+    from opd.recipe import load_recipe, recipe_text
+    from opd.recipe.graph import ChosenStages
+    from opd.recipe.paths import check_output
 
     hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
-    with (join or joined)() as world, interpreters.none_left():
-        if not world.leads:
-            return _follow(world, rewards)
+    with (join or joined)() as ranks, prefork.none_left():
+        if not ranks.leads:
+            return _follow(ranks, rewards)
         given = None if prompts is None else GivenPrompts.of(prompts)
         loaded = with_rewards(load_recipe(recipe, overrides, prompts=None if given is None else given.sources), rewards)
         if given is not None:
@@ -93,7 +101,7 @@ def run(
         selection, earlier = ChosenStages(only, start, until), [Path(path) for path in reuse]
         selection.require(loaded, elsewhere=resume or bool(earlier))
         wanted, shown = check_output(RUNS / loaded.name if out is None else out), console or Console()
-        text, how = recipe_text(recipe, overrides), (hooks, quiet, shown, world, selection)
+        text, how = recipe_text(recipe, overrides), (hooks, quiet, shown, ranks, selection)
         with _directory(wanted, resume, None if quiet else shown) as (lock, made):
             if (lock.directory / SEALS).exists():
                 _require_same(lock.directory, loaded, given)
@@ -132,7 +140,7 @@ def _start(
     hooks: Hooks,
     quiet: bool,
     console: Console,
-    world: World,
+    ranks: Ranks,
     selection: ChosenStages,
     earlier: list[Path],
 ) -> None:
@@ -141,10 +149,10 @@ def _start(
     try:
         from opd.runner.inputs import inputs_of
         from opd.runner.merges import require_merges
-        from opd.runner.narrowing import require_selections
+        from opd.runner.select import require_selections
 
         if not (earlier or selection.anew):  # else the first stage may be one of others
-            interpreters.begin_for(recipe.stages[0])
+            prefork.start_interpreters(*recipe.stages[0].sampler_processes)
         placed = recipe
         if given is not None:
             placed = given.inside(recipe, lock.directory)
@@ -168,8 +176,8 @@ def _start(
                 taken = reuse_stages(placed, inputs, lock.directory, earlier, without, say)
         from opd.runner.pipeline import Pipeline
 
-        _call_others(world, lock.directory, bool(taken), selection=selection)
-        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, world, selection)
+        _call_others(ranks, lock.directory, bool(taken), selection=selection)
+        pipeline = Pipeline(placed, lock, inputs, console, quiet, hooks, ranks, selection)
         try:
             _carry_out(pipeline, bool(taken))
         finally:
@@ -210,20 +218,20 @@ def resume(
     """
     from rich.console import Console
 
-    from opd.config.graph import ChosenStages
+    from opd.recipe.graph import ChosenStages
 
     hooks, overrides = Hooks(on_step, on_rollouts, on_checkpoint), tuple(overrides)
     found = Run(directory)
-    with joined() as world, interpreters.none_left():
-        if not world.leads:
-            return _follow(world, rewards)
+    with joined() as ranks, prefork.none_left():
+        if not ranks.leads:
+            return _follow(ranks, rewards)
         with RunLock(found.directory) as lock:
             selection, shown = ChosenStages(only, start, until), console or Console()
             if overrides:
                 _change(lock.directory, overrides, None if quiet else shown)
             if selection.anew:
                 _require_unfinished(lock.directory, selection)
-            _go_on(lock, mode, rewards, hooks, quiet, shown, world, selection)
+            _go_on(lock, mode, rewards, hooks, quiet, shown, ranks, selection)
     return found
 
 
@@ -243,8 +251,8 @@ def _change(directory: Path, overrides: Iterable[str], console: Console | None) 
 
 def _require_unfinished(directory: Path, selection: ChosenStages) -> None:
     """Refuse stages asked for by name of which none is left to do: a run does nothing twice."""
-    from opd.config.run_changes import recipe_file
-    from opd.config.runs import RESULT
+    from opd.recipe.paths import RESULT
+    from opd.recipe.run_changes import recipe_file
 
     recipe = verified_recipe(directory)
     names = selection.names(recipe)
@@ -263,15 +271,15 @@ def _go_on(
     hooks: Hooks,
     quiet: bool,
     console: Console,
-    world: World,
+    ranks: Ranks,
     selection: ChosenStages,
 ) -> None:
     recipe = _again(lock.directory, mode, rewards)
     from opd.runner.pipeline import Pipeline
 
     inputs = read_sealed(lock.directory / SEALS).get("inputs")
-    _call_others(world, lock.directory, True, mode, selection)
-    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, world, selection), resume=True)
+    _call_others(ranks, lock.directory, True, mode, selection)
+    _carry_out(Pipeline(recipe, lock, inputs, console, quiet, hooks, ranks, selection), resume=True)
 
 
 def _again(directory: Path, mode: Mode | None, rewards: GivenRewards | None) -> Recipe:
@@ -291,37 +299,37 @@ def launched() -> bool:
     return all(name in os.environ for name in LAUNCHED)
 
 
-def joined() -> AbstractContextManager[World]:
+def joined() -> AbstractContextManager[Ranks]:
     """This process by itself, or the ranks that a launcher has started, of which this is one."""
     if launched():
-        from opd.trainer.ranks import joined_ranks
+        from opd.loop.distributed import joined_ranks
 
         return joined_ranks()
-    from opd.trainer.world import World
+    from opd.loop.ranks import Ranks
 
-    return nullcontext(World())
+    return nullcontext(Ranks())
 
 
 def _call_others(
-    world: World, directory: Path, resume: bool, mode: Mode | None = None, selection: ChosenStages | None = None
+    ranks: Ranks, directory: Path, resume: bool, mode: Mode | None = None, selection: ChosenStages | None = None
 ) -> None:
     """Ranks that `_follow` begin once everything that they read is written."""
     chosen = (None, None, None) if selection is None else (selection.only, selection.start, selection.until)
-    world.share(lambda: (str(directory), resume, mode, chosen))
+    ranks.share(lambda: (str(directory), resume, mode, chosen))
 
 
-def _follow(world: World, rewards: GivenRewards | None) -> Run:
+def _follow(ranks: Ranks, rewards: GivenRewards | None) -> Run:
     """What every rank but the leader does: the same stages, from what the leader has written down."""
     from rich.console import Console
 
-    from opd.config.graph import ChosenStages
+    from opd.recipe.graph import ChosenStages
     from opd.runner.pipeline import Pipeline
 
-    told: tuple[str, bool, Mode | None, tuple[str | None, ...]] = world.share(lambda: ("", False, None, ()))
+    told: tuple[str, bool, Mode | None, tuple[str | None, ...]] = ranks.share(lambda: ("", False, None, ()))
     directory, resume, mode, selection = Path(told[0]), told[1], told[2], ChosenStages(*told[3])
     inputs = read_sealed(directory / SEALS).get("inputs")
     recipe = _again(directory, mode, rewards)
-    pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), world, selection)
+    pipeline = Pipeline(recipe, RunLock(directory), inputs, Console(quiet=True), True, Hooks(), ranks, selection)
     _carry_out(pipeline, resume)
     return Run(directory)
 
@@ -334,7 +342,7 @@ def _carry_out(pipeline: Pipeline, resume: bool = False) -> None:
     except CallbackRaised as carrier:
         raised = carrier.error
     except Stopped as stop:
-        if isinstance(stop, Preempted) or not pipeline.world.share(lambda: pipeline.live.stopping):
+        if isinstance(stop, Preempted) or not pipeline.ranks.share(lambda: pipeline.live.stopping):
             raise
         return
     raise raised  # out here, so that nothing becomes its context
@@ -344,8 +352,8 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
     """What the run carries out, or what it has `begun` with, after checking that `resolved.yaml` and files like it are what the run
     wrote.
     """
-    from opd.config import load_begun
-    from opd.config.run_changes import RESOLVED, recipe_file
+    from opd.recipe import load_begun
+    from opd.recipe.run_changes import RESOLVED, recipe_file
 
     if not (directory / SEALS).exists():
         raise RunDirectoryError(
@@ -376,7 +384,7 @@ def verified_recipe(directory: Path, overrides: Iterable[str] = (), *, begun: bo
 
 def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected: Mapping[str, Any]) -> bool:
     """Whether a recipe that was cut off could be written again as it was, which is said."""
-    from opd.config.run_changes import RESOLVED
+    from opd.recipe.run_changes import RESOLVED
     from opd.runner.extend import recover_changed
 
     if path.parent != directory:  # a plugin
@@ -387,14 +395,14 @@ def _recovered(path: Path, directory: Path, sealed: Mapping[Path, str], expected
         else:
             recovered, source = recover_changed(directory, path.name, expected["files"]), "the recipe before it"
     if recovered:
-        from opd.remote import to_stderr
+        from opd.common.http import to_stderr
 
         to_stderr(f"{path} was cut off. It was written again from {source}, as it was.")
     return recovered
 
 
 def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -> None:
-    from opd.config import as_begun_in
+    from opd.recipe import as_begun_in
 
     if given is not None:
         given.require_same(directory)
@@ -403,7 +411,7 @@ def _require_same(directory: Path, recipe: Recipe, given: GivenPrompts | None) -
     recipe = as_begun_in(directory, recipe)
     if recipe.stages in (current.stages, verified_recipe(directory, begun=True).stages):
         return
-    from opd.config.run_changes import recipe_file
+    from opd.recipe.run_changes import recipe_file
     from opd.runner.extend import as_overrides, differences_in_words
 
     keys = as_overrides(current, recipe)

@@ -1,395 +1,360 @@
-"""One stage of a recipe: everything the step needs, put together and checked before the first token is sampled."""
+"""Puts the parts of a stage together, and checks everything before the first token is sampled."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from opd.config import Stage
-from opd.data.render import render_prompts, response_text
-from opd.data.shares import DomainSeen
-from opd.data.stream import PromptStream, Visit
-from opd.errors import DataError, RecipeError, TrainingError
-from opd.models.identity import weights_hash
+from opd.common.context import RunContext
+from opd.common.errors import DataError, RecipeError
+from opd.common.http import nothing
+from opd.common.text import plain
+from opd.data.render import render_prompts
+from opd.data.stream import PromptStream
+from opd.engines import prefork
+from opd.loop.demonstrate import Demonstrator
+from opd.loop.learner import Trainer
+from opd.loop.parts import OnRollouts, StageParts
+from opd.loop.producer import AheadProducer, BatchMaker, InlineProducer, Producer, StopThreads
+from opd.loop.ranks import Ranks
+from opd.loop.rewarding import RolloutRewards
+from opd.loop.samplers import Samplers
+from opd.loop.scorer import Scorer
+from opd.models import load_model
+from opd.models.language_model import LanguageModel
+from opd.models.load import weights_directory, weights_hash
 from opd.models.tokenizers import fingerprint
 from opd.objective.objective import Objective
-from opd.objective.trace import Trace
-from opd.runner.checks import RevisionOf, as_named, check_stage
-from opd.runner.plan import settle_sizes
-from opd.runner.prompts import Looked, response_limit
-from opd.runner.shown import shown_room
-from opd.runner.sizes import told_of_memory
-from opd.runner.stage_models import StageModels, slower_models
-from opd.runner.stage_samplers import StageSamplers
-from opd.sampling.replay import RunSource
-from opd.sampling.writers import Desk
+from opd.recipe import Stage
+from opd.recipe.stage import WEIGHTS
+from opd.records import Sampling, TeacherLike, Visit
+from opd.rollouts.replay import RunSource
+from opd.rollouts.rollouter import Rollouter
+from opd.rollouts.writers import WriterContext
+from opd.runner.checks import Checked, RevisionOf, as_named, check_stage, response_limit, shown_room
+from opd.runner.plan import settle_sizes, told_of_memory
 from opd.store import RolloutStore
-from opd.store.calls import StoredCalls
-from opd.teachers.blending import models_of
-from opd.teachers.cache import FOLDER, ScoredStage, scored_by
-from opd.teachers.kinds import ModelRef, Surroundings
-from opd.teachers.pool import open_teachers
-from opd.teachers.router import chooser
-from opd.teachers.views import Group
-from opd.text import plain
-from opd.trainer import interpreters
-from opd.trainer.ahead import Ahead
-from opd.trainer.demonstrate import Demonstrator
-from opd.trainer.trainer import Trainer
-from opd.trainer.trajectories import Trajectories
-from opd.trainer.world import World
-from opd.types import Prompt, Rollout, Sample, Sampling
+from opd.store.rollouts import StoredCalls
+from opd.teachers.cached import FOLDER, ScoredStage, scored_by
+from opd.teachers.kinds import ModelRef
+from opd.teachers.paging import Pager
+from opd.teachers.pool import movable, open_teachers
+from opd.teachers.quantised import load_teacher
 
-UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
 SIGN_OF_LIFE = 10.0  # seconds between two lines about reading prompts
 
 
-class StageRun:
-    """The live objects of a stage. `trainer.step` reads them; `runner.pipeline` drives them."""
+def open_stage(
+    spec: Stage,
+    store: RolloutStore,
+    resolve_model: Callable[[str], str] = str,
+    *,
+    context: RunContext | None = None,
+    ranks: Ranks | None = None,
+    revision_of: RevisionOf = as_named,
+    on_token: Callable[[], None] = nothing,
+    on_rollouts: OnRollouts = lambda rollouts, rewards: None,
+) -> StageParts:
+    """Everything that the steps of a stage work with. The store lies in the run's directory."""
+    prefork.start_interpreters(*spec.sampler_processes)
+    ranks, context, directory = ranks or Ranks(), context or RunContext(say=lambda line: None), store.directory.parent
+    threads = StopThreads(context.check_stop)
+    context = replace(context, directory=directory, stage=spec.name, ranks=ranks, check_stop=threads.check)
+    _set_threads(spec)
+    torch.manual_seed(spec.seed)
+    checked = check_stage(spec, resolve_model, ReadingProgress(context), context.say, revision_of)
+    context.on_phase("loading")
+    spec = settle_sizes(spec, directory, checked, resolve_model, ranks)
+    device = ranks.device(checked.device, spec.device)
+    stream = PromptStream(checked.sources, [source.share for source in spec.prompts], spec.seed)
+    stream.steer(spec.shares)
+    models = load_models(spec, device, resolve_model, revision_of, context, ranks)
+    stop_ids, teachers, tokenizer = models.stop_ids, models.teachers, models.student.tokenizer
+    for note in (*checked.inputs.notes, *spec.sampler.notes()):
+        context.say_of_stage(note)
+    samplers = _open_samplers(spec, checked, models, ranks, context, revision_of, store)
+    student = ranks.shard(models.student, spec.cluster)
+    objective = Objective(spec.objective, teachers, spec.rollout, stop_ids, spec.seed)
+    told = partial(told_of_memory, directory, spec.name, context.say)
+    trainer = Trainer(
+        student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, told=told
+    )
+    scorer = Scorer(
+        spec, teachers, checked.routes, checked.templates, objective, store, ranks, context, models.pager, models.kept
+    )
+    rollouter = _rollouter(spec, store, tokenizer, samplers, scorer, checked, stop_ids, ranks)
+    rollouter = replace(rollouter, check_stop=context.check_stop, on_token=on_token)
+    late = LatePrompts(spec, tokenizer, rollouter, context)
+    stream.leave_out(checked.inputs.scanned.unusable, late.fits if checked.inputs.scanned.open_ended else None)
+    rewards = _rewards(spec, checked, store, tokenizer, stop_ids, ranks, context)
+    maker = BatchMaker(spec, stream, rollouter, rewards, scorer, samplers, store, ranks, student)
+    producer: Producer = AheadProducer(maker, threads, device) if spec.rollout.staleness else InlineProducer(maker)
+    parts = StageParts(
+        spec, context, ranks, device, store, checked.sources, checked.inputs.questions, checked.inputs.room, stream,
+        student, teachers, stop_ids, checked.teacher_of, samplers, rollouter, rewards, scorer, trainer, producer, on_rollouts,
+    )  # fmt: skip
+    parts.publish(version=0)
+    return parts
+
+
+@dataclass
+class Models:
+    """The models of a stage in memory. `kept`: where its scores are kept, if scores are all that it makes."""
+
+    student: LanguageModel
+    teachers: dict[str, TeacherLike]
+    stop_ids: tuple[int, ...]
+    pager: Pager | None
+    kept: ScoredStage | None
+
+
+def load_models(
+    spec: Stage, device: torch.device, resolve_model: Callable[[str], str], revision_of: RevisionOf, context: RunContext,
+    ranks: Ranks,
+) -> Models:  # fmt: skip
+    assert context.directory is not None
+    models = StageModels(spec, device, resolve_model, revision_of, context.directory, ranks)
+    student = models.student(spec, sharded=ranks.sharded)
+    teachers, stop_ids = open_teachers(spec.teachers, student, models.teacher, context)
+    if models.pager is not None:
+        context.say_of_stage(spec.pool.describe(models.pager.sizes, str(device)))
+    if not stop_ids:
+        raise RecipeError(
+            f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
+        )
+    kept = None
+    if not spec.train.learn:
+        kept = _keep_scores(spec, student, stop_ids, teachers, context.directory, resolve_model, revision_of)
+    return Models(student, teachers, stop_ids, models.pager, kept)
+
+
+def _open_samplers(
+    spec: Stage, checked: Checked, models: Models, ranks: Ranks, context: RunContext, revision_of: RevisionOf,
+    store: RolloutStore,
+) -> Samplers:  # fmt: skip
+    student, teachers = models.student, models.teachers
+    shown = shown_room(spec, checked.sources, student.tokenizer, student.context)
+    max_length = max(checked.inputs.room + response_limit(spec), shown)
+    revision = revision_of(spec.student.model, spec.student.revision)
+    samplers = Samplers(spec, student, teachers, max_length, models.stop_ids, ranks, context, revision, store)
+    if spec.rollout.teacher_mix:
+        names = dict.fromkeys(checked.routes["teacher"].values())
+        mixed = [student, *(teachers[name].model for name in set(names))]
+        student.inside(partial(spec.sampler.require_mixing, mixed, max_length))
+        for name in names if ranks.sharded else ():  # copies of the student are made while it is whole
+            samplers.mixed(name)
+    for line in slower_models(student, teachers.values(), samplers.manner):
+        context.say_of_stage(line)
+    return samplers
+
+
+def _set_threads(spec: Stage) -> None:
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    elif spec.rollout.staleness:  # sampling and training have half of them each
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)))
+
+
+class ReadingProgress:
+    """Says how far the reading of a large source has come."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._said = context, time.monotonic()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        line = f"reading {plain(name)}: {done:,} of {total:,} rows"
+        self._context.on_phase(line)
+        if time.monotonic() - self._said > SIGN_OF_LIFE:
+            self._said = time.monotonic()
+            self._context.say_of_stage(line)
+        self._context.check_stop()
+
+
+class LatePrompts:
+    """Says of each prompt of a source without end whether the sampler has room for it."""
+
+    def __init__(self, spec: Stage, tokenizer: Any, rollouter: Rollouter, context: RunContext) -> None:
+        self._spec, self._tokenizer, self._room = spec, tokenizer, rollouter.max_prompt_tokens
+        self._rollouter, self._context = rollouter, context
+        self._warned = False
+
+    def fits(self, visit: Visit) -> bool:
+        """A prompt that does not fit is nothing that a user could fix, so it never stops a run."""
+        kwargs = self._spec.prompts[visit.source].chat_template_kwargs
+        (ids,) = render_prompts([visit.prompt], self._tokenizer, kwargs)
+        if isinstance(ids, np.ndarray) and ids.size <= self._room:
+            if not self._spec.rollout.staleness:  # sampling ahead has a tokenizer of its own
+                self._rollouter.looked_at[visit.prompt.id] = ids
+            return True
+        reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
+        if not self._warned:
+            self._warned = True
+            self._context.say_of_stage(
+                f"{plain(reason)}, and the sampler has room for {self._room:,}: prompts like this are skipped and "
+                "counted. rollout.max_prompt_tokens makes more room in a new run"
+            )
+        return False
+
+
+def _keep_scores(
+    spec: Stage, student: LanguageModel, stop_ids: tuple[int, ...], teachers: dict[str, TeacherLike], directory: Path,
+    resolve_model: Callable[[str], str], revision_of: RevisionOf,
+) -> ScoredStage:  # fmt: skip
+    """Begin to keep this stage's scores, for teachers of kind cached."""
+    own = ModelRef(spec.student.model, spec.student.revision)
+    weights = {
+        name: {
+            ref.identified(ref.model): ref.identified(
+                weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
+            )
+            for ref in (*kind.scored_with(), *((own,) if kind.of_student else ()))
+        }
+        for name, kind in spec.teachers.items()
+    }
+    scored = ScoredStage(
+        directory / FOLDER / f"{spec.name}.json",
+        fingerprint(student.tokenizer),
+        stop_ids,
+        student.size,
+        {name: scored_by(kind, teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+    )
+    scored.begin()
+    return scored
+
+
+def _rollouter(
+    spec: Stage, store: RolloutStore, tokenizer: Any, samplers: Samplers, scorer: Scorer, checked: Checked,
+    stop_ids: tuple[int, ...], ranks: Ranks,
+) -> Rollouter:  # fmt: skip
+    """Who writes the answers, and how they come into the store."""
+    rollout = spec.rollout
+    desk = WriterContext(
+        tokenizer,
+        rollout.max_new_tokens,
+        stop_ids,
+        scorer.teacher_for,
+        student=samplers.student,
+        teacher=samplers.teacher,
+        mixed=samplers.mixed,
+        template_kwargs=lambda visit: spec.prompts[visit.source].chat_template_kwargs,
+    )
+    sampling = Sampling(
+        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, tuple(rollout.stop)
+    )
+    return Rollouter(
+        stage=spec.name,
+        seed=spec.seed,
+        spec=rollout,
+        sources=spec.prompts,
+        tokenizer=tokenizer,
+        sampling=sampling,
+        store=store,
+        desk=desk,
+        max_prompt_tokens=checked.inputs.room,
+        max_length=samplers.max_length,
+        replays={number: source for number, source in enumerate(checked.sources) if isinstance(source, RunSource)},
+        exact=spec.checkpoint.resume == "exact",
+        ranks=ranks,
+        environment=rollout.environment,
+    )
+
+
+def _rewards(
+    spec: Stage, checked: Checked, store: RolloutStore, tokenizer: Any, stop_ids: tuple[int, ...], ranks: Ranks,
+    context: RunContext,
+) -> RolloutRewards:  # fmt: skip
+    calls, wanted = StoredCalls(store, spec.name), spec.rollout.demonstrations
+    checked.rewarder.remember(calls, context.check_stop)
+    demonstrator = None
+    if wanted is not None:
+        demonstrator = Demonstrator(wanted, calls, tokenizer.all_special_tokens, context.check_stop, context.say)
+    return RolloutRewards(spec, checked.rewarder, store, tokenizer, stop_ids, ranks, demonstrator)
+
+
+# The models of a stage's teachers: each is in memory once, and those that can wait elsewhere do, where the recipe says so.
+
+
+Key = tuple[str, str | None, str, str, str | None]  # model, revision, dtype, device, quantisation
+
+
+class StageModels:
+    """`scratch`: a directory with room for weights that no file holds as they are."""
 
     def __init__(
         self,
         spec: Stage,
-        store: RolloutStore,
-        resolve_model: Callable[[str], str],
-        *,
-        revision_of: RevisionOf = as_named,
-        check_stop: Callable[[], None],
-        on_phase: Callable[[str], None],
-        on_token: Callable[[], None],
-        on_rollouts: Callable[[Sequence[Rollout], Mapping[str, float | None]], None] = lambda rollouts, rewards: None,
-        say: Callable[[str], None] = lambda line: None,
-        world: World | None = None,
+        device: torch.device,
+        resolve: Callable[[str], str],
+        revision_of: RevisionOf,
+        scratch: Path,
+        ranks: Ranks,
     ) -> None:
-        interpreters.begin_for(spec)
-        self.world = world or World()
-        self.ahead = Ahead(spec, check_stop) if spec.rollout.staleness else None
-        check_stop = check_stop if self.ahead is None else self.ahead.check_stop
-        self.spec, self.store, self.check_stop, self.on_phase, self.say = spec, store, check_stop, on_phase, say
-        self.on_rollouts = on_rollouts
-        self.rewarding = threading.Lock()  # evaluation, and batches that are rewarded ahead of their step
-        self.traces: dict[str, Trace] = {}  # of the newest step, by rollout id
-        self.answered: list[dict[str, Any]] = []  # a few answers to held-out questions, not written down yet
-        self._warned = False  # of prompts that are skipped
-        self._said = time.monotonic()  # when reading them was last told
-        if spec.threads is not None:
-            torch.set_num_threads(spec.threads)
-        elif self.ahead is not None:  # sampling and training have half of them each
-            torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)))
-        torch.manual_seed(spec.seed)
-        checked = check_stage(spec, resolve_model, self._told, say, revision_of)
-        on_phase("loading")
-        spec = self.spec = settle_sizes(spec, store.directory.parent, checked, resolve_model, self.world)
-        self.device, self.sources, self.domains = checked.device, checked.sources, checked.domains
-        self.device = self.world.device(self.device, spec.device)
-        self.routes, self.rewarder = checked.routes, checked.rewarder
-        self.teacher_of = checked.teacher_of  # domain -> teacher, for reports
-        self.teacher_for = chooser(self.routes.get("teacher", {}), spec.route)
-        self._unrewarded = 0  # steps in a row
-        self._unshown: Counter[str] = Counter()  # steps in a row in which a teacher's view showed nothing
-        self._templates = checked.templates
-        self.stream = PromptStream(self.sources, [source.share for source in spec.prompts], spec.seed)
-        self.stream.steer(spec.shares)
-        models = StageModels(spec, self.device, resolve_model, revision_of, store.directory.parent, self.world)
-        self.pager = models.pager
-        self.student = models.student(spec, sharded=self.world.sharded)
-        around = Surroundings(say, check_stop, store.directory.parent, self.world.sharded)
-        self.teachers, self.stop_ids = open_teachers(spec.teachers, self.student, models.teacher, around)
-        if self.pager is not None:
-            say(f"{spec.name}: {spec.pool.describe(self.pager.sizes, str(self.device))}")
-        if not self.stop_ids:
-            raise RecipeError(
-                f"student {spec.student.model!r} and its teachers name no stop id. Set eos_token_id in a generation_config.json."
-            )
-        self.scored = None if spec.train.learn else self._begin_scores(resolve_model, revision_of)
-        self._build(checked.inputs, on_token, revision_of(spec.student.model, spec.student.revision))
+        self._ranks = ranks
+        self._spread = set(movable(spec.teachers)) if ranks.sharded and spec.cluster.teachers == "shard" else set()
+        self._device, self._usual = str(device), WEIGHTS[spec.train.precision_on(str(device))]
+        self._resolve, self._revision_of = resolve, revision_of
+        self._known: dict[Key, LanguageModel] = {}
+        self._paged = set(spec.pool.paged(spec.teachers))
+        self.pager: Pager | None = None
+        if self._paged and spec.pool.resident is not None:
+            keep = spec.pool.keep_on(self._device)
+            heads: dict[str, int] = {}  # of each role: a mixture needs those of all its parts at once
+            for kind in spec.teachers.values():
+                heads[kind.role] = max(heads.get(kind.role, 0), len(kind.waiting()))
+            self.pager = Pager(spec.pool.resident, keep, scratch, heads=sum(heads.values()))
 
-    def _begin_scores(self, resolve_model: Callable[[str], str], revision_of: RevisionOf) -> ScoredStage:
-        """Whose scores this stage keeps, for teachers of kind cached."""
-        spec, own = self.spec, ModelRef(self.spec.student.model, self.spec.student.revision)
-        weights = {
-            name: {
-                ref.identified(ref.model): ref.identified(
-                    weights_hash(resolve_model(ref.model), revision_of(ref.model, ref.revision))
-                )
-                for ref in (*kind.scored_with(), *((own,) if kind.of_student else ()))
-            }
-            for name, kind in spec.teachers.items()
-        }
-        scored = ScoredStage(
-            self.store.directory.parent / FOLDER / f"{spec.name}.json",
-            fingerprint(self.student.tokenizer),
-            self.stop_ids,
-            self.student.size,
-            {name: scored_by(kind, self.teachers[name], weights[name]) for name, kind in spec.teachers.items()},
+    def student(self, spec: Stage, *, sharded: bool) -> LanguageModel:
+        """What lies below its adapters is never trained, so that teachers can share it, where it stays whole."""
+        key = name, revision, dtype, device, _ = self._key(ModelRef(spec.student.model, spec.student.revision))
+        checkpointing, lora = spec.student.gradient_checkpointing, spec.student.lora
+        parted = self._ranks.load_student(name, dtype, device, revision, spec.cluster, checkpointing, lora)
+        if parted is not None:
+            return parted
+        model = load_model(
+            name,
+            dtype=dtype,
+            revision=revision,
+            lora=lora,
+            gradient_checkpointing=checkpointing,
+            device=device,
         )
-        scored.begin()
-        return scored
+        if lora is not None and not sharded:
+            self._known[key] = model.base()
+        return model
 
-    def _told(self, name: str, done: int, total: int) -> None:
-        line = f"reading {plain(name)}: {done:,} of {total:,} rows"
-        self.on_phase(line)
-        if time.monotonic() - self._said > SIGN_OF_LIFE:
-            self._said = time.monotonic()
-            self.say(f"{self.spec.name}: {line}")
-        self.check_stop()
+    def teacher(self, ref: ModelRef) -> LanguageModel:
+        key = name, revision, dtype, device, _ = self._key(ref)
+        if key not in self._known:
+            if ref in self._spread:
+                model = self._ranks.load_spread(name, dtype, device, revision)
+            else:
+                model = load_teacher(ref, name, revision, dtype, device)
+            if self.pager is not None and ref in self._paged:
+                model = self.pager.take_in(model, weights_directory(name, revision))
+            self._known[key] = model
+        return self._known[key]
 
-    def _fits(self, visit: Visit) -> bool:
-        """Of prompts that nobody could look at before. Nothing that a user can mend, so it never stops a run."""
-        kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        (ids,) = render_prompts([visit.prompt], self.student.tokenizer, kwargs)
-        reason = str(ids) if isinstance(ids, DataError) else f"prompt {visit.prompt.id!r} has {ids.size:,} tokens"
-        fits = not isinstance(ids, DataError) and ids.size <= self.room
-        if not isinstance(ids, DataError) and fits and self.ahead is None:  # which has a tokenizer of its own
-            self.trajectories.looked_at[visit.prompt.id] = ids
-        if not fits and not self._warned:
-            self._warned = True
-            self.say(
-                f"{self.spec.name}: {plain(reason)}, and the sampler has room for {self.room:,}: prompts like this are skipped and "
-                "counted. rollout.max_prompt_tokens makes more room in a new run"
-            )
-        return fits
+    def _key(self, ref: ModelRef) -> Key:
+        revision = self._revision_of(ref.model, ref.revision)
+        return self._resolve(ref.model), revision, ref.dtype or self._usual, ref.device or self._device, ref.quantise
 
-    def _build(self, inputs: Looked, on_token: Callable[[], None], revision: str | None) -> None:
-        """Everything that depends on how long prompts are: sampler slots, trajectories, held-out questions."""
-        spec = self.spec
-        for note in (*inputs.notes, *spec.sampler.notes()):
-            self.say(f"{spec.name}: {note}")
-        self.questions, self.room = inputs.questions, inputs.room
-        self.stream.leave_out(inputs.scanned.unusable, self._fits if inputs.scanned.open_ended else None)
-        shown = shown_room(spec, self.sources, self.student.tokenizer, self.student.context)
-        max_length = max(inputs.room + response_limit(spec), shown)
-        around = (self.world, self.check_stop, revision, self.say, self.store)
-        self.samplers = StageSamplers(spec, self.student, self.teachers, max_length, self.stop_ids, *around)
-        self.engine = self.samplers.student
-        if spec.rollout.teacher_mix:
-            mixed = [self.teachers[name].model for name in set(self.routes["teacher"].values())]
-            self.student.inside(partial(spec.sampler.require_mixing, [self.student, *mixed], max_length))
-            if self.world.sharded:  # copies of the student are made while it is whole
-                for name in dict.fromkeys(self.routes["teacher"].values()):
-                    self.samplers.mixed(name)
-        for line in slower_models(self.student, self.teachers.values(), self.samplers.manner):
-            self.say(f"{spec.name}: {line}")
-        self.student = self.world.shard(self.student, spec.cluster)
-        self.objective = Objective(spec.objective, self.teachers, spec.rollout, self.stop_ids, spec.seed)
-        told = partial(told_of_memory, self.store.directory.parent, spec.name, self.say)
-        self.trainer = Trainer(
-            self.student,
-            self.objective,
-            spec.train,
-            seed=spec.seed,
-            check_stop=self.check_stop,
-            world=self.world,
-            told=told,
-        )
-        self.optimiser = self.trainer.optimiser
-        self.version = 0
-        rollout = spec.rollout
-        self.sampling = Sampling(
-            rollout.max_new_tokens,
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            self.stop_ids,
-            tuple(rollout.stop),
-        )
-        self.trajectories = self._trajectories(inputs.room, max_length, on_token)
-        calls, wanted = StoredCalls(self.store, spec.name), spec.rollout.demonstrations
-        self.rewarder.remember(calls, self.check_stop)
-        special = self.student.tokenizer.all_special_tokens
-        self.demonstrator = None if wanted is None else Demonstrator(wanted, calls, special, self.check_stop, self.say)
-        self.publish(version=0)
 
-    def _trajectories(self, room: int, max_length: int, on_token: Callable[[], None]) -> Trajectories:
-        """Who writes the answers, and how they come into the store."""
-        spec, rollout, tokenizer = self.spec, self.spec.rollout, self.student.tokenizer
-        desk = Desk(
-            tokenizer,
-            rollout.max_new_tokens,
-            self.stop_ids,
-            self.teacher_for,
-            student=self.engine,
-            teacher=self.samplers.teacher,
-            mixed=self.samplers.mixed,
-            template_kwargs=lambda visit: spec.prompts[visit.source].chat_template_kwargs,
-        )
-        return Trajectories(
-            stage=spec.name,
-            seed=spec.seed,
-            spec=rollout,
-            sources=spec.prompts,
-            tokenizer=tokenizer,
-            sampling=self.sampling,
-            store=self.store,
-            desk=desk,
-            max_prompt_tokens=room,
-            max_length=max_length,
-            replays={number: source for number, source in enumerate(self.sources) if isinstance(source, RunSource)},
-            exact=spec.checkpoint.resume == "exact",
-            check_stop=self.check_stop,
-            on_token=on_token,
-            world=self.world,
-        )
-
-    @property
-    def place(self) -> str:
-        """Where it works, in words."""
-        return f"{self.device}{self.world.title}"
-
-    def publish(self, version: int | None = None, step: int | None = None) -> None:
-        """The sampler gets the weights as they are now; after a step, teachers that follow the student see them, too."""
-        self.version = self.version + 1 if version is None else version
-        weights = self.samplers.weights_of(self.student, self.version)
-        self.samplers.load(weights)
-        if self.ahead is not None and step is not None:
-            self.ahead.trained(step)
-        if step is not None:
-            for teacher in self.teachers.values():
-                teacher.observe(step, weights)
-
-    def scoring(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """While teachers score, in this order: those that wait outside are brought in time."""
-        if self.pager is None:
-            return nullcontext()
-        return self.pager.scoring([model for name in names for model in models_of(self.teachers[name])])
-
-    def page_metrics(self) -> dict[str, float]:
-        """What teachers that come and go cost this step, which is over: their heads are not needed any more."""
-        if self.pager is None:
-            return {}
-        self.pager.release()
-        return self.pager.metrics()
-
-    def group(self, visit: Visit, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]) -> Group:
-        """The rollouts of one visit, as a teacher's view sees them."""
-        kwargs = self.spec.prompts[visit.source].chat_template_kwargs
-        feedback = self.world.share(partial(self._feedback, rollouts)) if self._keeps_feedback else {}
-        return Group(rollouts, self.student.tokenizer, rewards, kwargs, self.stop_ids, feedback)
-
-    def _feedback(self, rollouts: Sequence[Rollout]) -> dict[str, str]:
-        """What came with their rewards, from the store."""
-        return {rollout.id: self.store.entries[rollout.id].notes.get("feedback", "") for rollout in rollouts}
-
-    def divide_prompts(self, gaps: Mapping[str, float]) -> None:
-        """Before a step: shares of the domains, where they follow a need. `gaps`: how far behind its teacher each scores."""
-        if (keeper := self.stream.keeper) is not None:
-            self.stream.reshare(self.world.share(lambda: keeper.shares(gaps)))
-
-    def note_needs(self, rollouts: Sequence[Rollout], metrics: Mapping[str, float | None]) -> dict[str, float]:
-        """After a step: what it showed of the domains. Returns the shares that it had."""
-        if (keeper := self.stream.keeper) is None:
-            return {}
-        sizes: dict[str, list[int]] = {}
-        for rollout in rollouts:
-            sizes.setdefault(rollout.domain, []).append(int(rollout.response_ids.size))
-        keeper.observe(
-            {name: DomainSeen(len(size), sum(size), metrics.get(f"kl/{name}")) for name, size in sizes.items()}
-        )
-        return {f"share/{domain}": share for domain, share in self.stream.shares.items()}
-
-    def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
-        """Tokens that whoever writes something about a prompt can read."""
-        return self.student.context if by == "student" else self.teachers[self.teacher_for(prompt)].context
-
-    def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
-        """With the tokenizer whose chat template the teacher's view uses."""
-        tokenizer = self._templates[teacher]
-        if self.spec.teachers[teacher].view.chat_template == "student":
-            return groups
-        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
-
-    def tell_unshown(self, step: int, shares: Mapping[str, float]) -> None:
-        """A view that shows nothing, step after step, teaches nothing: said once it has gone on for a while, and again later."""
-        for name in self.teachers:
-            share = shares.get(f"unshown/{name}")
-            if share is None:  # it was not asked, or shows what the student reads
-                continue
-            steps = self._unshown[name] = self._unshown[name] + 1 if share == 1 else 0
-            if steps >= UNSHOWN and steps & (steps - 1) == 0:
-                self.say(
-                    f"{self.spec.name}: WARNING: step {step}: the view of teachers.{name} has shown nothing for {steps} steps, so nothing "
-                    "is learnt from it. Look at what it needs: columns, right answers in a group, feedback, the teacher's context"
-                )
-
-    @property
-    def _keeps_feedback(self) -> bool:
-        rescue = self.spec.rollout.rescue
-        views = [*(kind.view for kind in self.spec.teachers.values()), *([rescue.view] if rescue is not None else [])]
-        return any(view.reads_feedback for view in views)
-
-    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], taken_up: bool) -> dict[str, float | None]:
-        """Rewards of rollouts whose prompt has any to give. None: it could not be given, which is not 0.
-
-        `taken_up`: an earlier process may have rewarded some of them.
-        """
-        every, known = rollouts, self._rewarded_before(rollouts) if taken_up else {}
-        rollouts = [rollout for rollout in rollouts if rollout.id not in known]
-        prompts = {visit.prompt.id: visit.prompt for visit in visits}
-        asked = [rollout for rollout in rollouts if self.rewarder.covers(prompts[rollout.prompt_id])]
-        samples = [Sample(prompts[rollout.prompt_id], self.text(rollout), rollout) for rollout in asked]
-        for rollout, result in zip(asked, self.rewarder(samples), strict=True):
-            known[rollout.id] = result.reward
-            said = {"feedback": result.feedback} if self._keeps_feedback and result.feedback else {}
-            self.store.note(rollout.id, reward=result.reward, **said)
-        return {rollout.id: known[rollout.id] for rollout in every if rollout.id in known}
-
-    def demonstrate(
-        self, rollouts: list[Rollout], rewards: dict[str, float | None], visits: Sequence[Visit]
-    ) -> list[Rollout]:
-        """The same, with demonstrations in place of answers that failed; `rewards` gets what those are worth."""
-        if self.demonstrator is None:
-            return rollouts
-        asked = {visit.prompt.id: visit for visit in visits}
-        prompts = {name: visit.prompt for name, visit in asked.items()}
-        texts = self.demonstrator.texts(rollouts, prompts, rewards, self.text)
-        names = {
-            rollout.id: self.trajectories.demonstrate(
-                rollout, asked[rollout.prompt_id], self.demonstrator.source, texts[rollout.id], self.version
-            )
-            for rollout in rollouts
-            if rollout.id in texts
-        }
-        for name in names:
-            self.store.note(name, replaced=True)
-        self.store.commit(sync=True)
-        made = dict(zip(names, self.store.load(names.values()), strict=True))
-        rewards |= self.reward(list(made.values()), visits, self.trajectories.taken_up)
-        return [made.get(rollout.id, rollout) for rollout in rollouts]
-
-    def require_rewarded(self, step: int, rewards: Mapping[str, float | None]) -> None:
-        """Where terms or views live on rewards, nothing is learnt without any: stop, and say why."""
-        none = self.spec.uses_rewards and all(reward is None for reward in rewards.values())
-        self._unrewarded = self._unrewarded + 1 if none else 0
-        if self._unrewarded >= self.spec.rewards.stop_after:
-            raise TrainingError(
-                f"step {step}: nothing was rewarded for {self._unrewarded} steps. The last reason: {self.rewarder.last_failure}. "
-                "log.txt has the first failures of each reward; mend the reward, or raise rewards.stop_after."
-            )
-
-    def _rewarded_before(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-        """Rewards that an earlier process of this run left in the store."""
-        notes = {rollout.id: self.store.entries[rollout.id].notes for rollout in rollouts}
-        return {key: found["reward"] for key, found in notes.items() if "reward" in found}
-
-    def close(self) -> None:
-        """What runs beside this process or its first thread, or is connected to another."""
-        if self.ahead is not None:
-            self.ahead.close()
-        self.rewarder.close()
-        self.samplers.close()
-        if self.demonstrator is not None:
-            self.demonstrator.close()
-        if self.pager is not None:
-            self.pager.close()
-
-    def text(self, rollout: Rollout) -> str:
-        return response_text(rollout.response_ids, self.student.tokenizer, self.stop_ids)
+def slower_models(student: LanguageModel, teachers: Iterable[TeacherLike], manner: str) -> list[str]:
+    """Models that do not run packed, or not in slots, and why: said once."""
+    models: list[LanguageModel] = [student, *(teacher.model for teacher in teachers if teacher.model is not None)]
+    found = {
+        f"{model.name}: sequences go through it {model.route.name}, which is slower than packed: {model.route.why}"
+        for model in models
+        if model.route.why
+    }
+    if manner:
+        found.add(f"{student.name} {manner}")
+    return sorted(found)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from opd.errors import RecipeError
-from opd.settings import Choice
-from opd.text import plain
+from opd.common.errors import RecipeError
+from opd.common.text import plain
+from opd.registry import Choice
 
 TAG = 200  # characters of a metric's name, which holds a stage's and often a domain's
 Write = Callable[[int, Mapping[str, float]], object]  # a step of the whole run, and its metrics as STAGE/NAME

@@ -1,7 +1,6 @@
 """A sandbox for code nobody has read: programs the model wrote, and libraries that may run what it wrote."""
 
-from opd.sandbox.machine import choose, trouble
-from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, kill, python, run_program, start
+from opd.sandbox.walls import MEGABYTE, START, Cell, Limits, Outcome, choose, kill, python, run_program, start, trouble
 
 __all__ = [
     "MEGABYTE",

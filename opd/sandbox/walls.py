@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -20,11 +22,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from opd.common.errors import RecipeError
 from opd.sandbox import seccomp
-from opd.sandbox.memory import TICK, WALLS, resident
 
 JAIL = Path(__file__).with_name("jail.py")
 UID = 65533  # of the program, inside; as root also outside
@@ -252,3 +255,72 @@ def kill(process: Killable) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
+
+
+# Which sandbox works on this machine.
+
+
+OLDEST_KERNEL = (5, 14)  # counts the processes of a user by namespace
+log = logging.getLogger("opd.sandbox")
+
+
+def choose(wanted: str) -> str:
+    """`auto`, `bubblewrap`, `namespaces` or `none` -> what will be used. Refuses what does not work here, with the reason."""
+    if wanted == "none" and sys.platform == "linux":
+        log.warning("sandbox: none. Code written by the model runs WITHOUT A SANDBOX, with all rights of this user.")
+        return "none"
+    reasons = []
+    for kind in ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,):
+        problem = trouble(kind)
+        if not problem:
+            return kind
+        reasons.append(f"{kind}: {problem}")
+    raise RecipeError(
+        f"sandbox {wanted!r}: no sandbox for model-written code works here ({'; '.join(reasons)}). Install bubblewrap or allow "
+        "user namespaces; or, if this machine holds nothing of value, write `rewards: {sandbox: none}`."
+    )
+
+
+@cache
+def trouble(kind: str) -> str:
+    """Why this kind of sandbox cannot be used here; empty if it can. Tried for real, once."""
+    if sys.platform != "linux" or seccomp.machine() is None:
+        return "needs Linux on x86_64 or aarch64"
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
+        return f"needs Linux 5.14 or newer, this is {os.uname().release}"
+    if kind == "bubblewrap":
+        if shutil.which("bwrap") is None:
+            return "bwrap is not installed"
+        if os.geteuid() == 0:
+            return "its process limit does not bind root"
+    try:
+        outcome = run_program([python(), "-I", "-S", "-c", "print(1)"], kind=kind, limits=Limits(seconds=60.0))
+    except OSError as error:
+        return str(error)
+    return "" if outcome.stdout == b"1\n" else (outcome.error or outcome.stderr.decode(errors="replace").strip())
+
+
+# How much memory a sandbox holds: all its processes together, looked at many times a second.
+#
+# Cgroups would be exact, but few users may write to them; so the sum is watched, and what grows in between two looks is
+# bounded by the limit of each process. Pages that a fork shares count in each process that holds them.
+
+
+TICK = 0.05  # seconds between two looks
+WALLS = 64 << 20  # bytes for the processes around a program: one that fills its own limit is told so, not killed
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident(root: int) -> int:
+    """Bytes of main memory that a process and all its descendants hold."""
+    total, waiting = 0, [root]
+    while waiting:
+        place = Path("/proc", str(waiting.pop()))
+        try:
+            total += int((place / "statm").read_text().split()[1]) * PAGE
+            for thread in os.listdir(place / "task"):
+                waiting += [int(child) for child in (place / "task" / thread / "children").read_text().split()]
+        except (OSError, ValueError, IndexError):
+            continue  # it has just ended
+    return total

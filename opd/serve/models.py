@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,14 +16,12 @@ import torch
 from torch import Tensor
 
 from opd.divergences import Projection, likeliest_ids, token_logprobs
-from opd.divergences.projection import canonical_ids, log_probs
-from opd.divergences.upload import upload
-from opd.models.language_model import LanguageModel
-from opd.models.packing import pack
+from opd.divergences.projection import canonical_ids, log_probs, upload
+from opd.models.language_model import LanguageModel, pack
 from opd.models.tokenizers import fingerprint
+from opd.records import Rendered
 from opd.teachers.scoring import Page, tempered
 from opd.teachers.wire import PROTOCOL, ScoreRequest, write_answer
-from opd.types import Rendered
 
 ROWS = 1024  # rows of log-probs at once, where ids other than the text's own are asked about
 
@@ -117,3 +119,97 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}\t{tensor.dtype}\t{tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+# One thread scores, for all clients and models: what waits for the same model shares forward passes.
+#
+# Rounding is all that sharing can change: sums of a product are ordered by its shape. A question that says `exact` is scored by
+# itself, and its bits depend on nothing but its own texts.
+
+
+class QueueFull(Exception):
+    """There are too many waiting already."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreJob:
+    model: str
+    asked: ScoreRequest
+    answer: Future[bytes] = field(default_factory=Future)
+
+
+class ScoringThread:
+    """`waiting`: how many questions may wait; `tokens`: how many tokens they may have together."""
+
+    def __init__(self, models: Mapping[str, ServedModel], *, batch_tokens: int, waiting: int, tokens: int) -> None:
+        self._models, self._batch_tokens, self._most, self._most_tokens = models, batch_tokens, waiting, tokens
+        self._jobs: deque[ScoreJob] = deque()
+        self._tokens, self._closed, self._changed = 0, False, threading.Condition()
+        self.passes: Counter[str] = Counter()
+        self.scored: Counter[str] = Counter()
+        self.questions: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(models, 0.0)
+        self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+        self._thread.start()
+
+    @property
+    def length(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, model: str, asked: ScoreRequest) -> Future[bytes]:
+        job = ScoreJob(model, asked)
+        with self._changed:
+            if len(self._jobs) >= self._most or (self._jobs and self._tokens + asked.length > self._most_tokens):
+                raise QueueFull
+            self._jobs.append(job)
+            self._tokens += asked.length
+            self._changed.notify()
+        return job.answer
+
+    def close(self) -> None:
+        """What waits is still scored."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while group := self._next():
+            live = [job for job in group if job.answer.set_running_or_notify_cancel()]  # its client may have left
+            if live:
+                self._score(live)
+
+    def _next(self) -> list[ScoreJob]:
+        """The question that waits longest, and others that fit into its forward pass; none: the end."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            if not self._jobs:
+                return []
+            first = self._jobs.popleft()
+            group, room = [first], self._batch_tokens - first.asked.length
+            if not first.asked.question.exact:
+                for job in [job for job in self._jobs if job.model == first.model and not job.asked.question.exact]:
+                    if job.asked.length <= room:
+                        room -= job.asked.length
+                        group.append(job)
+                taken = set(map(id, group))
+                self._jobs = deque(job for job in self._jobs if id(job) not in taken)
+            self._tokens -= sum(job.asked.length for job in group)
+            return group
+
+    def _score(self, group: list[ScoreJob]) -> None:
+        model = group[0].model
+        began = time.perf_counter()
+        try:
+            frames, passes = self._models[model].answer([job.asked for job in group])
+        except BaseException as error:
+            for job in group:
+                job.answer.set_exception(error)
+            return
+        self.passes[model] += passes
+        self.questions[model] += len(group)
+        self.scored[model] += sum(job.asked.length for job in group)
+        self.seconds[model] += time.perf_counter() - began
+        for job, frame in zip(group, frames, strict=True):
+            job.answer.set_result(frame)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import UserError
-from opd.remote import LOOPBACK, token_of
+from opd.common.errors import UserError
+from opd.common.http import LOOPBACK, token_of
+from opd.common.text import plain
 from opd.teachers.wire import RequestLimits
-from opd.text import plain
 
 if TYPE_CHECKING:
     from opd.serve.models import ServedModel
+
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -52,9 +53,8 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     assert token is not None
     listening = _listen(settings)
     served = _load(named, revisions, settings, say)
-    from opd.serve.app import Front, make_app
-    from opd.serve.sockets import BACKLOG, run_until_told
-    from opd.serve.worker import ScoringThread
+    from opd.serve.app import BACKLOG, Front, make_app, run_until_told
+    from opd.serve.models import ScoringThread
 
     most = 64 * settings.limits.tokens
     worker = ScoringThread(served, batch_tokens=settings.batch_tokens, waiting=settings.waiting, tokens=most)

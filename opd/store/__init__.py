@@ -15,11 +15,10 @@ Tokens are appended as they are sampled; a rollout counts, i.e. can be read, onl
 docs/durability.md for the guarantee and the format.
 """
 
-from opd.store.entries import Entry
-from opd.store.environment import Replay
+from opd.store.index import Selection, iterate
 from opd.store.log import Position
-from opd.store.recover import REPAIRED
-from opd.store.rollouts import RolloutStore
-from opd.store.select import Selection, iterate
+from opd.store.reading import REPAIRED
+from opd.store.rollouts import Replay, RolloutStore
+from opd.store.state import Entry
 
 __all__ = ["REPAIRED", "Entry", "Position", "Replay", "RolloutStore", "Selection", "iterate"]

@@ -5,28 +5,334 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
+import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opd.errors import StoreError
-from opd.store.files import AppendFile, Files
-from opd.store.frames import (
-    FORMAT,
-    HEADER,
-    Buffer,
-    Frame,
-    SegmentHeader,
-    encode_frame,
-    frames,
-    next_frame,
-    read_frame,
-    read_segment_header,
-    segment_name,
-    segment_numbers,
-)
+from opd.common.errors import StoreError
+
+# The file layer: everything the store asks of a disk. Tests put one in its place that loses what was not synced.
+
+
+class AppendFile:
+    """A file that only grows at its end, or is cut back to an earlier one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link would lead to another's file
+        self._descriptor = os.open(path, flags, 0o644)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def write(self, data: bytes) -> None:
+        """All of it, or an error; after an error the end of the file is unknown and has to be cut."""
+        view = memoryview(data)
+        while view:
+            written = os.write(self._descriptor, view)
+            self.size += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+        self.size = size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Files:
+    def append(self, path: Path) -> AppendFile:
+        return AppendFile(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, directory: Path) -> None:
+        """A file's name is durable only once its directory is."""
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        """A directory whose name, and the names of all that had to be made above it, are durable."""
+        missing = [part for part in (path, *path.parents) if not part.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for part in reversed(missing):
+            self.sync_directory(part.parent)
+
+    def create(self, path: Path, chunks: Iterable[bytes]) -> None:
+        """A whole file or none: temporary name, sync, rename, sync of the directory."""
+        partial = path.with_name(path.name + ".partial")
+        self.remove(partial)
+        file = self.append(partial)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            file.sync()
+        except OSError:
+            self.remove(partial)
+            raise
+        finally:
+            file.close()
+        self.rename(partial, path)
+        self.sync_directory(path.parent)
+
+
+# Segments and frames: how commits lie in a file, and how a torn tail is told from damage.
+#
+# segment  header | frame | frame | …
+# header   magic (8) | format u32 | number u32 | log id (8) | chain u32 | checksum u32
+# frame    marker u32 | length u32 | previous u32 | checksum u32 | payload (length bytes, a multiple of 8)
+#
+# A frame is one commit. Its checksum is a CRC-32 of length, previous and payload, seeded with the log's id; `previous`
+# is the checksum of the frame before it (of the segment's header, for the first). A header's `chain` is the last
+# checksum of the segment before. So a frame proves itself alone, and its place by the chain.
+#
+# The writer syncs every frame before it writes the next (`fsync: commit`), and a segment gets its name only when its
+# header is on the disk. Hence the rule: behind a frame that does not hold, one later frame that proves itself shows that
+# the bad one had been durable: damage. Nothing provable behind it, in the last segment: a torn write, which is cut.
+
+
+MAGIC = b"opd-log\n"
+FORMAT = 2
+LINKED_FORMAT = 3  # of segments that may name logs of samplers, and of these logs
+HEADER = struct.Struct("<8sII8sII")
+FRAME = struct.Struct("<IIII")
+MARKER = 0x7D0F5E9B
+MARKER_BYTES = struct.pack("<I", MARKER)
+ALIGN = 8
+
+Buffer = bytes | memoryview | mmap.mmap
+
+
+class FormatError(StoreError):
+    """A log of a newer opd: nothing about it can be said, so nothing is called damaged."""
+
+
+def segment_name(number: int) -> str:
+    return f"segment-{number:06d}.log"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Which segments there are, in order."""
+    numbers = []
+    for path in directory.glob("segment-*.log"):
+        stem = path.stem.removeprefix("segment-")
+        if stem.isdigit():
+            if path.is_dir():
+                raise StoreError(f"{path}: a directory where a segment of the log should be. Move it elsewhere.")
+            numbers.append(int(stem))
+    return sorted(numbers)
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    number: int
+    log_id: bytes
+    chain: int  # last checksum of the segment before; 0 for the first
+    checksum: int
+    format: int
+
+    @classmethod
+    def make(cls, number: int, log_id: bytes, chain: int, format: int = FORMAT) -> SegmentHeader:
+        return cls(number, log_id, chain, zlib.crc32(_head(number, log_id, chain, format)), format)
+
+    def encode(self) -> bytes:
+        return _head(self.number, self.log_id, self.chain, self.format) + struct.pack("<I", self.checksum)
+
+
+def _head(number: int, log_id: bytes, chain: int, format: int) -> bytes:
+    return HEADER.pack(MAGIC, format, number, log_id, chain, 0)[:-4]
+
+
+def read_segment_header(data: Buffer, path: Path) -> SegmentHeader:
+    """A segment without a whole header is never a torn write: it got its name after its header was durable."""
+    if len(data) < HEADER.size:
+        raise StoreError(f"{path}, byte {len(data)}: the segment's header is cut off. Try `opd store check`.")
+    magic, format_version, number, log_id, chain, checksum = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise StoreError(f"{path}, byte 0: not a rollout log (it starts with {bytes(data[:8])!r}).")
+    if zlib.crc32(bytes(data[: HEADER.size - 4])) != checksum:
+        raise StoreError(f"{path}, byte 0: the segment's header is damaged. Try `opd store check`.")
+    if format_version not in (FORMAT, LINKED_FORMAT):
+        raise FormatError(
+            f"{path}, byte 8: log format {format_version}; this version of opd reads {FORMAT} and {LINKED_FORMAT}. A newer one wrote it."
+        )
+    return SegmentHeader(number, log_id, chain, checksum, format_version)
+
+
+@dataclass(frozen=True)
+class Frame:
+    offset: int
+    previous: int
+    checksum: int
+    payload: memoryview
+
+    @property
+    def start(self) -> int:
+        """Where the payload begins in the file."""
+        return self.offset + FRAME.size
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.payload)
+
+
+def encode_frame(payload: bytes, previous: int, seed: int) -> tuple[bytes, int]:
+    """(frame, checksum). The payload's length is already a multiple of 8."""
+    fixed = struct.pack("<II", len(payload), previous)
+    checksum = zlib.crc32(payload, zlib.crc32(fixed, seed))
+    return MARKER_BYTES + fixed + struct.pack("<I", checksum) + payload, checksum
+
+
+def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
+    """The frame at an offset, or None where there is none that proves itself."""
+    if offset + FRAME.size > len(data):
+        return None
+    marker, length, previous, checksum = FRAME.unpack_from(data, offset)
+    start = offset + FRAME.size
+    if marker != MARKER or length % ALIGN or start + length > len(data):
+        return None
+    payload = memoryview(data)[start : start + length]
+    if zlib.crc32(payload, zlib.crc32(struct.pack("<II", length, previous), seed)) != checksum:
+        return None
+    return Frame(offset, previous, checksum, payload)
+
+
+def frames(data: Buffer, offset: int, seed: int, chain: int) -> Iterator[Frame]:
+    """Frames from an offset on, as long as each proves itself and its place."""
+    while (frame := read_frame(data, offset, seed)) is not None and frame.previous == chain:
+        yield frame
+        chain, offset = frame.checksum, frame.end
+
+
+def next_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
+    """The first frame at or behind an offset that proves itself, whatever lies between."""
+    window = bytes(data[offset:])
+    place = window.find(MARKER_BYTES)
+    while place >= 0:
+        if frame := read_frame(data, offset + place, seed):
+            return frame
+        place = window.find(MARKER_BYTES, place + 1)
+    return None
+
+
+# Group commit: what callers hand in is written together, at most every interval, by a thread that also syncs it.
+#
+# The thread writes one frame and waits until it is durable before it takes the next, so a crash can tear one frame at
+# most. Sampling never waits for the disk; only `wait` does.
+
+
+class GroupCommit:
+    """`write` makes a list of items durable.
+
+    With an interval of 0 there is no thread: `wait` writes, and so does `nudge`.
+    """
+
+    def __init__(self, write: Callable[[list[Any]], None], interval_s: float) -> None:
+        self._write, self.interval_s = write, interval_s
+        self._items: list[Any] = []
+        self._changed = threading.Condition()
+        self._accepted = self._durable = 0
+        self._urgent = self._closing = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self.writing = threading.Lock()  # who holds it sees no frame being written
+
+    def add(self, item: Any) -> None:
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self._items.append(item)
+            self._accepted += 1
+            if self.interval_s and (self._thread is None or len(self._items) == 1):
+                self._start()
+                self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """Write soon; returns at once. Without a thread, write now."""
+        if not self.interval_s:
+            self.wait()
+        elif self._failure is not None:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Return once everything added so far is durable."""
+        if self._thread is None:
+            self._write_here()
+            return
+        with self._changed:
+            wanted = self._accepted
+            self._urgent = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._durable >= wanted or self._failure is not None)
+            if self._durable < wanted and self._failure is not None:
+                raise self._failure
+
+    def close(self) -> None:
+        """Write what is left and end the thread."""
+        try:
+            self.wait()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+
+    def _write_here(self) -> None:
+        with self.writing:  # before items are taken: those of two threads are written in the order they came in
+            if self._failure is not None:
+                raise self._failure
+            with self._changed:
+                batch, self._items = self._items, []
+            if not batch:
+                return
+            try:
+                self._write(batch)
+            except BaseException as error:  # nothing may be written behind a frame that failed
+                self._failure = error
+                raise
+            with self._changed:
+                self._durable += len(batch)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="opd-store", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._closing)
+                if not self._items:
+                    return
+                self._changed.wait_for(lambda: self._urgent or self._closing, timeout=self.interval_s)
+                batch, self._items, self._urgent = self._items, [], False
+            try:
+                with self.writing:
+                    self._write(batch)
+            except BaseException as error:  # raised again in the caller's thread
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._durable += len(batch)
+                self._changed.notify_all()
+
 
 SEGMENT_BYTES = 64 << 20
 
@@ -86,7 +392,7 @@ class SegmentLog:
         self._copied: list[int] | None = None  # segments that are read from memory, and no others
         self._file: AppendFile | None = None
         self.id = id
-        self.first = self.chain = 0  # of a log whose first segments were given back: `opd.store.reclaim`
+        self.first = self.chain = 0  # of a log whose first segments were given back: `opd.store.reading`
         self.end = START
         self.torn: tuple[Path, int, int] | None = None  # file, byte and length of a tail that a torn write left
         self.failure: StoreError | None = None

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
-from opd.errors import StoreError
+from opd.common.errors import StoreError
+from opd.records import EnvironmentRecord, Rollout, Signal, SignalKind, StopReason
 from opd.store import records
-from opd.store.commit import GroupCommit
-from opd.store.entries import Entries, entry
-from opd.store.files import Files
-from opd.store.index import Index, load_index
-from opd.store.log import START, Place, Position, SegmentLog
-from opd.store.reclaim import load_base
-from opd.store.records import Record
-from opd.store.recover import REPAIRED
-from opd.store.samplers import folder_of, id_of
-from opd.store.select import Selection
-from opd.store.state import ENVIRONMENT, State
-from opd.types import EnvironmentRecord, Rollout, Signal, SignalKind
+from opd.store.index import Index, Selection, load_index, read_index
+from opd.store.log import (
+    LINKED_FORMAT,
+    NOWHERE,
+    SEGMENT_BYTES,
+    START,
+    Files,
+    GroupCommit,
+    Place,
+    Position,
+    SegmentLog,
+    segment_numbers,
+)
+from opd.store.records import COLUMNS, PACKED, Record
+from opd.store.state import ENVIRONMENT, Entries, Live, State, Waiting, compose, entry, names_of, take_tokens
 
 if TYPE_CHECKING:
     from opd.store.rollouts import RolloutStore
+
 
 INDEX = "index.bin"
 LOGS_AT_ONCE = 64  # of samplers, that are mapped
@@ -217,3 +225,244 @@ class StoreReader:
             elif (segment, frame.offset) >= since:
                 state.replay_unfinished(frame)
         return was or ("behind" if self._log.end != end else "whole"), state
+
+
+# Logs of samplers: what a process that samples beside the trainer writes, in a directory of its own below the store's.
+#
+# rollouts/sampler-000001/segment-000000.log, …
+#
+# Each is written once, by one process: BEGIN, TOKENS and FINISH, of rollouts that the store has begun and under the store's numbers. Nobody
+# opens it again to go on with it, or cuts its torn tail. What in it counts is said by the store's own log alone (LINK and LOG, see
+# `store.linking`). Its id follows from that log's, so one that belongs elsewhere shows.
+
+
+FOLDER = "sampler-"
+
+
+def folder_of(store: Path, number: int) -> Path:
+    return store / f"{FOLDER}{number:06d}"
+
+
+def numbers_in(store: Path) -> list[int]:
+    """Which of them are there: those that anything was written into."""
+    names = [path.name.removeprefix(FOLDER) for path in store.glob(f"{FOLDER}*") if segment_numbers(path)]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def id_of(store: bytes, number: int) -> bytes:
+    """`store`: the id of its own log."""
+    return hashlib.blake2b(store + number.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def link_facts(log: int, place: Place, size: int, stop: str, versions: np.ndarray) -> dict[str, Any]:
+    """What a LINK record says of a FINISH in this log."""
+    low, high = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
+    facts = {"log": log, "segment": place.segment, "offset": place.offset, "size": size, "stop": stop}
+    return {**facts, "length": int(versions.size), "version_min": low, "version_max": high}
+
+
+class SamplerLog:
+    """The writer. Tokens wait for the group commit as those of the store do."""
+
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        id: bytes,
+        *,
+        commit_ms: int,
+        sync: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        files: Files | None = None,
+    ) -> None:
+        self.number = number
+        self._log = SegmentLog(
+            directory, files or Files(), segment_bytes=segment_bytes, sync=sync, id=id, format=LINKED_FORMAT
+        )
+        if self._log.segments():
+            raise StoreError(f"{directory}, byte 0: this log was begun before, and nobody goes on with one.")
+        self._log.open_for_writing()
+        self._live: dict[int, Live] = {}
+        self._links: dict[int, dict[str, Any]] = {}
+        self._commit = GroupCommit(self._write, commit_ms / 1e3)
+
+    def begin(
+        self, number: int, names: Mapping[str, Any], prompt_ids: np.ndarray, columns: Sequence[np.ndarray] | None = None
+    ) -> None:
+        """A rollout of the store. `columns`: tokens that there are of it already."""
+        live = self._live[number] = Live(number, dict(names), np.array(prompt_ids, dtype=np.int32))
+        self._commit.add(Waiting(records.BEGIN, number, records.begin(number, live.names, live.prompt_ids)))
+        if columns is not None:
+            self.append(np.full(columns[0].size, number), columns)
+
+    def append(self, numbers: np.ndarray | Sequence[int], columns: Sequence[Any]) -> None:
+        """Tokens of whichever rollouts: `records.COLUMNS`."""
+        rows = np.empty(len(numbers), dtype=PACKED)
+        rows["rollout"] = numbers
+        for (name, _), column in zip(COLUMNS, columns, strict=True):
+            rows[name] = column
+        if rows.size:
+            self._commit.add(rows)
+
+    def finish(self, number: int, stop: StopReason) -> None:
+        self._commit.add(Waiting(records.FINISH, number, facts=stop, live=self._live[number]))
+
+    def commit(self, sync: bool = False) -> None:
+        """Ask for a group commit; with `sync`, wait until everything so far is durable."""
+        if sync:
+            self._commit.wait()
+        else:
+            self._commit.nudge()
+
+    def links(self, numbers: Iterable[int]) -> list[tuple[int, dict[str, Any]]]:
+        """Where these are, which are finished and durable; to be asked once."""
+        return [(number, self._links.pop(number)) for number in numbers]
+
+    def close(self) -> None:
+        try:
+            self._commit.close()
+            self._log.flush()
+        finally:
+            self._log.close()
+
+    def _write(self, batch: list[Any]) -> None:
+        parts = compose(batch, self._live)
+        start = self._log.append(b"".join(part for part, _ in parts))
+        offset = start.offset
+        for part, item in parts:
+            if item is not None and item.versions is not None:
+                place = Place(start.segment, offset)
+                self._links[item.number] = link_facts(self.number, place, len(part), item.facts, item.versions)
+                del self._live[item.number]
+            offset += len(part)
+
+
+@dataclass
+class Held:
+    """What such a log has of one rollout: all of it, or a beginning."""
+
+    names: Mapping[str, Any]
+    finish: Record | None = None
+    place: Place = NOWHERE
+    live: Live | None = None
+
+    def tokens(self) -> Mapping[str, np.ndarray]:
+        """Its columns."""
+        if self.finish is not None:
+            return records.finished_arrays(self.finish)
+        assert self.live is not None
+        packed = self.live.tokens
+        return {name: packed[name] for name, _ in COLUMNS}
+
+    def extends(self, ours: np.ndarray) -> bool:
+        """Whether it begins with these tokens, `PACKED`, bit for bit."""
+        theirs = self.tokens()
+        return all(ours[name].tobytes() == theirs[name][: ours.size].tobytes() for name, _ in COLUMNS)
+
+
+def held_in(log: SegmentLog) -> dict[int, Held]:
+    """By the store's numbers; what it finds wrong on the way is refused."""
+    found: dict[int, Held] = {}
+    live: dict[int, Live] = {}
+    for segment, frame in log.scan():
+        for record in records.split(frame.payload, frame.start):
+            records.require_known(record, log.path(segment))
+            if record.kind == records.BEGIN:
+                one = live[record.number] = Live(record.number, names_of(record), np.array(records.prompt_of(record)))
+                found[record.number] = Held(one.names, live=one)
+            elif record.kind == records.TOKENS:
+                take_tokens(record, live)
+            elif record.kind == records.FINISH:
+                live.pop(record.number, None)
+                found[record.number] = Held(names_of(record), record, Place(segment, record.offset))
+    for one in live.values():
+        one.take_out()
+    return found
+
+
+# Segments that are given back: `base.bin` stands for what they held.
+#
+# It is an index like `index.bin`, saved before the first of them is removed, with the number of the first segment that stays and the
+# checksum that it follows. Rows of rollouts in removed segments stay in the index; their tokens are gone. Killed between the two,
+# segments are left over that nobody needs: the next writer removes them.
+#
+# Logs of samplers go whole: a record in the store's own log says so first.
+
+
+BASE = "base.bin"
+
+
+@dataclass(frozen=True)
+class Base:
+    first: int  # the first segment that stays
+    chain: int  # the last checksum of the one before it
+    index: Index
+    end: Position
+
+
+def load_base(directory: Path) -> Base | None:
+    path = directory / BASE
+    found = read_index(path)
+    if found == "missing":
+        return None
+    if isinstance(found, str):
+        raise StoreError(
+            f"{path}, byte 0: the file is {found}. It stands for segments that were given back: put it back."
+        )
+    index, end, header = found
+    return Base(header["first"], header["chain"], index, end)
+
+
+def needed_rows(index: Index, boundary: int) -> np.ndarray:
+    return (np.arange(len(index)) >= boundary) | (index["stop"] == 0)
+
+
+def logs_not_needed(index: Index, boundary: int) -> list[int]:
+    """Logs of samplers that are settled, and in which no rollout from number `boundary` on was finished."""
+    needed = set(np.unique(index["log"][needed_rows(index, boundary)]).tolist())
+    return [number for number, state in index.logs.items() if state.what == "settled" and number not in needed]
+
+
+def first_needed(index: Index, boundary: int, last: int) -> int:
+    """The first segment with anything about rollouts from number `boundary` on, or unfinished ones, or calls; at most `last`."""
+    needed = needed_rows(index, boundary)
+    calls = index.vocabularies["what"].find("environment")
+    attached = needed[index.attached["rollout"]] | (index.attached["what"] == (-1 if calls is None else calls))
+    segments = [index.own_segments(len(index))[needed], index.attached["segment"][attached]]
+    return int(min([last, *(found.min() for found in segments if found.size)]))
+
+
+# A repair that was cut short: the clean log is whole, and only its name is missing.
+#
+# `repair` writes the clean log beside the damaged one, with `repaired.json` as the last of its files, renames the
+# damaged one out of the way, and renames the clean one into its place. Killed before, nothing has changed; killed
+# between the two, either of the names `rollouts` and `rollouts.repaired` holds a whole log, and the next one who opens
+# it does the last step.
+
+
+REPAIRED = "repaired.json"  # written by `opd store repair`: the log it came from, and what was lost
+DAMAGED = ".damaged"
+
+
+def repaired_name(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.repaired")
+
+
+def pending_repair(directory: Path) -> Path | None:
+    """The clean log that has yet to get this name."""
+    clean = repaired_name(directory)
+    return clean if not directory.exists() and (clean / REPAIRED).is_file() else None
+
+
+def finish_repair(directory: Path) -> None:
+    """Do what a repair that was killed left to do. Refuses to begin a new log beside a damaged one."""
+    clean = pending_repair(directory)
+    if clean is not None:
+        os.rename(clean, directory)
+        Files().sync_directory(directory.parent)
+    damaged = directory.with_name(directory.name + DAMAGED)
+    if not directory.exists() and damaged.exists():
+        raise StoreError(
+            f"{directory}, byte 0: the log is missing, but {damaged.name} is there: a repair has lost its result. "
+            f"Rename it to {directory.name}, and repair it again with `opd store repair`."
+        )

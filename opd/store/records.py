@@ -29,9 +29,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from opd.errors import StoreError
-from opd.store.frames import ALIGN, Buffer, FormatError
-from opd.types import TopK
+from opd.common.errors import StoreError
+from opd.records import TopK
+from opd.store.log import ALIGN, Buffer, FormatError
 
 BEGIN, TOKENS, FINISH, NOTE, SIGNAL, ENVIRONMENT, LINK, LOG = range(1, 9)
 KINDS = {

@@ -2,36 +2,189 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from opd.errors import StoreError
+from opd.common.errors import StoreError
+from opd.records import Author, SampledToken, SignalKind, StopReason, TokenColumns, TopK
 from opd.store import records
-from opd.store.commit import GroupCommit
-from opd.store.entries import Entries
-from opd.store.files import Files
-from opd.store.frames import FORMAT, LINKED_FORMAT
 from opd.store.index import STOPS, LogState
-from opd.store.linking import LinkingStore
-from opd.store.log import SEGMENT_BYTES, Place, SegmentLog
-from opd.store.reading import INDEX
-from opd.store.reclaim import BASE, first_needed, logs_not_needed
-from opd.store.records import Row
-from opd.store.recover import finish_repair, pending_repair
-from opd.store.state import ENVIRONMENT, Live, Waiting, compose
-from opd.types import (
-    Author,
-    SampledToken,
-    SignalKind,
-    StopReason,
-    TokenColumns,
-    TopK,
+from opd.store.log import (
+    EMPTY,
+    FORMAT,
+    LINKED_FORMAT,
+    NOWHERE,
+    SEGMENT_BYTES,
+    Files,
+    GroupCommit,
+    Place,
+    SegmentLog,
+    segment_numbers,
 )
+from opd.store.reading import (
+    BASE,
+    INDEX,
+    Held,
+    StoreReader,
+    finish_repair,
+    first_needed,
+    folder_of,
+    held_in,
+    id_of,
+    link_facts,
+    logs_not_needed,
+    numbers_in,
+    pending_repair,
+)
+from opd.store.records import COLUMNS, PACKED, Row
+from opd.store.state import ENVIRONMENT, Entries, Live, Waiting, compose
+
+# One store over several logs: those of samplers, and the store's own, which says what of theirs counts.
+#
+# LOG open                        durable before a process may write into a log of this number, which is new
+# LINK                            a rollout was finished there; it counts once this is durable, and its tokens were before
+# LOG settled, at its end         the store has taken all that is of use; whatever comes behind the end is nothing
+# LOG gone                        given back; its files are removed next
+#
+# Settling links what is finished, and copies the tokens of what is not into the store's own log. All of that is durable before anybody else is
+# asked to go on with these rollouts, so a process that outlives its trainer may write what it likes: nobody will read it.
+
+
+class LinkingStore(StoreReader):
+    """The half of `RolloutStore` that is about logs of samplers."""
+
+    _changing: threading.RLock
+    _files: Files
+    _open: dict[str, int]
+
+    def open_sampler_log(self, full: int | None = None) -> int:
+        """The number of a new one, for a process to write; or the one it has, unless it is full. Durable with the next commit."""
+        if full is not None:
+            folder = folder_of(self.directory, full)
+            sizes = [self._sampler(full).path(number).stat().st_size for number in segment_numbers(folder)]
+            if sum(sizes) < self._log.segment_bytes:
+                return full
+            self.settle(full)
+        with self._changing:
+            number = max(self.index.logs, default=0) + 1
+            self._note_log(number, LogState("open"))
+        return number
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._log.segment_bytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._closed or self._log.failure is not None
+
+    def names(self, id: str) -> Mapping[str, Any]:
+        """What an unfinished rollout was begun with."""
+        return self._state.live[self.entries.number(id)].names
+
+    def sampler_log_id(self, number: int) -> bytes:
+        return id_of(self._log.id, number)
+
+    def link(self, row: int, facts: Mapping[str, Any]) -> None:
+        """A rollout was finished in the log of a sampler, and is durable there. `facts`: `samplers.link_facts`."""
+        live = self._state.live[row]
+        del self._open[live.names["id"]]
+        self._commit.add(Waiting(records.LINK, row, records.link(row, facts), facts))
+
+    def settle(self, number: int) -> None:
+        """Take what the log of a sampler holds. Its process is gone, or will not be asked again."""
+        self._commit.wait()
+        log = SegmentLog(folder_of(self.directory, number), self._files, id=self.sampler_log_id(number))
+        log.copy_in()
+        found = held_in(log)
+        self._require_end(log, log.end.place, self.index.last_linked(number))
+        for row, held in sorted(found.items()):
+            self._take(row, held, log, number)
+        with self._changing:
+            self._note_log(number, LogState("settled", *log.end.place))
+        self._commit.wait()
+
+    def _take(self, row: int, held: Held, log: SegmentLog, number: int) -> None:
+        if row >= len(self.index) or json.loads(self.index.names[row])[0] != held.names["id"]:
+            raise self._forgotten(f"rollout {held.names['id']!r}, which {log.directory.name} has, was begun here")
+        live = self._state.live.get(row)
+        if live is None or not held.extends(live.tokens):
+            return  # finished, or gone on with elsewhere
+        tokens = held.tokens()
+        if held.finish is not None:
+            stop, versions = held.finish.facts["stop"], tokens["version"]
+            self.link(row, link_facts(number, held.place, held.finish.size, stop, versions))
+        elif (known := live.tokens.size) < tokens["version"].size:
+            rows = np.empty(tokens["version"].size - known, dtype=PACKED)
+            rows["rollout"] = row
+            for name, _ in COLUMNS:
+                rows[name] = tokens[name][known:]
+            self._commit.add(rows)
+
+    def _note_log(self, number: int, state: LogState) -> None:
+        self.index.logs[number] = state
+        self._commit.add(Waiting(records.LOG, number, records.sampler_log(number, state)))
+
+    def _forgotten(self, what: str) -> StoreError:
+        """A sampler writes only behind what is durable in the store's own log: what that does not know, it has lost."""
+        end = self._log.end
+        return StoreError(
+            f"{self._log.path(max(end.segment, 0))}, byte {end.offset}: {what}, and is lost. Put the right files back, or save the rest "
+            "with `opd store repair`."
+        )
+
+    def _require_known(self) -> None:
+        for number in numbers_in(self.directory):
+            if number not in self.index.logs:
+                raise self._forgotten(f"{folder_of(self.directory, number).name} was opened here")
+
+    def _take_in(self) -> None:
+        """Whoever opens the store for writing verifies the logs of samplers as far as they count, and takes what is news."""
+        for number, state in list(self.index.logs.items()):
+            if state.what == "gone":
+                self._remove(number)
+            elif state.what == "open":
+                self.settle(number)
+            else:
+                self._verify(number, max(state.place, self.index.last_linked(number)))
+
+    def _verify(self, number: int, until: Place) -> None:
+        if until <= EMPTY:
+            return  # nothing in it counts
+        log, end = SegmentLog(folder_of(self.directory, number), self._files, id=self.sampler_log_id(number)), NOWHERE
+        for segment, frame in log.scan():
+            end = Place(segment, frame.end)
+            if end >= until:
+                return
+        self._require_end(log, max(end, log.end.place), until)
+
+    def _require_end(self, log: SegmentLog, end: Place, until: Place) -> None:
+        if end < until:
+            at = end if end.segment == until.segment else Place(until.segment, 0)
+            raise StoreError(
+                f"{log.path(at.segment)}, byte {at.offset}: rollouts were durable in this log up to byte {until.offset} of "
+                f"{log.path(until.segment).name}, and are lost. Put the right files back, or save the rest with `opd store repair`."
+            )
+
+    def _remove(self, number: int) -> None:
+        """The files of a log that is gone, and the maps of them, which would hold the disk's blocks.
+
+        What cannot be removed now, as on a network file system while another process reads it, the next writer removes.
+        """
+        self._samplers.pop(number, None)
+        if (folder := folder_of(self.directory, number)).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            self._files.sync_directory(self.directory)
+
 
 INDEX_ROWS, INDEX_GROWTH = 10_000, 1.25  # the index is saved on the way once it has grown beyond this
 HEAVY_BYTES = 128 << 20  # of signals in one frame, about
@@ -122,9 +275,9 @@ class RolloutStore(LinkingStore):
 
     def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
         """Take one sampled token; it reaches the disk with the next group commit."""
-        id, value, logprob, sampled, stop, version = token
+        id, value, logprob, sampled, stop, version, by = token
         number = self._open[id] if id in self._open else self._taking(id).number
-        self._commit.add((number, value, logprob, sampled, stop, version, int(author)))
+        self._commit.add((number, value, logprob, sampled, stop, version, int(author if by is None else by)))
 
     def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
         """The same of many tokens at once, of one rollout or of whichever: nothing is done token by token but to find theirs."""
@@ -331,3 +484,117 @@ class RolloutStore(LinkingStore):
     def _writable(self) -> None:
         if self._read_only or self._closed:
             raise StoreError(f"{self.directory} was {'closed' if self._closed else 'opened read-only'}")
+
+
+# Environment replay: what a tool or sandbox answered is logged, and on resume it is answered from the log.
+
+
+class Replay:
+    """The calls of one rollout, in order: first those in the log, then real ones.
+
+    replay = Replay(store, "main/task:shell/7/0/0")
+    listing = replay.call({"tool": "shell", "command": "ls"}, lambda: sandbox.run("ls"))
+
+    Calls and results are plain JSON; a result comes back as JSON gives it, whether it was executed or replayed.
+    """
+
+    def __init__(self, store: RolloutStore, id: str) -> None:
+        self._store, self._id = store, id
+        self._logged = store.environment(id)
+        self._order = 0
+
+    def call(self, key: Any, execute: Callable[[], Any]) -> Any:
+        """The logged result of this call; or execute it, and return only when its result is durable."""
+        key, order = _plain(key), self._order
+        if order < len(self._logged):
+            logged = self._logged[order]
+            if logged.call != key:
+                raise StoreError(
+                    f"rollout {self._id!r}: replay diverged at environment call {order}: the log has {logged.call!r}, "
+                    f"now {key!r} is asked. The environment or its settings changed; start a new run."
+                )
+            result = logged.result
+        else:
+            result = _plain(execute())
+            self._store.record_environment(self._id, order, key, result)
+            self._store.commit(sync=True)
+        self._order += 1
+        return result
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"an environment's calls and results must be plain JSON ({error}): {value!r:.200}") from None
+
+
+# Calls about finished rollouts, such as a model that is asked how good an answer is: logged like those of an environment.
+
+
+class StoredCalls:
+    """The calls in a store, of one stage. Those of an earlier process are found again by what was asked."""
+
+    def __init__(self, store: RolloutStore, stage: str) -> None:
+        self._store, self._stage, self._orders = store, stage, dict[str, int]()
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str], tuple[Any, Any]]:
+        """Read when somebody asks: most stages have none."""
+        store, known = self._store, dict[tuple[str, str], tuple[Any, Any]]()
+        ids = {store.entries.number(id): id for id in store.entries if id.startswith(f"{self._stage}/")}
+        for row, record in store.calls(ids):
+            known[ids[row], _text(record.call)] = (record.call, record.result)
+            self._orders[ids[row]] = record.order + 1
+        return known
+
+    def find(self, about: str, call: Any) -> Any:
+        found = self._known.get((about, _text(call)))
+        return None if found is None else found[1]
+
+    def add(self, about: str, call: Any, result: Any) -> None:
+        self._known[about, _text(call)] = (call, result)
+        order = self._orders.get(about, 0)
+        self._orders[about] = order + 1
+        self._store.record_environment(about, order, call, result)
+
+    def earlier(self) -> Sequence[tuple[Any, Any]]:
+        return list(self._known.values())
+
+
+def _text(call: Any) -> str:
+    return json.dumps(call, sort_keys=True)
+
+
+# The store of a rank that does not keep it: the leader writes every token, and shares what is read from there.
+
+
+class StoreElsewhere(RolloutStore):
+    """Takes what every rank is told, and keeps nothing. To read from it is a mistake in the program."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __len__(self) -> int:
+        return 0
+
+    def configure(self, *, commit_ms: int, fsync: Fsync, hidden: bool) -> None:
+        pass
+
+    def append(self, token: SampledToken, author: Author = Author.STUDENT) -> None:
+        pass
+
+    def append_many(self, tokens: TokenColumns, author: Author | np.ndarray = Author.STUDENT) -> None:
+        pass
+
+    def finish(self, id: str, stop: StopReason) -> None:
+        pass
+
+    def record_signal(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def commit(self, sync: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,7 +1,7 @@
 """Kinds of teacher: where what scores comes from. One class each, with its settings; no torch here.
 
 A kind says which signals it `offers` and which models it reads, so that recipes are refused before anything is loaded; `open`
-makes the teacher, which from then on is used through the protocol `opd.types.TeacherLike` alone.
+makes the teacher, which from then on is used through the protocol `opd.records.TeacherLike` alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from opd.remote import nothing, to_stderr
-from opd.settings import Address, Choice, Dtype, Family, Positive, StageView, Word
+from opd.common.context import RunContext
+from opd.common.errors import ModelError
+from opd.models.load import base_of, is_adapter, smol_models
+from opd.records import SignalKind, TeacherLike
+from opd.registry import Address, Choice, Dtype, Family, Positive, StageView, Word
 from opd.teachers.views import AnyView, SameView
-from opd.types import SignalKind, TeacherLike
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel
@@ -44,17 +46,7 @@ class ModelRef(NamedTuple):
         return name if self.quantise is None else f"{self.quantise} of {name}"
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """The run that a teacher is opened for: whom it tells that it waits, who may end a wait, where it may keep files."""
-
-    say: Callable[[str], None] = to_stderr
-    check: Callable[[], None] = nothing
-    directory: Path | None = None
-    sharded: bool = False  # over ranks the student's weights will be spread: to score, copy it while it is whole
-
-
-class Outlook(NamedTuple):
+class RemoteFacts(NamedTuple):
     """What can be known of a teacher elsewhere before anything is loaded."""
 
     context: int = sys.maxsize
@@ -62,13 +54,13 @@ class Outlook(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Supplies:
+class TeacherInputs:
     """What a kind makes its teacher of. `load` gives what it names in `reads`: one that several name is there once."""
 
     student: LanguageModel
     stop_ids: tuple[int, ...]  # of all models together: one event
     load: Callable[[ModelRef], LanguageModel]
-    around: Surroundings = field(default_factory=Surroundings)
+    context: RunContext = field(default_factory=RunContext)
 
 
 class TeacherKind(Choice):
@@ -115,7 +107,7 @@ class TeacherKind(Choice):
     def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
         """Everything it needs is here, or the error says what is missing: before weights are loaded."""
 
-    def vocabulary(self, around: Surroundings) -> Elsewhere | None:
+    def vocabulary(self, context: RunContext) -> Elsewhere | None:
         """Of a teacher whose model is not in this process."""
         return None
 
@@ -149,9 +141,9 @@ class TeacherKind(Choice):
         """What may be meant as it is, but has gone wrong for others."""
         return ()
 
-    def inquire(self, name: str, tokenizer: Any, student: str) -> Outlook:
+    def inquire(self, name: str, tokenizer: Any, student: str) -> RemoteFacts:
         """Of a teacher elsewhere: refuse one that does not fit the student, or does not take our token; it may be away for now."""
-        return Outlook()
+        return RemoteFacts()
 
     def refuse_as_part(self, view: StageView) -> Iterable[str]:
         """Mistakes that it would be as a part of a mixture; it has the role and the view of the whole then."""
@@ -162,7 +154,7 @@ class TeacherKind(Choice):
         return []
 
     @abstractmethod
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
         raise NotImplementedError
 
 
@@ -188,13 +180,13 @@ class ModelTeacher(TeacherKind):
     def scored_at_once(self) -> int | None:
         return self.batch_tokens or BATCH_TOKENS
 
-    def open(self, name: str, supplies: Supplies) -> TeacherLike:
+    def open(self, name: str, supplies: TeacherInputs) -> TeacherLike:
         teacher = self.make(name, supplies)
         teacher.temperature = self.temperature
         return teacher
 
     @abstractmethod
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
         raise NotImplementedError
 
 
@@ -243,9 +235,9 @@ class FrozenTeacher(ModelTeacher):
                 "have to be on one device. Drop one of the two."
             )
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
-        from opd.teachers.local import LocalTeacher
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
         from opd.teachers.paging import PagedModel, PagedTeacher
+        from opd.teachers.scoring import LocalTeacher
 
         (ref,) = self.reads()
         model = supplies.load(ref)
@@ -255,3 +247,55 @@ class FrozenTeacher(ModelTeacher):
             return QuantisedTeacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
         teacher = PagedTeacher if isinstance(model, PagedModel) else LocalTeacher
         return teacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
+
+
+# Adapters over one shared base: twelve specialists for the memory of one. No torch here.
+
+
+class AdapterTeacher(ModelTeacher):
+    """A LoRA directory; its base is in memory once, and is the student's own where that has adapters over the same model."""
+
+    name = "adapter"
+    has_model = True
+
+    model: Address = Field(description="directory of a LoRA adapter as peft writes it; its config names the base")
+    dtype: Dtype | None = Field(None, description="of the base; default: that of the student's weights")
+
+    @property
+    def title(self) -> str:
+        return self.model
+
+    def reads(self) -> Sequence[ModelRef]:
+        return (ModelRef(base_of(self.model, self._directory()), None, self.dtype),)
+
+    def scored_with(self) -> Sequence[ModelRef]:
+        return (ModelRef(self.model, None, self.dtype),)  # its base is part of what is hashed
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self._directory().iterdir() if path.suffix in (".json", ".safetensors"))
+
+    def require(self, name: str, tokenizer: Any, signals: Collection[SignalKind]) -> None:
+        from opd.models.load import empty_model, load_config
+        from opd.models.lora import require_peft
+        from opd.models.shared_base import check_adapter
+
+        require_peft(f"teachers.{name}: kind {self.name}")
+        (base,) = self.reads()
+        check_adapter(self.model, self._directory(), empty_model(load_config(base.model)))
+
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
+        from opd.models.shared_base import AdaptedModel
+        from opd.teachers.scoring import LocalTeacher
+
+        (base,) = self.reads()
+        model = AdaptedModel(supplies.load(base), self.model, self._directory())
+        return LocalTeacher(name, self.role, model, self.batch_tokens, supplies.stop_ids)
+
+    def _directory(self) -> Path:
+        directory = smol_models().get(self.model, Path(self.model).expanduser())
+        if not is_adapter(directory):
+            raise ModelError(
+                f"adapter {self.model!r}: no directory with an adapter_config.json (and no config.json). kind adapter takes what "
+                "peft saves; a whole model is kind frozen."
+            )
+        return directory

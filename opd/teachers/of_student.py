@@ -6,18 +6,23 @@ They score under a view that shows more than the student is given (a solution, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from opd.errors import RecipeError
-from opd.settings import Positive, StageView
-from opd.teachers.kinds import ModelTeacher, Supplies, TeacherKind
+from opd.common.errors import RecipeError
+from opd.records import WeightsRef
+from opd.registry import Positive, StageView
+from opd.teachers.kinds import ModelTeacher, TeacherInputs, TeacherKind
+from opd.teachers.scoring import LocalTeacher, Page, ScoringTeacher
 
 if TYPE_CHECKING:
-    from opd.teachers.following import FollowingTeacher
-    from opd.teachers.scoring import ScoringTeacher
+    from torch import Tensor
+
+    from opd.divergences import Projection
+    from opd.models.language_model import LanguageModel
 
 FLOAT32 = 4  # bytes
 LEAST = 20  # steps between two refreshes below which published runs with an instruction collapse
@@ -38,9 +43,8 @@ class SelfTeacher(StudentTeacher):
     def bytes_per_weight(self, each: int, lora: bool) -> int:
         return 0 if lora else each
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
-        from opd.teachers.following import copy_of
-        from opd.teachers.local import LocalTeacher
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
+        from opd.teachers.scoring import LocalTeacher
 
         student = supplies.student
         model = copy_of(student) if student.adapter is None else student.base()  # new adapters change nothing yet
@@ -57,8 +61,8 @@ class BaseTeacher(StudentTeacher):
         if not view.lora:
             yield "kind base is the model below the student's adapters, and it has none. Set student.lora, or use kind: self."
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
-        from opd.teachers.local import LocalTeacher
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
+        from opd.teachers.scoring import LocalTeacher
 
         return LocalTeacher(name, self.role, supplies.student.base(), self.batch_tokens, supplies.stop_ids)
 
@@ -83,7 +87,7 @@ class EmaTeacher(StudentTeacher):
     def follows_within(self) -> int:
         return math.ceil(1 / self.rate)
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
         return _following(self, name, supplies, every=1, rate=self.rate)
 
 
@@ -108,7 +112,7 @@ class RefreshTeacher(StudentTeacher):
     def follows_within(self) -> int:
         return self.every
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
         return _following(self, name, supplies, every=self.every, rate=1.0)
 
 
@@ -136,10 +140,9 @@ class LiveTeacher(StudentTeacher):
     def follows_within(self) -> int:
         return 1
 
-    def make(self, name: str, supplies: Supplies) -> ScoringTeacher:
-        from opd.teachers.following import LiveStudent
+    def make(self, name: str, supplies: TeacherInputs) -> ScoringTeacher:
 
-        if supplies.around.sharded:
+        if supplies.context.ranks.sharded:
             raise RecipeError(f"teachers.{name}: {SPREAD}")
         return LiveStudent(name, self.role, supplies.student, self.batch_tokens, supplies.stop_ids)
 
@@ -157,9 +160,116 @@ def _asked(kind: TeacherKind, view: StageView, divergence: str) -> bool:
     return any(term.plain_kl == divergence and term.role == kind.role for term in view.terms)
 
 
-def _following(kind: StudentTeacher, name: str, supplies: Supplies, *, every: int, rate: float) -> FollowingTeacher:
-    from opd.teachers.following import FollowingTeacher
+def _following(
+    kind: StudentTeacher, name: str, supplies: TeacherInputs, *, every: int, rate: float
+) -> FollowingTeacher:
 
     return FollowingTeacher(
         name, kind.role, supplies.student, kind.batch_tokens, supplies.stop_ids, every=every, rate=rate
     )
+
+
+# Teachers made of the student: a copy that follows its weights, and the student itself as it is now.
+
+
+def copy_of(student: LanguageModel) -> LanguageModel:
+    """The policy as it is now, adapters merged; what training does not change is shared with the student."""
+    tensors, moving = student.weights(0).tensors, student.moving()
+    clone = student.inference_copy()
+    for name, parameter in clone.module.named_parameters():
+        if name in moving:
+            parameter.data = tensors[name].clone()
+    return clone
+
+
+class FollowingTeacher(LocalTeacher):
+    """After every `every` steps it goes `rate` of the way to the student's weights; 1 is a copy.
+
+    Means are kept in fp32, whatever the weights: in bfloat16 a step of a hundredth would round to none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        student: LanguageModel,
+        batch_tokens: int | None,
+        stop_ids: tuple[int, ...],
+        *,
+        every: int,
+        rate: float,
+    ) -> None:
+        super().__init__(name, role, copy_of(student), batch_tokens, stop_ids)
+        self._every, self._rate = every, rate
+        moving = student.moving()
+        self._weights = {name: parameter for name, parameter in self._model.module.named_parameters() if name in moving}
+        self._means = {
+            name: parameter.detach().float() if rate < 1 else parameter.detach()
+            for name, parameter in self._weights.items()
+        }
+
+    def observe(self, step: int, weights: WeightsRef) -> None:
+        import torch
+
+        with torch.no_grad():
+            if step % self._every:
+                return
+            self.version += 1
+            for name, mean in self._means.items():
+                mean.lerp_(weights.tensors[name].to(mean.dtype), self._rate)
+            self._take_over()
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._means
+
+    def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        import torch
+
+        with torch.no_grad():
+            super().restore(version, tensors)
+            for name, mean in self._means.items():
+                mean.copy_(tensors[name])
+            self._take_over()
+
+    def _take_over(self) -> None:
+        for name, parameter in self._weights.items():
+            if parameter.data_ptr() != self._means[name].data_ptr():
+                parameter.copy_(self._means[name])
+
+
+class LiveStudent(ScoringTeacher):
+    """Scores with the weights that the step begins with; its head is kept, since a step may have several updates."""
+
+    def __init__(
+        self, name: str, role: str, student: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
+    ) -> None:
+        super().__init__(name, role, stop_ids, batch_tokens, student.device)
+        self._student, self.context = student, student.context
+        self._keep_head()
+
+    def _keep_head(self) -> None:
+        head = self._student.head
+        kept = [None if part is None else part.detach() for part in (head.weight, head.bias)]
+        if head.weight.requires_grad:
+            kept = [None if part is None else part.clone() for part in kept]
+        self._weight, self._bias = kept
+
+    def hidden(self, page: Page) -> Tensor:
+        return self._student.predict(page).hidden
+
+    @property
+    def width(self) -> int:
+        return int(self._student.head.weight.shape[1])
+
+    def project(self, hidden: Tensor) -> Projection:
+        assert self._weight is not None
+        now = self._student.project(hidden.to(self._weight.dtype))
+        return self.tempered(replace(now, weight=self._weight, bias=self._bias).detach())
+
+    def observe(self, step: int, weights: WeightsRef) -> None:
+        self.version = weights.version
+        self._keep_head()
+
+    def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        super().restore(version, tensors)
+        self._keep_head()

@@ -9,33 +9,43 @@ anything is trained on what the teachers said, or before it is written down. So 
 from __future__ import annotations
 
 import copy
+import json
+import mmap
+import os
+import struct
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from opd.common.errors import DiskError, ModelError, TrainingError
+from opd.common.text import bytes_in_words
 from opd.divergences import Projection, token_logprobs
 from opd.models.attention import Packed
+from opd.models.files import read_header, weight_files
 from opd.models.language_model import LanguageModel
-from opd.teachers.loads import CopiedLoad, Load, ReadLoad
-from opd.teachers.local import LocalTeacher
-from opd.teachers.probe import probe_rollouts, refuse_changed, refuse_lost
-from opd.teachers.scoring import Page
-from opd.teachers.shelves import DiskShelf, FlatLayout, MemoryShelf, Shelf, Staging
+from opd.records import Rendered, Rollout, Signal, SignalNeed
+from opd.teachers.pool import probe_rollouts, refuse_changed, refuse_lost
+from opd.teachers.scoring import LocalTeacher, Page
 from opd.teachers.views import behind
-from opd.types import Rendered, Rollout, Signal, SignalNeed
 
 SPARE = 0.25  # of a GPU's memory that hidden states leave free; what does not fit goes to pinned host memory
 
 
-class Stay:
+class PagedWeights:
     """A model's place in the pool: the shelf where its weights wait, and the bytes they are while they are here."""
 
     def __init__(self, model: LanguageModel, shelf: Shelf, layout: FlatLayout) -> None:
@@ -117,12 +127,12 @@ class Pager:
 
     def __init__(self, resident: int, keep: Literal["memory", "disk"], scratch: Path, heads: int = 1) -> None:
         self._resident, self._keep, self._scratch, self._room = resident, keep, scratch, heads
-        self._order: list[Stay] = []  # in which they will score
-        self._here: list[Stay] = []
-        self._coming: dict[Stay, Load] = {}
+        self._order: list[PagedWeights] = []  # in which they will score
+        self._here: list[PagedWeights] = []
+        self._coming: dict[PagedWeights, Load] = {}
         self._arrived: list[Load] = []  # while these score
         self._answers: list[ProbeAnswers] = []  # that nobody has compared yet
-        self._heads: dict[Stay, tuple[Tensor, Tensor | None]] = {}
+        self._heads: dict[PagedWeights, tuple[Tensor, Tensor | None]] = {}
         self._staging, self._reading = Staging(), threading.Lock()
         self._reader = ThreadPoolExecutor(1, "opd-pages") if resident > 1 else None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -143,7 +153,7 @@ class Pager:
             shelf = DiskShelf.of(layout, tensors, source, self._scratch, self._staging)
         self._shelves.append(shelf)
         self.sizes.append(layout.size)
-        return PagedModel(model, Stay(model, shelf, layout), self)
+        return PagedModel(model, PagedWeights(model, shelf, layout), self)
 
     def close(self) -> None:
         self.release()
@@ -171,7 +181,7 @@ class Pager:
         finally:
             self.release()
 
-    def bring(self, stay: Stay) -> None:
+    def bring(self, stay: PagedWeights) -> None:
         """Have its weights here, and those of the next on their way."""
         if stay.flat is not None:
             return
@@ -215,7 +225,7 @@ class Pager:
             self.seconds, self._read_seconds = self.seconds + took.waited, self._read_seconds + took.read
             self._read_bytes += load.size
 
-    def head(self, stay: Stay) -> tuple[Tensor, Tensor | None]:
+    def head(self, stay: PagedWeights) -> tuple[Tensor, Tensor | None]:
         """Its output head; of models whose weights are not here, the last few that were asked for stay."""
         if stay.flat is not None:
             return stay.head()
@@ -235,14 +245,14 @@ class Pager:
         self._order, self._arrived, self._answers = [], [], []
         self._heads.clear()
 
-    def _behind(self, stay: Stay) -> list[Stay]:
+    def _behind(self, stay: PagedWeights) -> list[PagedWeights]:
         """Those that score next, as many as have room beside it."""
         if stay not in self._order:
             return []
         at = self._order.index(stay)
         return self._order[at + 1 : at + self._resident]
 
-    def _load(self, stay: Stay, reader: ThreadPoolExecutor | None) -> Load:
+    def _load(self, stay: PagedWeights, reader: ThreadPoolExecutor | None) -> Load:
         """Into memory that is allocated here, where it is used and freed."""
         flat = torch.empty(stay.layout.size, dtype=torch.uint8, device=stay.device)
         if stay.device.type != "cuda":
@@ -254,7 +264,7 @@ class Pager:
             return CopiedLoad.of(stay.shelf, flat, copying)
         return ReadLoad(stay.shelf, flat, reader, self._reading, copying)
 
-    def _drop(self, stay: Stay) -> None:
+    def _drop(self, stay: PagedWeights) -> None:
         if stay in self._coming:
             self._coming.pop(stay).abandon()
         if stay in self._here:
@@ -273,7 +283,7 @@ class PagedModel(LanguageModel):
 
     stays = False
 
-    def __init__(self, model: LanguageModel, stay: Stay, pager: Pager) -> None:
+    def __init__(self, model: LanguageModel, stay: PagedWeights, pager: Pager) -> None:
         vars(self).update(vars(model))
         self.stay, self._pager = stay, pager
 
@@ -333,3 +343,426 @@ def _has_room(hidden: Tensor) -> bool:
     free, total = torch.cuda.mem_get_info(hidden.device)
     unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
     return free + unused > SPARE * total
+
+
+# Where a model's weights wait: one run of bytes, in (pinned) host memory or in files, from which any part can be read.
+#
+# Files are read with `pread` straight into place. A mapping would count twice while it is copied, and stay in memory after.
+
+
+ALIGN = 512  # bytes, as torch allocates on CUDA: kernels are chosen by it, and so are the last bits
+PIECE = 256 << 20  # bytes that are pinned together
+STAGE = 32 << 20  # bytes on the way from a file to a GPU
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorPlace(NamedTuple):
+    """Of one tensor among the bytes of its model."""
+
+    start: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, flat: Tensor, start: int | None = None) -> Tensor:
+        """The tensor, in bytes that begin with it or (without `start`) with the model."""
+        first = self.start if start is None else start
+        part = flat[first : first + self.size].view(self.dtype)
+        return part.as_strided(self.shape, self.stride, part.storage_offset())
+
+
+class FlatLayout:
+    """Tensors back to back, each where an allocation of its own could begin."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.places: dict[str, TensorPlace] = {}
+        self.size = 0
+        for name, tensor in tensors.items():
+            size = tensor.numel() * tensor.element_size()
+            self.places[name] = TensorPlace(self.size, size, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            self.size += -(-size // ALIGN) * ALIGN
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        return {name: place.of(flat) for name, place in self.places.items()}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Its bytes, in the order they have in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+class Shelf(Protocol):
+    def fill(self, into: Tensor, start: int) -> None:
+        """Bytes from `start` on into a tensor of bytes, on any device; on CUDA in the order of the current stream."""
+
+    def close(self) -> None:
+        """It is not read any more."""
+
+
+class MemoryShelf:
+    """Host memory, pinned where a GPU reads it, so that copies run beside its kernels."""
+
+    def __init__(self, layout: FlatLayout, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        plain = torch.empty(0 if self._pinned else layout.size, dtype=torch.uint8)
+        self._pieces = pinned(layout.size, PIECE, device) if self._pinned else list(plain.split(PIECE))
+        self._unpin = weakref.finalize(self, unpin, self._pieces if self._pinned else [])
+        self._unpin.atexit = False  # the system takes its pages back
+        for name, place in layout.places.items():
+            data = raw(tensors[name])
+            for piece, first, part in self._parts(place.start, place.size):
+                piece.copy_(data[first : first + part], non_blocking=True)
+        if self._pinned:
+            torch.cuda.current_stream(device).synchronize()  # copies to the host are whole
+
+    def fill(self, into: Tensor, start: int) -> None:
+        for piece, first, part in self._parts(start, into.numel()):
+            into[first : first + part].copy_(piece, non_blocking=True)
+
+    def close(self) -> None:
+        if self._pinned:
+            torch.cuda.synchronize()  # copies that are under way read from here
+        self._unpin()
+        self._pieces = []
+
+    def _parts(self, start: int, size: int) -> Iterator[tuple[Tensor, int, int]]:
+        """(bytes, where they stand behind `start`, how many)."""
+        done = 0
+        while done < size:
+            number, inside = divmod(start + done, PIECE)
+            part = min(PIECE - inside, size - done)
+            yield self._pieces[number][inside : inside + part], done, part
+            done += part
+
+
+class Staging:
+    """Two pinned blocks in turn, for all models: one is read into while the other is on its way to the GPU."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._turn = 0
+
+    @contextmanager
+    def next(self) -> Iterator[Tensor]:
+        if not self._blocks:
+            self._blocks = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in "ab"]
+        self._turn = 1 - self._turn
+        block, free = self._blocks[self._turn]
+        free.synchronize()  # what was in it before has gone
+        yield block
+        free.record()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of a model, and the file in which they stand. The file stays open, so that nobody can put another in its place."""
+
+    start: int
+    size: int
+    file: int
+    offset: int
+    path: str
+
+
+class DiskShelf:
+    """Files: the checkpoint's own where they hold the very bytes, else one that vanishes with the process."""
+
+    def __init__(self, extents: Sequence[Extent], staging: Staging) -> None:
+        self._extents = sorted(extents, key=lambda extent: extent.start)
+        self._starts = [extent.start for extent in self._extents]
+        self._staging = staging
+
+    @classmethod
+    def of(
+        cls, layout: FlatLayout, tensors: Mapping[str, Tensor], source: Path | None, scratch: Path, staging: Staging
+    ) -> DiskShelf:
+        found = None if source is None else _in_checkpoint(layout, tensors, source)
+        return cls(found if found is not None else [_written(layout, tensors, scratch)], staging)
+
+    def fill(self, into: Tensor, start: int) -> None:
+        number, end = max(bisect_right(self._starts, start) - 1, 0), start + into.numel()
+        for extent in self._extents[number:]:
+            first, last = max(start, extent.start), min(end, extent.start + extent.size)
+            if extent.start >= end:
+                break
+            if first < last:
+                self._read(extent, first - extent.start, into[first - start : last - start])
+
+    def _read(self, extent: Extent, skip: int, into: Tensor) -> None:
+        if into.device.type != "cuda":
+            _pread(extent, skip, into)
+            return
+        for first in range(0, into.numel(), STAGE):
+            with self._staging.next() as stage:
+                part = stage[: min(STAGE, into.numel() - first)]
+                _pread(extent, skip + first, part)
+                into[first : first + part.numel()].copy_(part, non_blocking=True)
+
+    def close(self) -> None:
+        for file in {extent.file for extent in self._extents}:
+            os.close(file)
+        self._extents = []
+
+
+def _pread(extent: Extent, skip: int, into: Tensor) -> None:
+    view, done = into.numpy().data, 0
+    try:
+        while done < len(view):
+            count = os.preadv(extent.file, [view[done:]], extent.offset + skip + done)
+            if not count:
+                raise OSError("it has become shorter")
+            done += count
+    except OSError as error:
+        raise DiskError(f"a teacher's weights cannot be read from {extent.path}: {error.strerror or error}.") from None
+
+
+def _written(layout: FlatLayout, tensors: Mapping[str, Tensor], scratch: Path) -> Extent:
+    """One file without a name: its room is free again when the process ends, however it ends."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=scratch, buffering=0) as file:
+        for name, place in layout.places.items():
+            data = raw(tensors[name]).cpu().numpy().data
+            done = 0
+            while done < len(data):
+                done += os.pwrite(file.fileno(), data[done:], place.start + done)
+        os.ftruncate(file.fileno(), layout.size)
+        return Extent(0, layout.size, os.dup(file.fileno()), 0, f"a file in {scratch}")
+
+
+def _in_checkpoint(layout: FlatLayout, tensors: Mapping[str, Tensor], directory: Path) -> list[Extent] | None:
+    """Where a checkpoint's files hold every tensor, bit for bit; None: they hold them otherwise (another dtype, merged, …)."""
+    opened: dict[Path, int] = {}
+    extents: list[Extent] = []
+    with suppress(OSError, ModelError, DiskError):  # it is not here any more, or damaged
+        where = {name: (path, found) for path in weight_files(directory) for name, found in _header(path).items()}
+        for name, place in layout.places.items():
+            path, found = where.get(name, (directory, None))
+            if found is None or (found.dtype, found.shape) != (place.dtype, place.shape):
+                break
+            if path not in opened:
+                opened[path] = os.open(path, os.O_RDONLY)
+            extents.append(Extent(place.start, place.size, opened[path], found.start, str(path)))
+            if not _equal(extents[-1], tensors[name]):
+                break
+        else:
+            return extents
+    for file in opened.values():
+        os.close(file)
+    return None
+
+
+def _header(path: Path) -> dict[str, TensorPlace]:
+    """Tensors of a safetensors file by name, and where they stand in it."""
+    read_header(path)  # refuses a damaged one
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {
+        name: TensorPlace(
+            8 + length + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+            DTYPES[entry["dtype"]],
+            tuple(entry["shape"]),
+            (),
+        )
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in DTYPES
+    }
+
+
+def _equal(extent: Extent, tensor: Tensor) -> bool:
+    data, scratch = raw(tensor), torch.empty(min(STAGE, extent.size), dtype=torch.uint8)
+    if not tensor.is_contiguous():
+        return False
+    for first in range(0, extent.size, STAGE):
+        part = scratch[: min(STAGE, extent.size - first)]
+        _pread(extent, first, part)
+        if not np.array_equal(part.numpy(), data[first : first + part.numel()].cpu().numpy()):
+            return False
+    return True
+
+
+# How weights come in: copied by a GPU beside what it computes, or read by a thread.
+#
+# A GPU is told of a copy and goes on. What it computes with these weights waits for the copy, and the copy waits for what is still computed
+# in the memory it goes to; whoever asks waits for neither.
+
+
+class Took(NamedTuple):
+    """Seconds of a load."""
+
+    waited: float  # with nothing else to do
+    read: float
+
+
+class Load(Protocol):
+    size: int
+
+    def arrive(self) -> Tensor:
+        """The bytes: what is computed from now on finds them there."""
+
+    def abandon(self) -> None:
+        """Nobody wants them: what is computed from now on may use their memory."""
+
+    def took(self) -> Took:
+        """Once it has arrived, and everything that was computed behind it is known to be done."""
+
+
+class CopiedLoad:
+    """From pinned memory, on a stream of its own. `computing` is the one where things are computed, `event` makes one that takes the
+    time, and in `on(stream)` copies go there.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        into: Tensor,
+        computing: Callable[[], Any],
+        copying: Any,
+        event: Callable[[], Any],
+        on: Callable[[Any], Any],
+    ) -> None:
+        self.size, self._flat, self._computing = into.numel(), into, computing
+        self._began, self._ended, self._asked, self._arrived = (event() for _ in range(4))
+        copying.wait_stream(computing())  # what was computed in this memory before
+        with on(copying):
+            self._began.record(copying)
+            shelf.fill(into, 0)
+            self._ended.record(copying)
+
+    @classmethod
+    def of(cls, shelf: Shelf, into: Tensor, copying: torch.cuda.Stream) -> CopiedLoad:
+        computing = partial(torch.cuda.current_stream, into.device)
+        return cls(shelf, into, computing, copying, partial(torch.cuda.Event, enable_timing=True), torch.cuda.stream)
+
+    def arrive(self) -> Tensor:
+        computing = self._computing()
+        self._asked.record(computing)
+        computing.wait_event(self._ended)
+        self._arrived.record(computing)
+        return self._given()
+
+    def abandon(self) -> None:
+        self._computing().wait_event(self._ended)
+        self._given()
+
+    def took(self) -> Took:
+        waited, read = self._asked.elapsed_time(self._arrived), self._began.elapsed_time(self._ended)
+        return Took(waited / 1000, read / 1000)  # of milliseconds
+
+    def _given(self) -> Tensor:
+        """Kept here no longer: it is free as soon as its new owner lets it go."""
+        flat = self._flat
+        del self._flat
+        return flat
+
+
+class ReadLoad:
+    """By a thread, or without one when it is asked for. On CUDA, `copying` is the stream that brings what was read there."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        into: Tensor,
+        reader: ThreadPoolExecutor | None,
+        turn: threading.Lock,
+        copying: torch.cuda.Stream | None,
+    ) -> None:
+        self.size, self._shelf, self._turn, self._copying = into.numel(), shelf, turn, copying
+        self._waited = self._read = 0.0
+        if copying is not None:
+            copying.wait_stream(torch.cuda.current_stream(into.device))
+        self._future: Future[Tensor] | None = None if reader is None else reader.submit(self._fill, into)
+        self._flat = into if reader is None else None
+
+    def arrive(self) -> Tensor:
+        if self._copying is not None:
+            torch.cuda.current_stream(self._copying.device).synchronize()  # what was computed is not waited for
+        start = time.perf_counter()
+        if self._future is not None:
+            flat = self._future.result()
+        else:
+            assert self._flat is not None
+            flat = self._fill(self._flat)
+        self._future = self._flat = None
+        self._waited = time.perf_counter() - start
+        return flat
+
+    def abandon(self) -> None:
+        if self._future is not None:
+            wait([self._future])  # its memory is written to until then
+        self._future = self._flat = None
+
+    def took(self) -> Took:
+        return Took(self._waited, self._read)
+
+    def _fill(self, into: Tensor) -> Tensor:
+        with self._turn, nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
+            start = time.perf_counter()
+            self._shelf.fill(into, 0)
+            if self._copying is not None:
+                self._copying.synchronize()
+            self._read = time.perf_counter() - start
+        return into
+
+
+# Host memory that a GPU reads by itself: pages that stay where they are.
+#
+# torch's own allocator locks them on one thread and rounds every block up to a power of two: a dozen models of 8 GB would take
+# minutes before the first step. Here they are asked for in large pages where the system has some, and written to and locked by
+# several threads.
+
+
+THREADS = 8
+
+
+def pinned(size: int, piece: int, device: torch.device) -> list[Tensor]:
+    """Bytes in pieces of this size, each locked as a whole: a copy may not cross from one to the next. `unpin` them."""
+    free = _available()
+    if free is not None and size > free:
+        raise TrainingError(
+            f"pool.keep memory: the next teacher needs {bytes_in_words(size)} of host memory, and {bytes_in_words(free)} are free. "
+            "Set pool.keep: disk."
+        )
+    pieces = list(_mapped(size).split(piece))
+    number = (
+        torch.cuda.current_device() if device.index is None else device.index
+    )  # else threads begin on the first one
+    with ThreadPoolExecutor(THREADS, "opd-pin", torch.cuda.set_device, (number,)) as pool:
+        codes = list(pool.map(_lock, pieces))
+    wrong = [code for code in codes if code]
+    if wrong:
+        unpin([piece for piece, code in zip(pieces, codes, strict=True) if not code])
+        raise TrainingError(
+            f"pool.keep memory: {bytes_in_words(size)} of host memory cannot be pinned for a teacher (CUDA error {wrong[0]}). Set "
+            "pool.keep: disk, or raise the limit of locked memory (ulimit -l)."
+        )
+    return pieces
+
+
+def _available() -> int | None:
+    """Bytes of host memory that can be had; what is locked cannot be swapped out, and the system would end whoever has most."""
+    facts = Path("/proc/meminfo")
+    lines = facts.read_text(encoding="ascii").splitlines() if facts.is_file() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def unpin(pieces: list[Tensor]) -> None:
+    for piece in pieces:
+        torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
+
+
+def _mapped(size: int) -> Tensor:
+    """Bytes of the system, in large pages where it gives some; the tensor keeps them."""
+    if sys.platform != "linux":
+        return torch.empty(size, dtype=torch.uint8)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without large pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)
+
+
+def _lock(piece: Tensor) -> int:
+    piece.zero_()  # pages that exist already are locked ten times as fast as those that have to be found meanwhile
+    return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))

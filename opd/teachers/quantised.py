@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.common.errors import RecipeError
 from opd.divergences import statistics
-from opd.errors import RecipeError
 from opd.models import load_model
 from opd.models.language_model import LanguageModel
+from opd.records import Rendered, WeightsRef
 from opd.teachers.kinds import ModelRef, Quantisation
-from opd.teachers.local import LocalTeacher
-from opd.teachers.scoring import Page
-from opd.types import Rendered, WeightsRef
+from opd.teachers.scoring import LocalTeacher, Page
 
 MEASURED = 2048  # tokens of the first batch at most, but one text at least
 GROUPS = {"int4": 128, "mxfp4": 32}  # weights that share a scale

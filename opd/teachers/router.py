@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from opd.common.errors import RecipeError
 from opd.data.prompts import DOMAIN, route_value
-from opd.errors import RecipeError
+from opd.records import Prompt, Rollout
 from opd.teachers.kinds import TeacherKind
-from opd.types import Prompt, Rollout
 
 Routes = Mapping[str, Mapping[str, str]]  # role -> value of the column -> teacher
 

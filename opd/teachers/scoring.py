@@ -10,21 +10,23 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from opd.divergences import Projection, likeliest_ids, token_logprobs
-from opd.divergences.upload import upload
-from opd.models.attention import Packed
-from opd.models.packing import pack
+from opd.common.text import first_line
 from opd.models.tokenizers import Elsewhere, fingerprint
+from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
 from opd.teachers.kinds import BATCH_TOKENS
 from opd.teachers.views import behind
-from opd.text import first_line
-from opd.types import Rendered, Rollout, Signal, SignalKind, SignalNeed, TopK, WeightsRef
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from opd.divergences import Projection
+    from opd.models.attention import Packed
+    from opd.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ class Page:
 
     @classmethod
     def of(cls, texts: Sequence[Rendered], device: torch.device | str = "cpu") -> Page:
+        from opd.divergences.projection import upload
+        from opd.models.attention import Packed
+
         starts = np.cumsum([0] + [text.length for text in texts[:-1]])
         places = [start + _positions(text, 2) for start, text in zip(starts, texts, strict=True)]
         ids, places_N = np.concatenate([text.ids for text in texts]).astype(np.int64), np.concatenate(places)
@@ -136,6 +141,8 @@ class ScoringTeacher:
         self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
     ) -> list[Signal]:
         """Hidden states, or log-probs of the response tokens, in the order of the rollouts."""
+        from opd.models.language_model import pack
+
         self.require_offered(need)
         seen = seen if seen is not None else [behind(rollout.prompt_ids, rollout) for rollout in rollouts]
         order = sorted(range(len(seen)), key=lambda number: seen[number].length)
@@ -153,6 +160,8 @@ class ScoringTeacher:
 
     def _fitting(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
         """The values of a batch; where memory runs out, of its halves, and later batches are half as large."""
+        import torch
+
         try:
             return self._values(texts, need, ids)
         except torch.OutOfMemoryError as error:
@@ -173,31 +182,39 @@ class ScoringTeacher:
         """Whether the hidden states of these rollouts come with what is asked, so that no pass is needed."""
         return need.hidden is not None and all(name in need.hidden for name in ids)
 
-    @torch.no_grad()
     def _values(self, texts: Sequence[Rendered], need: SignalNeed, ids: Sequence[str]) -> list[Any]:
-        page = Page.of(texts, self.device)
-        if need.hidden is not None and self.is_known(ids, need):
-            hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
-        else:
-            hidden_ND = self.hidden(page)
-        if need.kind == "hidden":
-            return list(self.kept(hidden_ND).split(page.counts))
-        if need.kind == "topk":
-            if need.k is None:
-                raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")
-            return self._likeliest(self.project(hidden_ND), need.k, page.counts)
-        projection = self.project(hidden_ND)
-        logprobs_N = token_logprobs(projection, page.tokens_N, merge=(self.stop_ids,), trusted=True)
-        return [part.numpy() for part in logprobs_N.cpu().split(page.counts)]
+        import torch
+
+        from opd.divergences import token_logprobs
+
+        with torch.no_grad():
+            page = Page.of(texts, self.device)
+            if need.hidden is not None and self.is_known(ids, need):
+                hidden_ND = torch.cat([reached(need.hidden[name]).to(self.device) for name in ids])
+            else:
+                hidden_ND = self.hidden(page)
+            if need.kind == "hidden":
+                return list(self.kept(hidden_ND).split(page.counts))
+            if need.kind == "topk":
+                if need.k is None:
+                    raise ValueError("likeliest ids: how many? SignalNeed('topk', k=…)")
+                return self._likeliest(self.project(hidden_ND), need.k, page.counts)
+            projection = self.project(hidden_ND)
+            logprobs_N = token_logprobs(projection, page.tokens_N, merge=(self.stop_ids,), trusted=True)
+            return [part.numpy() for part in logprobs_N.cpu().split(page.counts)]
 
     def _likeliest(self, projection: Projection, k: int, counts: Sequence[int]) -> list[TopK]:
         """Each stop id beside the k likeliest others, so that they can be one event at any temperature."""
+        from opd.divergences import likeliest_ids
+
         ids, logprobs, tail, stop = (part.cpu().numpy() for part in likeliest_ids(projection, k, self.stop_ids))
         whole = TopK(ids.astype(np.int32), logprobs, tail, stop, self.fingerprint)
         return [whole.rows(index) for index in np.split(np.arange(len(tail)), np.cumsum(counts)[:-1])]
 
     def _signal(self, rollout: Rollout, text: Rendered, values: Any) -> Signal:
         """Values at their response positions; NaN and masked where no span reaches."""
+        from torch import Tensor
+
         mask = np.zeros(rollout.response_ids.size, dtype=bool)
         mask[_positions(text, 0)] = True
         if text.crossed:
@@ -235,6 +252,8 @@ class _Numbered(NamedTuple):
 
 def reached(signal: Signal) -> Tensor:
     """Hidden states of the tokens that a span reaches."""
+    import torch
+
     values: Tensor = signal.values
     if signal.crossed is not None:  # the teacher's own tokens, every one in a span
         return values
@@ -251,6 +270,9 @@ def span_sums(values: np.ndarray, spans: Sequence[tuple[int, int, int, int]], si
 
 
 def spread(values: Any, mask: np.ndarray) -> Any:
+    import torch
+    from torch import Tensor
+
     if isinstance(values, TopK):
         return values.spread(mask)
     if isinstance(values, Tensor):
@@ -260,3 +282,56 @@ def spread(values: Any, mask: np.ndarray) -> Any:
     found = np.full(mask.size, np.nan, dtype=values.dtype)
     found[mask] = values
     return found
+
+
+# A teacher in this process: a model that scores exact token ids in packed batches.
+
+
+class LocalTeacher(ScoringTeacher):
+    """A frozen checkpoint."""
+
+    def __init__(
+        self, name: str, role: str, model: LanguageModel, batch_tokens: int | None, stop_ids: tuple[int, ...]
+    ) -> None:
+        from opd.models.cuda_graphs import PassGraphs
+
+        super().__init__(name, role, stop_ids, batch_tokens, model.device)
+        self._model, self.context = model, model.context
+        self._heads: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # copies on other devices than its own
+        model.module.requires_grad_(False)
+        model.graphs = model.graphs or PassGraphs.of(model)
+
+    @property
+    def model(self) -> LanguageModel:
+        return self._model
+
+    def hidden(self, page: Page) -> Tensor:
+        return self._model.predict(page).hidden
+
+    def _answers(self, asked: Sequence[tuple[list[Rendered], list[str]]], need: SignalNeed) -> Iterable[list[Any]]:
+        fresh = [not self.is_known(ids, need) for _, ids in asked]
+        values = self._fitting if self._model.passes_alone else self._values
+        turns = self._model.passes([ids for (_, ids), new in zip(asked, fresh, strict=True) if new])
+        for (texts, ids), new in zip(asked, fresh, strict=True):
+            if new:
+                next(turns)
+            yield values(texts, need, ids)
+        for _ in turns:  # none are left; where other ranks have more of them, this one joins in
+            pass
+
+    @property
+    def width(self) -> int:
+        return int(self._model.head.weight.shape[1])
+
+    def project(self, hidden: Tensor) -> Projection:
+        """On the device of the hidden states: the student's, where a loss is computed, has its own copy of the head."""
+        projection = self._model.project(hidden.to(self._model.dtype))
+        if hidden.device != projection.weight.device:
+            weight, bias = self._head_on(hidden.device, projection)
+            projection = replace(projection, weight=weight, bias=bias)
+        return self.tempered(projection)
+
+    def _head_on(self, device: torch.device, head: Projection) -> tuple[Tensor, Tensor | None]:
+        if device not in self._heads:
+            self._heads[device] = head.weight.to(device), None if head.bias is None else head.bias.to(device)
+        return self._heads[device]

@@ -15,18 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.common.errors import DataError
 from opd.data.render import render_prompts
 from opd.divergences import statistics
-from opd.errors import DataError
-from opd.models.language_model import LanguageModel, stored_parts
-from opd.models.packing import Pack
+from opd.models.language_model import LanguageModel, Pack, stored_parts
 from opd.models.tokenizers import differing_ids
 from opd.objective.batch import beside
-from opd.teachers.completions import CompletionsTeacher
-from opd.teachers.crossing import aligned_bytes
+from opd.records import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
+from opd.teachers.other_servers import CompletionsTeacher
 from opd.teachers.scoring import ScoringTeacher
-from opd.teachers.views import Group, SameView, View, behind, texts_for
-from opd.types import Prompt, Rendered, Rollout, Signal, SignalNeed, TeacherLike
+from opd.teachers.views import Group, SameView, View, aligned_bytes, behind, texts_for
 
 K = 16  # of the overlap
 FAR, APART, LOST = 0.15, 0.7, 0.8  # nats of KL; overlap; mass of stopping where answers stop

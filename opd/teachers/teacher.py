@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.divergences.mixture import Source
-from opd.errors import RecipeError, UserError
-from opd.models.language_model import LanguageModel
-from opd.models.packing import Pack
+from opd.common.errors import RecipeError, UserError
+from opd.divergences.projection import Source
+from opd.models.language_model import LanguageModel, Pack
 from opd.models.tokenizers import share_vocabulary
-from opd.sampling.rollouts import Rollouts
-from opd.settings import StageView, by_hand
+from opd.records import Rendered, Rollout, Signal, SignalNeed, WeightsRef
+from opd.registry import StageView, by_hand
+from opd.rollouts.settings import Rollouts
 from opd.teachers.kinds import AnyTeacher, ModelRef, TeacherKind
 from opd.teachers.pool import open_teachers
 from opd.teachers.quantised import load_teacher, require_quantiser
 from opd.teachers.scoring import ScoringTeacher
 from opd.teachers.views import behind
-from opd.types import Rendered, Rollout, Signal, SignalNeed, WeightsRef
 
 
 class Teacher:

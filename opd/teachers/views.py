@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from opd.data.questions import asking, field_texts, fields_of, filled, question, replaced, well_formed, with_system
-from opd.errors import RecipeError
-from opd.settings import Choice, Count, Family, Positive, StageView, Word, changed
-from opd.types import Prompt, Rendered, Rollout
+from opd.common.errors import RecipeError
+from opd.data.prompts import asking, field_texts, fields_of, filled, question, replaced, well_formed, with_system
+from opd.models.tokenizers import Span, common_spans, open_end, pieces, readable
+from opd.records import Prompt, Rendered, Rollout
+from opd.registry import Choice, Count, Family, Needs, Positive, StageView, Word, changed
 
 Text = Annotated[str, Field(min_length=1, max_length=100_000)]
 CUT = " ... "  # where a text that was too long lacks a part
@@ -259,3 +260,218 @@ def require_aligned(view: View, text: Rendered, rollout: Rollout) -> None:
                 "Keep the response's ids as they were sampled."
             )
         end = s1
+
+
+# Views that look at rewards and at other answers to the same prompt. No torch here.
+
+
+SIBLING, FEEDBACK = "sibling", "feedback"
+
+
+class RewardedView(View):
+    """What it shows depends on rewards."""
+
+    of_prompt = False
+
+    threshold: float = Field(1.0, description="the least reward of an answer that counts as right")
+
+    def needs(self) -> Needs:
+        return Needs(rewards=True)
+
+    def right(self, rollout: Rollout, group: Group) -> bool | None:
+        """None: nobody can say."""
+        reward = group.rewards.get(rollout.id)
+        return None if reward is None else reward >= self.threshold
+
+
+class SiblingView(RewardedView, ShowingView):
+    """Another sample of the group that was right, even if its tokens are the same; its thinking is left out (SDPO)."""
+
+    name = "sibling"
+    template: Text = Field(
+        "{prompt}\n\nThis is a correct answer:\n\n{sibling}\n\nNow answer the question yourself.",
+        description="`{sibling}` is the other answer, `{prompt}` the question, `{FIELD}` a column of its row",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _shows_it(cls, value: str) -> str:
+        if SIBLING not in fields_of(well_formed(value)):
+            raise ValueError("the template does not name {sibling}, the answer that is shown")
+        return value
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if view.rollout.samples == 1:
+            yield "view sibling shows another answer to the same prompt, and rollout.samples is 1. Set it to 2 or more."
+
+    def shows(self) -> set[str]:
+        return set(fields_of(self.template)) - {QUESTION, SIBLING}
+
+    def rewrite(self, prompt: Prompt, answer: str = "") -> Prompt | None:
+        """Without an answer, the least there is to read. None: a row lacks a column that the template names."""
+        known = {name: self.cut(text) for name, text in field_texts(prompt.fields).items()}
+        known |= {QUESTION: question(prompt), SIBLING: self.cut(answer)}
+        if not known.keys() >= set(fields_of(self.template)):
+            return None
+        return asking(prompt, filled(self.template, known))
+
+    def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
+        answer = right_sibling(self, rollout, group)
+        return self.rewrite(prompt, answer) if answer else None
+
+
+class FeedbackView(RewardedView, ShowingView):
+    """What came back with the reward of the answer itself, another answer that was right, or both (SDPO with rich feedback)."""
+
+    name = "feedback"
+    reads_feedback = True
+    feedback: Text = Field(
+        "\n\nFeedback on an earlier answer:\n\n{feedback}", description="of feedback: stands behind the question"
+    )
+    sibling: Text | None = Field(
+        None, description="of feedback: stands before it where another answer was right, for example {sibling}"
+    )
+    feedback_beside_sibling: bool = Field(True, description="of feedback: show it even where a sibling is shown")
+    closing: str = Field(
+        "\n\nNow answer the question.", max_length=100_000, description="of feedback: stands at the end"
+    )
+
+    @field_validator("feedback", "sibling")
+    @classmethod
+    def _named(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and fields_of(well_formed(value)) != [info.field_name]:
+            raise ValueError(f"the text names {{{info.field_name}}} once, and no other field")
+        return value
+
+    @model_validator(mode="after")
+    def _beside(self) -> FeedbackView:
+        if self.sibling is None and not self.feedback_beside_sibling:
+            raise ValueError("feedback_beside_sibling belongs to `sibling`, which is not given")
+        return self
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if self.sibling is not None and view.rollout.samples == 1:
+            yield "view feedback has a `sibling`, and rollout.samples is 1. Set it to 2 or more, or drop `sibling`."
+
+    def rewrite(self, prompt: Prompt, feedback: str = "", sibling: str = "") -> Prompt:
+        """Without either, the least there is to read."""
+        parts = [question(prompt)]
+        if sibling and self.sibling is not None:
+            parts.append(filled(self.sibling, {SIBLING: self.cut(sibling)}))
+        if feedback:
+            parts.append(filled(self.feedback, {FEEDBACK: self.cut(feedback)}))
+        return asking(prompt, "".join([*parts, self.closing]))
+
+    def reprompt(self, prompt: Prompt, rollout: Rollout, group: Group) -> Prompt | None:
+        sibling = right_sibling(self, rollout, group) if self.sibling is not None else ""
+        feedback = group.feedback.get(rollout.id, "").strip()
+        if sibling and not self.feedback_beside_sibling:
+            feedback = ""
+        return self.rewrite(prompt, feedback, sibling) if sibling or feedback else None
+
+
+def right_sibling(view: RewardedView, rollout: Rollout, group: Group) -> str:
+    """The text of the next answer of the group that was right, so that not all see the same one; empty where there is none.
+
+    An answer is excluded by its index alone: two samples with the same tokens teach each other.
+    """
+    others = [other for other in group.rollouts if other.id != rollout.id and view.right(other, group) is True]
+    others.sort(key=lambda other: other.sample <= rollout.sample)  # stable: later ones first, then from the beginning
+    texts = (group.answer(other) for other in others)
+    return next((text for text in texts if text), "")
+
+
+class RevisionView(RewardedView):
+    """The answer, a phrase that depends on its reward, and the answer again, which is what is scored (SD-Zero)."""
+
+    name = "revision"
+    reprompts = False
+    correct: Text = Field(
+        "\n\nThe answer above is correct. Let me rephrase it:\n\n", description="of revision: after a right answer"
+    )
+    wrong: Text = Field(
+        "\n\nThe answer above is wrong. Let me correct it:\n\n", description="of revision: after a wrong answer"
+    )
+
+    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        right = self.right(rollout, group)
+        if right is None:
+            return None
+        answer = rollout.response_ids
+        if answer.size and int(answer[-1]) in group.stop_ids:  # the conversation goes on
+            answer = answer[:-1]
+        phrase = group.tokenizer(self.correct if right else self.wrong, add_special_tokens=False)["input_ids"]
+        asked = rollout.prompt_ids if self.chat_template == "student" else group.prompt_ids(prompt)
+        before = np.concatenate([asked, answer, np.asarray(phrase, dtype=np.int32)])
+        return behind(before, rollout, self.skip)
+
+
+# A view for teachers with another tokenizer: they read the same text in their own tokens. No torch here.
+#
+# The prompt goes through the teacher's own template and tokenizer, and the response is cut into its tokens. Spans pair the tokens of
+# both that cover the same bytes; each is one event, whose probability is the product over its tokens. The stop is an event, too.
+#
+# Where a text was cut, the teacher's tokens at its end are those of the cut text: "1" where it would have written "18". What they
+# cover is left out.
+
+
+class BytesView(View):
+    """The response in the teacher's own tokens, paired with the student's by the bytes they cover."""
+
+    name = "bytes"
+    crosses = True
+    reprompts = False  # what it shows is in other ids
+    chat_template: Literal["teacher"] = Field("teacher", description="of bytes: always the teacher's own")
+
+    def render(self, prompt: Prompt, rollout: Rollout, group: Group) -> Rendered | None:
+        from opd.data.render import ids_behind
+
+        response, stopped = _without_stop(rollout.response_ids, group.stop_ids)
+        asked, ours = group.prompt_ids(prompt), pieces(group.student, response)
+        whole = b"".join(ours)
+        text = readable(whole)
+        theirs = ids_behind(prompt, text, group.tokenizer, group.template_kwargs) if text else []
+        read = pieces(group.tokenizer, theirs)
+        spans, start = common_spans(ours, read), asked.size
+        complete, cut = _reaches_both_ends(spans, len(ours), len(theirs)), 0
+        if rollout.stop == "length" or len(text.encode()) < len(whole):
+            kept = _before_open_end(spans, read, group.tokenizer)
+            cut = sum(s1 - max(s0, self.skip) for s0, s1, _, _ in spans[len(kept) :] if s1 > self.skip)
+            spans = kept
+        eos = group.tokenizer.eos_token_id
+        if stopped and complete and eos is not None:
+            spans, theirs = [*spans, (len(ours), len(ours) + 1, len(theirs), len(theirs) + 1)], [*theirs, eos]
+        placed = tuple((s0, s1, start + t0, start + t1) for s0, s1, t0, t1 in spans if s0 >= self.skip)
+        if rollout.response_ids.size and not placed and not cut:
+            return None
+        ids = np.concatenate([asked, np.asarray(theirs, dtype=np.int32)])
+        return Rendered(ids, placed, self.name, crossed=True, cut=cut)
+
+
+def _before_open_end(spans: list[Span], theirs: list[bytes], tokenizer: object) -> list[Span]:
+    """The spans that the teacher would cut in the same way whatever came next."""
+    ends, last = np.cumsum([len(piece) for piece in theirs]), open_end(tokenizer, b"".join(theirs))
+    return [span for span in spans if ends[span[3] - 1] <= last]
+
+
+def _without_stop(ids: np.ndarray, stop_ids: tuple[int, ...]) -> tuple[np.ndarray, bool]:
+    stopped = bool(ids.size) and int(ids[-1]) in stop_ids
+    return (ids[:-1] if stopped else ids), stopped
+
+
+def _reaches_both_ends(spans: list[Span], ours: int, theirs: int) -> bool:
+    return (spans[-1][1], spans[-1][3]) == (ours, theirs) if spans else not ours and not theirs
+
+
+def aligned_bytes(rollout: Rollout, text: Rendered, student: object, stop_ids: tuple[int, ...]) -> tuple[int, int]:
+    """(bytes of a response in spans, bytes of the response)."""
+    response, _ = _without_stop(rollout.response_ids, stop_ids)
+    sizes = np.array([len(piece) for piece in pieces(student, response)], dtype=np.int64)
+    inside = np.zeros(sizes.size, dtype=bool)
+    for s0, s1, _, _ in text.spans:
+        inside[s0 : min(s1, sizes.size)] = True
+    end = text.spans[-1][1] if text.spans else 0
+    inside[end : end + text.cut] = True  # what was left out at a cut is aligned, too
+    return int(sizes[inside].sum()), int(sizes.sum())

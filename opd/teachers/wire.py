@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from opd.errors import UserError
-from opd.text import plain
-from opd.types import Rendered
+from opd.common.errors import UserError
+from opd.common.text import plain
+from opd.records import Rendered
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 PROTOCOL = 1
 FRAME = "application/x-safetensors"

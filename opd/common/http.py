@@ -1,0 +1,400 @@
+"""One small HTTP client for everything that is asked of another machine: teachers and judges behind an address.
+
+    remote = Remote("http://127.0.0.1:8200", token_env="OPD_TOKEN")
+    remote.json("POST", "/v1/score", {"text": "…"})                     # an answer in JSON
+    remote.bytes("POST", "/score", body, accept="application/octet-stream")   # an answer in bytes, and its headers
+    remote.map([lambda: remote.json("GET", "/a"), …])                   # several at once, answers in order
+
+A server that is away, busy or being restarted is asked again, less and less often, until the patience runs out. Of several that
+serve the same, the one with the least to do is asked, and what one leaves unanswered goes to the others. The token comes
+from an environment variable and is never written anywhere. httpx is imported when the first question is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from opd.common.errors import OpdError, RecipeError, RemoteError, ServerAway
+from opd.common.text import first_line, plain
+from opd.registry import Address, OneOrMany
+
+if TYPE_CHECKING:
+    import httpx
+
+
+T = TypeVar("T")
+Body = bytes  # inside the class that is a method
+AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, ending or starting
+BUSY = {408, 425, 429}  # of these, what says that it is there
+FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
+SLICE = 0.5  # seconds after which a wait looks whether it should end
+QUOTED = 600  # characters of an answer that an error quotes
+UNSAFE = re.compile(r"//[^\s'\"]*@")  # name and password in an address
+LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
+
+
+def to_stderr(line: str) -> None:
+    print(f"opd: {plain(line)}", file=sys.stderr, flush=True)
+
+
+def nothing() -> None:
+    """There is nobody who could end a wait."""
+
+
+def address_of(text: str) -> str:
+    """An address as it is asked: http or https, a host, no name and password in it."""
+    shown = plain(UNSAFE.sub("//…@", text))
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise RecipeError(f"address {shown!r}: it has no port that can be. Such as http://127.0.0.1:8200.") from None
+    wrong = [
+        port == 0 and "port 0 is nobody's",
+        parts.scheme not in ("http", "https") and "it has to begin with http:// or https://",
+        not parts.hostname and "it names no host",
+        (parts.username or parts.password) is not None and "a password does not belong there: name it by `token_env`",
+        bool(parts.query or parts.fragment) and "it has to end with a path",
+        bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
+    ]
+    for reason in filter(None, wrong):
+        raise RecipeError(f"address {shown!r}: {reason}. Such as http://127.0.0.1:8200.")
+    return text.rstrip("/")
+
+
+def _is_a_variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", value):
+        raise ValueError("expected the name of an environment variable that holds the token, never the token itself")
+    return value
+
+
+def _apart(values: list[str]) -> list[str]:
+    if len(set(values)) < len(values):
+        raise ValueError("an address comes twice")
+    return values
+
+
+HttpAddress = Annotated[Address, AfterValidator(address_of)]
+Addresses = Annotated[list[HttpAddress], Field(min_length=1, max_length=64), AfterValidator(_apart), OneOrMany()]
+Variable = Annotated[str, AfterValidator(_is_a_variable)]
+
+
+def token_of(variable: str | None, address: str) -> str | None:
+    """The token that an environment variable holds."""
+    if variable is None:
+        return None
+    try:
+        token = os.environ.get(_is_a_variable(variable), "").strip()
+    except ValueError as error:
+        raise RemoteError(f"token_env: {error}.") from None
+    if not token:
+        raise RemoteError(f"token_env {variable!r}: this variable is not set. Put the token of {address} into it.")
+    if not (token.isascii() and token.isprintable()):
+        raise RemoteError(f"token_env {variable!r}: what it holds is no token: only visible ASCII characters are.")
+    return token
+
+
+@dataclass(eq=False)
+class OneServer:
+    """One of the servers that serve the same."""
+
+    address: str
+    client: httpx.Client | None = None
+    load: int = 0  # of what it is asked at this moment
+    done: int = 0  # of all that it was asked
+    away: bool = False
+    again: float = 0.0  # when it is worth another look
+    used: bool = False  # since somebody looked whether it still is the same
+    refused: bool = False  # it came back as another
+
+
+class Remote:
+    """`patience`: seconds that a server may be away; `retries`: how often a request that it fails at (500) is asked again.
+
+    `say` is told when a wait begins and ends; `check` is called during waits and may raise to end them. Of several addresses
+    each gets `concurrency` requests at once.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        token_env: str | None = None,
+        *,
+        timeout: float = 120.0,
+        retries: int = 4,
+        patience: float = 600.0,
+        concurrency: int = 8,
+        say: Callable[[str], None] = to_stderr,
+        check: Callable[[], None] = nothing,
+    ) -> None:
+        addresses = [address_of(one) for one in ([address] if isinstance(address, str) else address)]
+        self.places = [OneServer(one) for one in addresses]
+        self._only: OneServer | None = None
+        if importlib.util.find_spec("httpx") is None:
+            raise RemoteError(
+                f"{self.address} is asked through httpx, which is not installed: pip install 'opd[remote]'."
+            )
+        self._token = token_of(token_env, self.address)
+        self._timeout, self._retries, self._patience = timeout, retries, patience
+        self.concurrency, self._say, self._check = concurrency * len(self.places), say, check
+        self._lock, self._here = threading.Lock(), threading.local()
+        self._waiting = False
+        self.returns = 0  # how often the server was away and came back
+
+    @property
+    def address(self) -> str:
+        places = self.places if self._only is None else [self._only]
+        return ", ".join(place.address for place in places)
+
+    def json(self, method: str, path: str, body: Any = None, load: int = 1) -> Any:
+        found, _ = self.bytes(method, path, body, accept="application/json", load=load)
+        try:
+            return json.loads(found)
+        except ValueError:
+            raise self._error(method, path, f"no JSON: {self._quoted(found)}", "Is it the right server?") from None
+
+    def bytes(
+        self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream", load: int = 1
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """The answer's body and headers. Bytes are sent as they are, everything else as JSON.
+
+        `load`: how much work it is, by which several servers are balanced.
+        """
+        headers = {"Accept": accept}
+        content = body
+        if body is not None:
+            binary = isinstance(body, (bytes, bytearray, memoryview))
+            headers["Content-Type"] = "application/octet-stream" if binary else "application/json"
+            content = bytes(body) if binary else json.dumps(body).encode()
+        response = self._ask(method, path, content, headers, load)
+        if not response.is_success:
+            hint = {401: "Set the variable that `token_env` names to its token.", 404: "Is the name right?"}
+            raise self._error(
+                method,
+                path,
+                f"{response.status_code}: {self._quoted(response.content)}",
+                hint.get(response.status_code, "Mend the request or the server."),
+            )
+        return response.content, response.headers
+
+    def map(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Results in order; at most `concurrency` at once. The first error ends all of them."""
+        if len(calls) <= 1 or self.concurrency == 1:
+            return [call() for call in calls]
+        errors: list[BaseException] = []
+
+        def guarded(call: Callable[[], T]) -> T:
+            self._here.errors = errors
+            try:
+                _stop_after(errors)
+                return call()
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        with ThreadPoolExecutor(min(self.concurrency, len(calls)), thread_name_prefix="remote") as pool:
+            futures = [pool.submit(guarded, call) for call in calls]
+            try:
+                return [future.result() for future in futures]
+            except BaseException as error:
+                errors.append(error)  # Ctrl-C: whoever waits gives up
+                raise errors[0] from None
+
+    def close(self) -> None:
+        with self._lock:
+            for place in self.places:
+                if place.client is not None:
+                    place.client.close()
+                place.client = None
+
+    # Of several servers
+
+    @contextmanager
+    def only(self, place: OneServer) -> Iterator[None]:
+        """Ask this one alone, without waiting for it where there are others."""
+        self._only = place
+        try:
+            yield
+        finally:
+            self._only = None
+
+    @property
+    def looked_at(self) -> OneServer | None:
+        """The one that alone is asked now."""
+        return self._only
+
+    def check_used(self, check: Callable[[], None]) -> list[OneServer]:
+        """Each that answered since the last time has to pass. Found: those that are away, for whose answers nobody can vouch."""
+        away = []
+        for place in [place for place in self.places if place.used]:
+            try:
+                with self.only(place):
+                    check()
+            except ServerAway:
+                if len(self.places) == 1:
+                    raise
+                away.append(place)
+            place.used = False
+        return away
+
+    @property
+    def answered_by(self) -> OneServer | None:
+        """Who answered the last question of this thread."""
+        return vars(self._here).get("place")
+
+    def take_back(self, check: Callable[[], None]) -> None:
+        """Those that were away are looked at again. Who passes works with the others; who does not is left alone."""
+        if len(self.places) == 1 or self._only is not None:
+            return
+        for place in self.places:
+            if not place.away or place.refused or time.monotonic() < place.again:
+                continue
+            try:
+                with self.only(place):
+                    check()
+            except ServerAway:
+                continue
+            except (OpdError, ValueError) as error:
+                place.refused, place.used = True, False
+                self._say(f"{place.address} is back as another one, and is left alone: {first_line(error)}")
+
+    def _pick(self, load: int) -> OneServer:
+        """The one with the least to do. If all are away, they are tried in turn."""
+        with self._lock:
+            place = self._only
+            if place is None:
+                known = [place for place in self.places if not place.refused] or self.places
+                here = [place for place in known if not place.away]
+                place = min(here or known, key=lambda place: (place.load, place.again if place.away else place.done))
+            place.load, place.done = place.load + load, place.done + load
+            return place
+
+    # One request until it is answered
+
+    def _ask(
+        self, method: str, path: str, content: Body | None, headers: Mapping[str, str], load: int
+    ) -> httpx.Response:
+        import httpx
+
+        wait, failures = FIRST, 0
+        since: float | None = None  # when it was first found to be away
+        while True:
+            later, gone, place = 0.0, True, self._pick(load)
+            try:
+                response = self._client(place).request(method, place.address + path, content=content, headers=headers)
+            except httpx.InvalidURL as error:
+                raise RemoteError(f"{place.address} is no address: {first_line(error)}. Correct it.") from None
+            except httpx.TransportError as error:
+                reason = first_line(error) or type(error).__name__
+            else:
+                if response.status_code < 500 and response.status_code not in AWAY:
+                    self._is_back(place)
+                    self._here.place = place
+                    return response
+                failures += response.status_code not in AWAY
+                gone = response.status_code in AWAY - BUSY
+                reason = f"{response.status_code}: {self._quoted(response.content)}"
+                later = _retry_after(response.headers)
+            finally:
+                with self._lock:
+                    place.load -= load
+            if gone and self._is_away(place, reason):
+                continue
+            since = since or time.monotonic()
+            waited = time.monotonic() - since
+            if failures > self._retries:
+                raise self._error(method, path, reason, "The server fails at this request: see its log.")
+            if waited >= self._patience or (self._only is not None and len(self.places) > 1):
+                advice = f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow."
+                raise ServerAway(str(self._error(method, path, reason, advice)))
+            self._wait_begins(reason)
+            self._sleep(min(max(wait, later), max(self._patience - waited, FIRST)))
+            wait = min(wait * 2, LONGEST)
+
+    def _client(self, place: OneServer) -> httpx.Client:
+        import httpx
+
+        with self._lock:
+            if place.client is None:
+                host, most = urlsplit(place.address).hostname or "", self.concurrency
+                place.client = httpx.Client(
+                    headers={} if self._token is None else {"Authorization": f"Bearer {self._token}"},
+                    timeout=httpx.Timeout(self._timeout, connect=min(self._timeout, 10.0), pool=None),
+                    limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+                    trust_env=not LOOPBACK.fullmatch(host),  # a proxy cannot reach what listens here
+                    follow_redirects=False,  # the token is for this address alone
+                )
+            return place.client
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check()
+            _stop_after(vars(self._here).get("errors", ()))
+            time.sleep(min(left, SLICE))
+
+    def _is_away(self, place: OneServer, reason: str) -> bool:
+        """Whether others are there to take its work."""
+        with self._lock:
+            first, place.away = not place.away, True
+            place.again = time.monotonic() + LONGEST
+            others = not all(other.away or other.refused for other in self.places)
+        if first and others:
+            self._say(f"{place.address} is away ({reason}); the others take its work")
+        return others and self._only is None
+
+    def _wait_begins(self, reason: str) -> None:
+        with self._lock:
+            first, self._waiting = not self._waiting, True
+        if first:
+            self._say(
+                f"waiting for {self.address} ({reason}); going on when it is back, for up to {self._patience:g} s"
+            )
+
+    def _is_back(self, place: OneServer) -> None:
+        place.used = True
+        if not place.away and not self._waiting:
+            return
+        with self._lock:
+            first = place.away or self._waiting
+            if place.away:
+                place.done = max(other.done for other in self.places)  # it has nothing to catch up on
+            place.away = self._waiting = False
+            self.returns += first
+        if first:
+            self._say(f"{place.address} is back")
+
+    def say(self, line: str) -> None:
+        self._say(line)
+
+    def _error(self, method: str, path: str, found: str, advice: str) -> RemoteError:
+        return RemoteError(f"{self.address}: {method} {plain(path, 200)} was answered with {found}. {advice}")
+
+    def _quoted(self, body: Body) -> str:
+        """What a server said, without the token should it repeat it."""
+        text = body[: 4 * QUOTED].decode("utf-8", "replace")
+        return plain(text if self._token is None else text.replace(self._token, "…"), QUOTED) or "nothing"
+
+
+def _stop_after(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise RemoteError("given up, since another request failed")
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    found = headers.get("retry-after", "")
+    return min(float(found), LONGEST) if found.isdigit() else 0.0

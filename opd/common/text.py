@@ -1,0 +1,90 @@
+"""Text that comes from data, made fit to be shown: a prompt, a domain or a file's name may hold anything.
+
+    plain("[/x]\x1b[2J\n")       one line for a terminal, a log, a table's cell or a tracker's tag
+    printable("first\nsecond")   the same with line breaks kept: messages and files
+    cell("[/x]")                 a cell of a table or panel: rich reads no markup in it
+    inline_code("a `b`")         inline code of a Markdown page
+
+Escape sequences, other control characters, bidirectional overrides, invisible characters and lone surrogates are shown by
+their number, as Python writes them; what is long is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+LINE, CELL, PAGE = 2000, 60, 100_000  # characters that are shown of a line, a cell, a text of several lines
+HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories: control, format, surrogate, line and paragraph separator
+BLANKS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that look like nothing
+
+
+def plain(text: object, limit: int = LINE) -> str:
+    """One line without anything that a terminal acts on.
+
+    >>> plain("a\\x1b[31m\\nb")
+    'a\\\\x1b[31m\\\\nb'
+    """
+    return _cut("".join(map(_shown, str(text)[: limit + 1])), limit)
+
+
+def shortened(value: object, limit: int = CELL) -> str:
+    """A value as Python writes it, on one line and not long: for the repr of what holds it.
+
+    >>> shortened("a" * 100, 9)
+    "'aaaaaaa…"
+    """
+    if isinstance(value, str):  # which may be long
+        value = value[: limit + 1]
+    return plain(repr(value), limit)
+
+
+def printable(text: object, limit: int = PAGE) -> str:
+    """Several lines without anything that a terminal acts on. Ordinary text stays as it is, so files can be copied."""
+    return _cut("".join(letter if letter in "\n\t" else _shown(letter) for letter in str(text)[: limit + 1]), limit)
+
+
+def cell(text: object, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(plain(text, CELL), style=style)
+
+
+def inline_code(text: object) -> str:
+    """Inline code: the fence is longer than any run of backticks inside, so nothing gets out of it."""
+    shown = plain(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
+    return f"{fence}{shown}{fence}" if len(fence) == 1 and shown.strip() else f"{fence} {shown} {fence}"
+
+
+class PlainFormatter(logging.Formatter):
+    """Log messages quote data too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _shown(letter: str) -> str:
+    if letter == " " or not (unicodedata.category(letter) in HIDDEN or letter in BLANKS):
+        return letter
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """What is wrong, in short: a line that ends with a colon goes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
+
+
+def bytes_in_words(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

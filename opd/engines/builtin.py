@@ -1,0 +1,632 @@
+"""The built-in sampler: continuous batching over a fixed number of slots.
+
+    engine = Engine(student.inference_copy(), BuiltInSampler(), max_length=512, merge_stop=stop_ids)
+    for event in engine.sample(requests):        # a generator: requests are pulled as slots become free
+        ...                                      # SampledToken, SampledToken, …, Finished, of many requests interleaved
+
+    requests ──► free slots ──► prefill calls ──► decode steps, all slots at once ──► events
+                     ▲                                  │
+                     └──────────── finished ◄───────────┘
+
+A rollout depends on its request and the weights only, never on what shares the batch: see `draws` and `graphs`.
+Samples of one prompt share its prefill: all but its last piece is copied from a slot that holds it already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.common.errors import ModelError, TrainingError
+from opd.common.text import first_line
+from opd.divergences.projection import LANES
+from opd.engines.calls import Partner, PrefillRow, Results, Settings, Steps
+from opd.engines.cpu_layers import MklWeights
+from opd.engines.kinds import BuiltInSampler
+from opd.engines.requests import Drawn, RowSettings, check_context, copy_weights, draw, filters, sequence_ids, why_over
+from opd.engines.slots import SlotCache, SlotLayout, fewer_rows
+from opd.models.attention import Packed, Unknown
+from opd.models.language_model import LanguageModel
+from opd.models.routes import (
+    FOREIGN,
+    FOREIGN_LAYERS,
+    PackedRoute,
+    far,
+    narrow_windows,
+    switch_attention,
+    takes_our_attention,
+)
+from opd.records import Finished, SampledToken, SampleRequest, StopReason, WeightsRef
+
+NOTHING_YET = 0.001  # seconds until a source of requests is asked again
+SMALL_MODEL = 20_000_000  # parameters; below it a CPU step is bound by overhead, above it by arithmetic
+
+
+def choose_settings(model: LanguageModel, spec: BuiltInSampler, partner: Partner | None = None) -> Settings:
+    """Measured choices: a large model on a CPU gains nothing from wide prefills and loses by padding them, unless its weights are
+    packed and the padding is left out.
+    """
+    if model.device.type == "cuda":
+        slots, rows, chunk = 64, 16, 64
+    elif bound_by_overhead(model):
+        slots, rows, chunk = 64, 16, 16
+    else:
+        slots, rows, chunk = 16, 1, 32
+    even = max(even_rows(model), even_rows(partner.model) if partner else 1)  # powers of two
+    slots, chunk = (-(-count // even) * even for count in (spec.slots or slots, spec.prefill_chunk or chunk))
+    if rows == 1 and partner is None and torch.get_num_threads() == 1 and fewer_rows(model.module, slots, even):
+        rows = 4 if MklWeights(model).some else 1
+    return Settings(slots, spec.prefill_rows or rows, chunk, even)
+
+
+def bound_by_overhead(model: LanguageModel) -> bool:
+    """A step over twice as many slots takes hardly longer."""
+    size = sum(parameter.numel() for parameter in model.module.parameters())
+    return model.device.type != "cuda" and size < SMALL_MODEL
+
+
+def even_rows(model: LanguageModel) -> int:
+    """Slots and chunks are multiples of this, so that no activation ends within a vector: see `divergences.lanes`.
+
+    It is 1 on CUDA and for models whose widths are multiples of 64, as almost all are.
+    """
+    if model.device.type != "cpu":
+        return 1
+    widths = [tensor.shape[-1] for tensor in model.module.parameters() if tensor.dim()]
+    # one frequency per pair of a rotary embedding's sines and cosines
+    widths += [2 * tensor.shape[-1] for name, tensor in model.module.named_buffers() if name.endswith("inv_freq")]
+    lanes = LANES if model.dtype == torch.bfloat16 else LANES // 2
+    return lanes // math.gcd(lanes, *widths)
+
+
+@dataclass(eq=False)
+class Active:
+    """A request in a slot. `length` and `position` run ahead of what has been emitted."""
+
+    request: SampleRequest
+    slot: int
+    rows: deque[PrefillRow]  # of its prompt, not prefilled yet
+    length: int  # columns in use once everything launched so far is done, the token to be fed next included
+    position: int  # response tokens launched, the prefix included
+    ids: list[int]  # response ids emitted, the prefix included
+    head: Head | None  # all of its prompt but the last piece; None: it has one piece
+    source: Active | None = None  # whose slot holds that already
+    finished: bool = False
+
+    @property
+    def exhausted(self) -> bool:
+        return self.position - self.request.start >= self.request.sampling.max_new_tokens
+
+    @property
+    def copyable(self) -> bool:
+        """Whether its head is in its slot, once everything launched so far is done."""
+        return len(self.rows) <= 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The beginning of a prompt, as whole pieces, read with the weights of a version."""
+
+    ids: bytes
+    columns: int
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A call whose results have not been read: column of the results -> request."""
+
+    results: Results
+    columns: list[tuple[int, Active]]
+    version: int
+
+
+class Engine:
+    """Implements `types.TokenSampler`. One `sample` at a time; `load` may come between two events of it."""
+
+    manner = ""  # nothing is faster
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        spec: BuiltInSampler,
+        max_length: int,
+        *,
+        merge_stop: tuple[int, ...],
+        partner: Partner | None = None,
+    ) -> None:
+        check_context(model, max_length)
+        if partner is not None and partner.model.size < model.size:
+            raise ModelError(
+                f"teacher_mix: {partner.model.name} has {partner.model.size} ids, {model.name} {model.size}: it cannot "
+                "draw for it."
+            )
+        self.model, self.max_length, self.version = model, max_length, 0
+        self.settings = choose_settings(model, spec, partner)
+        self.steps = Steps(model, self.settings, max_length, merge_stop, spec.compile is True, partner)
+        self.lag = 1 if model.device.type == "cuda" else 0  # calls whose results stay unread while the next one runs
+        self.decode_steps = self.prefill_calls = self.prefill_rows = 0
+        self._busy = False
+
+    def load(self, weights: WeightsRef) -> None:
+        self.steps.products.forget()
+        copy_weights(self.model, weights)
+        self.version = weights.version
+
+    def sample(self, requests: Iterable[SampleRequest | None]) -> Iterator[SampledToken | Finished]:
+        """Events of all requests, interleaved: each request's tokens in order, then its `Finished`."""
+        if self._busy:
+            raise RuntimeError("this engine is sampling already; finish or close that generator first")
+        self._busy = True
+        try:
+            self.steps.products.begin()
+            yield from _Schedule(self, iter(requests)).run()
+        finally:
+            self.steps.products.end()
+            self._busy = False
+
+
+class _Schedule:
+    """One run of `Engine.sample`."""
+
+    def __init__(self, engine: Engine, requests: Iterator[SampleRequest | None]) -> None:
+        self.engine, self.steps, self.settings = engine, engine.steps, engine.settings
+        self.requests: Iterator[SampleRequest | None] | None = requests  # None: no more
+        self.free = list(range(self.settings.slots - 1, -1, -1))
+        self.waiting: deque[Active] = deque()  # in a slot, prompt not prefilled yet
+        self.decoding: dict[int, Active] = {}  # by slot
+        self.launched: deque[Launched] = deque()
+        self.holders: dict[Head, Active] = {}  # a request whose slot holds it, or will once its rows are launched
+        self.held: dict[int, Head] = {}  # by slot
+        self.lag = engine.lag
+        self.idle = 0  # slot-steps wasted since the last prefill
+
+    def run(self) -> Iterator[SampledToken | Finished]:
+        while True:
+            yield from self.admit()
+            while self.should_prefill():
+                self.prefill()
+            if self.decoding:
+                self.decode()
+            elif not self.launched:
+                if self.requests is None:
+                    return
+                time.sleep(NOTHING_YET)
+            keep = self.lag if self.decoding else 0
+            while len(self.launched) > keep:
+                yield from self.read(self.launched.popleft())
+
+    # Requests into slots
+
+    def admit(self) -> Iterator[Finished]:
+        while self.free and self.requests is not None:
+            try:
+                request = next(self.requests)
+            except StopIteration:
+                self.requests = None
+                return
+            if request is None:  # nothing yet
+                return
+            active = self.place(request)
+            over = self.ended(active)
+            if over is None:
+                self.free.pop()
+                self.share(active)
+                self.waiting.append(active)
+            else:  # an interrupted rollout whose last token was kept, but not the fact that it was the last
+                yield Finished(request.id, over)
+
+    def place(self, request: SampleRequest) -> Active:
+        sampling = request.sampling
+        ids, prefix = sequence_ids(request, self.engine.max_length)
+        slot, chunk = self.free[-1], self.settings.prefill_chunk
+        rows = deque(
+            PrefillRow(
+                ids[first : first + chunk], first, slot, first + chunk >= ids.size, request.key, prefix.size, sampling
+            )
+            for first in range(0, ids.size, chunk)
+        )
+        columns = rows[-1].first
+        head = Head(ids[:columns].tobytes(), columns, self.engine.version) if columns else None
+        return Active(request, slot, rows, ids.size, prefix.size, prefix.tolist(), head)
+
+    def share(self, active: Active) -> None:
+        """It takes its head from a slot that holds it, or becomes the one from which others take it."""
+        if active.slot in self.held and self.held[active.slot] != active.head:  # what the slot held is overwritten
+            lost = self.held.pop(active.slot)
+            if lost in self.holders and self.holders[lost].slot == active.slot:
+                del self.holders[lost]
+            for other in self.waiting:
+                if other.source is not None and other.source.slot == active.slot:
+                    self.read_whole(other)
+        if active.head is None:
+            return
+        active.source = self.holders.get(active.head)
+        if active.source is None:
+            self.hold(active)
+        else:
+            active.rows = deque([active.rows[-1]])
+
+    def hold(self, active: Active) -> None:
+        assert active.head is not None
+        self.holders[active.head], self.held[active.slot] = active, active.head
+
+    def read_whole(self, active: Active) -> None:
+        """Its head is not to be had any more."""
+        active.source, (last,) = None, active.rows
+        ids, _ = sequence_ids(active.request, self.engine.max_length)
+        chunk = self.settings.prefill_chunk
+        head = (
+            replace(last, ids=ids[first : first + chunk], first=first, last=False)
+            for first in range(0, last.first, chunk)
+        )
+        active.rows = deque([*head, last])
+
+    # Calls
+
+    def should_prefill(self) -> bool:
+        """At once when the rows fill a call or nothing else is running; otherwise when waiting has become as dear.
+
+        A call costs about one decode step, and dummy rows are its waste; idle slots are the waste of waiting.
+        """
+        rows = sum(len(active.rows) for active in self.waiting)
+        if rows == 0:
+            return False
+        wasted = self.settings.slots * (1 - rows / self.settings.prefill_rows)
+        return not self.decoding or self.idle >= wasted
+
+    def prefill(self) -> None:
+        rows: list[PrefillRow] = []
+        columns: list[tuple[int, Active]] = []
+        for active in self.ready():
+            while active.rows and len(rows) < self.settings.prefill_rows:
+                rows.append(active.rows.popleft())
+            if not active.rows:
+                columns.append((len(rows) - 1, active))
+        copied = [active for _, active in columns if active.source is not None]
+        self.steps.copy([(a.source.slot, a.slot, a.head.columns) for a in copied if a.source and a.head])
+        results = self.steps.prefill(rows)
+        self.waiting = deque(active for active in self.waiting if active.rows)
+        for active in self.waiting:
+            if active.source is None and active.rows[0].first > 0:
+                self.steps.park(active.slot)
+        self.engine.prefill_calls += 1
+        self.engine.prefill_rows += len(rows)
+        self.idle = 0
+        for active in copied:
+            self.hold(active)
+        for _, active in columns:
+            self.decoding[active.slot] = active
+        self.note(results, columns)
+
+    def ready(self) -> list[Active]:
+        """Requests that a call can take: what others hold for them has to be there before it."""
+        for active in self.waiting:
+            if active.source is not None and active.head is not None and active.head.version != self.engine.version:
+                self.read_whole(active)
+        return [active for active in self.waiting if active.source is None or active.source.copyable]
+
+    def decode(self) -> None:
+        longest = max(active.length for active in self.decoding.values())
+        filtered = any(filters(active.request.sampling) for active in self.decoding.values())
+        self.idle += self.settings.slots - len(self.decoding)
+        results = self.steps.decode(longest, filtered, self.decoding)
+        self.engine.decode_steps += 1
+        self.note(results, list(self.decoding.items()))
+
+    def note(self, results: Results, columns: list[tuple[int, Active]]) -> None:
+        """A call that will draw a token for each of these was launched. Who has no more to come frees the slot now."""
+        self.launched.append(Launched(results, columns, self.engine.version))
+        for _, active in columns:
+            active.length += 1
+            active.position += 1
+            if active.exhausted:
+                self.release(active)
+
+    def release(self, active: Active) -> None:
+        if self.decoding.get(active.slot) is active:  # else the slot is free already, or has a new tenant
+            del self.decoding[active.slot]
+            self.free.append(active.slot)
+
+    # Results into events
+
+    def read(self, launched: Launched) -> Iterator[SampledToken | Finished]:
+        values = launched.results.numpy()
+        tokens, (logprobs, sampled, stops) = values[0].astype(np.int64).tolist(), values[1:].tolist()
+        version = launched.version
+        for column, active in launched.columns:
+            if active.finished:  # it stopped one step ago, and this one was under way
+                continue
+            token, logprob = tokens[column], logprobs[column]
+            if math.isnan(logprob):
+                self.steps.clear()  # NaNs would outlive the weights that made them
+                raise TrainingError(
+                    f"request {active.request.id!r}: the policy's logits (version {version}) are not finite."
+                )
+            active.ids.append(token)
+            yield SampledToken(active.request.id, token, logprob, sampled[column], stops[column], version)
+            over = self.ended(active)
+            if over is not None:
+                active.finished = True
+                self.release(active)
+                yield Finished(active.request.id, over)
+
+    def ended(self, active: Active) -> StopReason | None:
+        return why_over(active.ids, active.request, self.engine.model.tokenizer)
+
+
+# Which sampler a model gets: the engine where its keys and values fit into slots, else one request at a time.
+
+
+log = logging.getLogger(__name__)
+
+LENGTH = 9  # tokens of each of the probe's two sequences
+
+
+def open_sampler(
+    model: LanguageModel,
+    spec: BuiltInSampler,
+    max_length: int,
+    *,
+    merge_stop: tuple[int, ...],
+    partner: Partner | None = None,
+) -> Engine | PlainSampler:
+    """The sampler takes the model over: give it an `inference_copy`. It gets as many of its slots as there is memory for."""
+    if partner is not None:
+        require_slots([model, partner.model], max_length)
+    why = unfit_for_slots(model, max_length)
+    if why:
+        return PlainSampler(model, max_length, merge_stop=merge_stop, why=why)
+    while True:
+        try:
+            return Engine(model, spec, max_length, merge_stop=merge_stop, partner=partner)
+        except torch.OutOfMemoryError:
+            slots = choose_settings(model, spec, partner).slots
+            if slots == 1:
+                raise
+        log.warning("%s: no memory for %s slots; trying half as many", model.name, slots)
+        spec = spec.model_copy(update={"slots": slots // 2})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def require_slots(models: Sequence[LanguageModel], max_length: int) -> None:
+    """Refuse models that cannot read along with each other, token by token."""
+    for model in models:
+        why = unfit_for_slots(model, max_length)
+        if why:
+            raise ModelError(
+                f"rollout.teacher_mix draws from two models at once, and {model.name} samples one request at a time "
+                f"({why}). Set teacher_mix: 0."
+            )
+
+
+def unfit_for_slots(model: LanguageModel, max_length: int) -> str:
+    """Why a model cannot sample through slots, or nothing."""
+    route = model.route
+    if not isinstance(route, PackedRoute):
+        return route.why
+    if not takes_our_attention(model):
+        return FOREIGN_LAYERS
+    if route.limit is not None and max_length > route.limit:
+        return (
+            f"sequences of {max_length} tokens are longer than the {route.limit} for which its rotary frequencies are "
+            "fixed"
+        )
+    return _wrong_in_slots(model)
+
+
+def _wrong_in_slots(model: LanguageModel) -> str:
+    try:
+        with torch.no_grad(), narrow_windows(model.module):
+            pairs = _probe(model)
+    except Unknown as reason:
+        return str(reason)
+    except torch.OutOfMemoryError:
+        raise
+    except FOREIGN as error:
+        return f"it does not take our cache ({first_line(error)})"
+    wrong = any(far(ours, whole, model.dtype) for ours, whole in pairs)
+    return "its cache is not plain keys and values" if wrong else ""
+
+
+def _probe(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
+    """Two slots, prefilled in pieces and decoded at different columns, against both sequences at once."""
+    device = model.device
+    ids_T = torch.linspace(1, model.size - 1, 2 * LENGTH, device=device).long()
+    first, second = ids_T.roll(LENGTH // 2).split(LENGTH)
+    whole = model.project(model.hidden(torch.cat([first, second]), Packed.of([LENGTH] * 2, device))).logits()
+    cache = SlotCache(model.module.config.num_hidden_layers, slots=3, width=2 * LENGTH)
+
+    def call(ids: Tensor, slots: list[int], columns: Tensor, in_order: bool) -> Tensor:
+        cache.layout = layout = SlotLayout(torch.tensor(slots, device=device), columns, 2 * LENGTH, in_order)
+        out = model.backbone(
+            input_ids=ids, position_ids=columns, past_key_values=cache, use_cache=True, layout=layout
+        ).last_hidden_state
+        return model.project(out.flatten(0, 1)).logits()
+
+    span = torch.arange(LENGTH, device=device)
+    begun = call(torch.stack([first[:6], second[:6]]), [0, 1], span[:6].repeat(2, 1), in_order=False)
+    more = call(second[None, 6:8], [1], span[None, 6:8], in_order=False)
+    decoded = call(torch.stack([first[6:7], second[8:9]]), [0, 1], torch.stack([span[6:7], span[8:9]]), in_order=True)
+    return [
+        (begun, torch.cat([whole[:6], whole[LENGTH : LENGTH + 6]])),
+        (more, whole[LENGTH + 6 : LENGTH + 8]),
+        (decoded, torch.stack([whole[6], whole[LENGTH + 8]])),
+    ]
+
+
+# The sampler for models whose state does not fit into slots: one request at a time, through the model's own cache.
+#
+# Slower than the engine, and as right: the draws are the engine's (see `draws` and `sampling`), so a rollout depends on
+# its request and the weights only. Used for recurrent and hybrid models, for attention that does not come through
+# transformers' interface, and for sequences beyond a rotary limit.
+
+
+PROBED = 64  # tokens of the sequence that a cache is tried with
+DRIFT = 2e-3  # nats; rounding gives 1e-4 in fp32
+STEP, SMALL = "dt_bias", -9.2  # softplus(-9.2) = 0.0001, a tenth of what Nemotron-H bounds steps by
+CACHES = ("past_key_values", "cache_params", "state")  # what stock classes call their cache, in and out
+
+
+class PlainSampler:
+    """Implements `types.TokenSampler`. It takes the model over: give it an `inference_copy`."""
+
+    def __init__(self, model: LanguageModel, max_length: int, *, merge_stop: tuple[int, ...], why: str = "") -> None:
+        check_context(model, max_length)
+        self.model, self.max_length, self.version = model, max_length, 0
+        switch_attention(model.module, model.own_attention)
+        stop = [index for index in merge_stop if index < model.size]
+        self.stop = torch.tensor(stop, dtype=torch.int64, device=model.device)
+        self.cached = self._cache_is_right()
+        self.why = why  # not through slots
+
+    @property
+    def manner(self) -> str:
+        how = "through its own cache" if self.cached else "reading the whole sequence for every token"
+        return f"samples one request at a time, {how}, which is slower: {self.why}"
+
+    def load(self, weights: WeightsRef) -> None:
+        copy_weights(self.model, weights)
+        self.version = weights.version
+
+    def sample(self, requests: Iterable[SampleRequest | None]) -> Iterator[SampledToken | Finished]:
+        """Events of one request after the other: its tokens, then its `Finished`."""
+        for request in requests:
+            if request is None:  # nothing yet
+                time.sleep(NOTHING_YET)
+                continue
+            yield from self._answer(request)
+
+    def _answer(self, request: SampleRequest) -> Iterator[SampledToken | Finished]:
+        sequence, prefix = sequence_ids(request, self.max_length)
+        ids, response = sequence.tolist(), prefix.tolist()
+        reader = Reader(self)
+        over = why_over(response, request, self.model.tokenizer)
+        while over is None:
+            drawn = self._draw(reader.read(ids), request, len(response))
+            token, logprob = int(drawn.token), float(drawn.logprob)
+            if math.isnan(logprob):
+                raise TrainingError(
+                    f"request {request.id!r}: the policy's logits (version {self.version}) are not finite."
+                )
+            ids.append(token)
+            response.append(token)
+            sampled, stop = float(drawn.logprob_sampled), float(drawn.logprob_stop)
+            yield SampledToken(request.id, token, logprob, sampled, stop, self.version)
+            over = why_over(response, request, self.model.tokenizer)
+        yield Finished(request.id, over)
+
+    @torch.inference_mode()
+    def _draw(self, logits_V: Tensor, request: SampleRequest, position: int) -> Drawn:
+        sampling, device = request.sampling, self.model.device
+
+        def row(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=device)
+
+        settings = RowSettings(
+            temperature=row(sampling.temperature, torch.float32),
+            top_p=row(sampling.top_p, torch.float32),
+            top_k=row(sampling.top_k, torch.int64),
+            key=row(request.key, torch.int64),
+            position=row(position, torch.int64),
+        )
+        return draw(logits_V[None], settings, self.stop, filters(sampling))
+
+    def _cache_is_right(self) -> bool:
+        """Token by token through the cache against the whole sequence at once; a cache that fails is not used.
+
+        A recurrence may drift by a little with every token, so there are many; and its steps are made as small as training
+        may make them, because some classes bound them in the one pass and not in the other.
+        """
+        if self.model.dtype != torch.float32 and bounded_steps(self.model.module):
+            return False  # the drift would be lost in the rounding of a comparison
+        longest = min(PROBED, self.model.context, self.model.route.limit or PROBED)
+        ids = torch.linspace(1, self.model.size - 1, longest).long().tolist()
+        stepwise, begun = Reader(self, cached=True), min(5, longest - 1)
+        try:
+            with small_steps(self.model.module):
+                whole = Reader(self, cached=False).read_all(ids)
+                stepwise.read(ids[:begun])
+                ours = torch.stack([stepwise.read(ids[:length]) for length in range(begun + 1, longest + 1)])
+        except torch.OutOfMemoryError:
+            raise
+        except FOREIGN:
+            return False
+        return not drifted(ours, whole[begun:], self.model.dtype)
+
+
+def drifted(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits (N, V) through a cache give other log-probs than those of the whole sequence."""
+    if dtype != torch.float32:
+        return far(ours, stock, dtype)
+    return not bool((ours.log_softmax(-1) - stock.log_softmax(-1)).abs().max() <= DRIFT)
+
+
+def bounded_steps(module: Any) -> bool:
+    """Whether layers bound the steps of their recurrence (Nemotron-H, Zamba 2), which their cached form may leave out."""
+    limits = [vars(part).get("time_step_limit") for part in module.modules()]
+    return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
+
+
+@contextmanager
+def small_steps(module: Any) -> Iterator[None]:
+    """Every other head of a Mamba 2 layer takes steps of 0.0001 in here; the tensors themselves stay as they are."""
+    before = [(part, part._parameters[STEP]) for part in module.modules() if part._parameters.get(STEP) is not None]
+    try:
+        for part, bias in before:
+            small = bias.detach().clone()
+            small[::2] = SMALL
+            part._parameters[STEP] = torch.nn.Parameter(small, requires_grad=False)
+        yield
+    finally:
+        for part, bias in before:
+            part._parameters[STEP] = bias
+
+
+class Reader:
+    """Reads one growing sequence.
+
+    Without a cache the whole of it is read again for every token: slow, and always right.
+    """
+
+    def __init__(self, sampler: PlainSampler, cached: bool | None = None) -> None:
+        self.model = sampler.model
+        self.cached = sampler.cached if cached is None else cached
+        self._cache: dict[str, Any] = {}
+        self._known = 0  # tokens the cache holds
+        self._positions = "position_ids" in inspect.signature(self.model.backbone.forward).parameters
+
+    def read(self, ids: list[int]) -> Tensor:
+        """Logits (V,) of the token after `ids`, which extend those of the call before."""
+        return self.read_all(ids, last=1)[0]
+
+    @torch.inference_mode()
+    def read_all(self, ids: list[int], last: int = 0) -> Tensor:
+        """Logits (N, V) after each of the tokens that are new, or after the `last` of them."""
+        if self._frequencies_change(len(ids)):
+            self._cache, self._known = {}, 0
+        device = self.model.device
+        given = {"position_ids": torch.arange(self._known, len(ids), device=device)[None]} if self._positions else {}
+        fresh = torch.tensor([ids[self._known :]], device=device)
+        out = self.model.backbone(input_ids=fresh, use_cache=self.cached, **given, **self._cache)
+        if self.cached:
+            self._cache = {name: out[name] for name in CACHES if name in out}
+            self._known = len(ids) if self._cache else 0
+        return self.model.project(out.last_hidden_state[0, -last:]).logits()
+
+    def _frequencies_change(self, length: int) -> bool:
+        """Beyond its limit longrope turns all positions by other frequencies: what the cache holds is read again."""
+        limit = self.model.route.limit
+        return limit is not None and self._known <= limit < length

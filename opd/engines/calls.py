@@ -1,0 +1,490 @@
+"""The calls the sampler makes on the device, with fixed shapes: prefill (rows, chunk), decode (slots, 1), and copies.
+
+Everything a call needs lies in static tensors on the device and everything it changes is changed there, so a CUDA
+graph can replay it and the host can run ahead: a drawn token is the next step's input before the host has seen it.
+On the CPU the same functions run as they are.
+
+Fixed shapes are also what makes a rollout independent of its neighbours: the rounding of a matrix product depends on
+the number of rows, never on what the other rows hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.common.text import first_line
+from opd.engines.cpu_layers import LeanLayers, MklWeights
+from opd.engines.gpu_layers import PROBED, DecodeLayers, agree, probe
+from opd.engines.requests import Drawn, RowSettings, draw, filters, kept
+from opd.engines.slots import SlotCache, SlotLayout, any_rows, fewer_rows, fused_decoding, fused_drawing
+from opd.models.cuda_graphs import Recorder, on_device, on_stream, own_stream, record, waits_for_the_device
+from opd.models.fused_layers import stock_layers
+from opd.models.language_model import LanguageModel
+from opd.records import Sampling
+
+log = logging.getLogger(__name__)
+
+CPU_SPAN = 64  # decode reads a multiple of this many columns
+LANES = 16  # columns of slots that are shorter than that: all are read every time
+CUDA_SPAN = 256  # and on CUDA this many, doubled as often as needed: one graph each
+COMPILED_SPAN = 1024  # each span is compiled anew
+FIELDS = ("first", "count", "slot", "target", "key", "position", "top_k")  # integers of a prefill row, behind its ids
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine chose, or was told."""
+
+    slots: int
+    prefill_rows: int
+    prefill_chunk: int
+    even: int = 1  # slots and chunks are multiples of this
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """A piece of a prompt. The last piece draws the first new token and starts the slot."""
+
+    ids: np.ndarray  # (at most chunk,)
+    first: int  # column of ids[0]
+    slot: int
+    last: bool
+    key: int
+    position: int  # of the token to be drawn, in the response
+    sampling: Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Partner:
+    """A second model that reads along: tokens are drawn from (1 - share) * the first + share * this one."""
+
+    model: LanguageModel
+    share: float
+
+
+class Steps:
+    """Cache, slot state and the two calls. Slot number `slots` is scratch: dummy rows write there and nobody reads."""
+
+    def __init__(
+        self, model: LanguageModel, settings: Settings, max_length: int, stop: tuple[int, ...], compiled: bool,
+        partner: Partner | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.settings, self.partner = model, model.device, settings, partner
+        self.max_length, entries = max_length, settings.slots + 1
+        step = CPU_SPAN if self.device.type == "cuda" or max_length > CPU_SPAN else LANES
+        self.width = -(-max_length // step) * step
+        self.cache = SlotCache(model.module.config.num_hidden_layers, entries, self.width)
+        self.partner_cache: SlotCache | None = None
+        if partner is not None:
+            self.partner_cache = SlotCache(partner.model.module.config.num_hidden_layers, entries, self.width)
+        self.stop = torch.tensor([index for index in stop if index < model.size], dtype=torch.int64, device=self.device)
+        # Slot state, one entry per slot and one for scratch. `token` is the next input, `column` where it belongs.
+        self.token, self.column = self._zeros(entries), self._zeros(entries)
+        self.slot_settings = RowSettings(
+            temperature=self._zeros(entries, torch.float32),
+            top_p=self._zeros(entries, torch.float32) + 1,
+            top_k=self._zeros(entries),
+            key=self._zeros(entries),
+            position=self._zeros(entries),
+        )
+        # Inputs and outputs of the calls.
+        rows, chunk = settings.prefill_rows, settings.prefill_chunk
+        self._prefill_ints = self._zeros((rows, chunk + len(FIELDS)))
+        self._prefill_floats = self._zeros((rows, 2), torch.float32)
+        self._prefill_out = self._zeros((4, rows), torch.float64)
+        self._copy_slots = self._zeros((2, rows))
+        self._decode_out = self._zeros((4, entries), torch.float64)
+        self._all_slots = torch.arange(settings.slots, device=self.device)
+        self._chunk = torch.arange(chunk, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self.calls = RecordedCalls(model.name, self.device, self.state) if on_gpu else None
+        self._fewer = fewer_rows(model.module, settings.slots, settings.even) if not on_gpu and partner is None else []
+        self._alike: set[tuple[str, int, int, bool, int]] = set()  # made without what is idle: see `_shorter`
+        self._unlike: set[str] = set()  # those that have to be made whole
+        self.products = MklWeights(model)
+        self._decoding = fused_decoding(self.device, compiled=False)
+        self._decode_hidden: Callable[..., Tensor] = self._hidden
+        self._decode_draw: Callable[..., Drawn] = draw
+        self._draw_rows = fused_drawing(self.device)
+        self._span_step, self._span_doubles = (CUDA_SPAN, True) if on_gpu else (CPU_SPAN, False)
+        self._lean: LeanLayers | None = None
+        self.prefill([])  # allocates the cache; rows are dummies
+        self._lean = LeanLayers.proven(model, self._hidden, self.cache)
+        if self._lean is not None:
+            self.products.join(self._lean.joined)
+        if settings.even == 1 and self.products.covers(model.backbone):
+            self._fewer = any_rows(self._fewer)
+        self.writes_out = False  # whether decode steps go through layers written out
+        self._layers = DecodeLayers.of(model, self._decoding["room"]) if self._decoding and not compiled else None
+        if self._layers is not None:
+            self._write_out_layers()
+        if compiled:
+            self._compile()
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What a call leaves for the next one, besides keys and values."""
+        return [self.token, self.column, *vars(self.slot_settings).values()]
+
+    def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _compile(self) -> None:
+        if self.device.type != "cuda":
+            log.warning("sampler.compile is for CUDA devices; on %s the decode step runs as it is", self.device)
+        else:
+            stock_layers(self.model.module)
+            self._decoding, self._draw_rows = fused_decoding(self.device, compiled=True), None
+            self._span_step = COMPILED_SPAN
+            dynamo = torch._dynamo.config  # the limit counts spans and engines together
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+            self._decode_hidden = torch.compile(self._hidden, dynamic=False, fullgraph=True)
+            self._decode_draw = torch.compile(draw, dynamic=False, fullgraph=True)
+
+    # Called by the engine
+
+    def prefill(self, rows: Sequence[PrefillRow]) -> Results:
+        """One call. Result column i belongs to rows[i]; it means something only where the row is a prompt's last."""
+        ints, floats = self._pack(rows)
+        self._upload(self._prefill_ints, ints)
+        self._upload(self._prefill_floats, floats)
+        end = max((row.first + len(row.ids) for row in rows), default=1)
+        filtered = any(filters(row.sampling) for row in rows)
+        span, (count, used) = self._span(end), self._used(rows)
+        if (count, used) == (self.settings.prefill_rows, self.settings.prefill_chunk):
+            self._launch("prefill", self._prefill_step, span, filtered)
+        else:
+            short, whole = (partial(self._prefill_step, span, filtered, *some) for some in ([count, used], []))
+            self._shorter(("prefill", used, span, filtered, count), short, whole)
+        return Results(self._prefill_out)
+
+    def decode(self, longest: int, filtered: bool, live: Collection[int] | None = None) -> Results:
+        """One token for every slot, or at least for those that are `live`. Result column i belongs to slot i.
+
+        `longest`: columns in use by the longest live slot, this step's included.
+        """
+        span, rows = self._span(longest), self._some(live)
+        if rows is None:
+            self._launch("decode", self._decode_step, span, filtered)
+        else:
+            real = rows[rows < self.settings.slots]
+            self._shorter(
+                ("decode", len(rows), span, filtered, 1),
+                lambda: self._decode_some(rows, span, filtered)[: len(real)],
+                lambda: self._decode_step(span, filtered)[real],
+            )
+        return Results(self._decode_out)
+
+    def copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(from slot, to slot, columns): keys and values. A few columns more do no harm: nobody has read them yet."""
+        moves = [move for move in moves if move[0] != move[1]]
+        if not moves:
+            return
+        slots = np.full((2, self.settings.prefill_rows), self.settings.slots, dtype=np.int64)
+        slots[:, : len(moves)] = np.array(moves).T[:2]
+        self._upload(self._copy_slots, slots)
+        self._launch("copy", self._copy_step, self._span(max(columns for *_, columns in moves)), False)
+
+    def park(self, slot: int) -> None:
+        """Keep a slot that is only partly prefilled out of harm's way: idle slots write too, and here it does none."""
+        self.column[slot].fill_(self.max_length - 1)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        self.cache.reset()
+        if self.partner_cache is not None:
+            self.partner_cache.reset()
+
+    # The two calls
+
+    @torch.no_grad()
+    def _prefill_step(self, span: int, filtered: bool, count: int | None = None, used: int | None = None) -> Tensor:
+        """The logits. `count`: how many rows are read, and `used`: how many of their tokens, if not all."""
+        chunk, ints = self.settings.prefill_chunk, self._prefill_ints[:count]
+        ids = ints[:, : used or chunk]
+        fields = dict(zip(FIELDS, ints[:, chunk:].unbind(1), strict=True))
+        # Padding behind a prompt's end goes to columns that decoding overwrites before anyone reads them.
+        columns = self._in_bounds(fields["first"][:, None] + self._chunk[:used])
+        hidden = self._hidden(ids, SlotLayout(fields["slot"], columns, span, in_order=False))
+        last = hidden[torch.arange(ids.shape[0], device=self.device), fields["count"] - 1]
+        temperature, top_p = self._prefill_floats[:count].unbind(1)
+        settings = RowSettings(temperature, top_p, fields["top_k"], fields["key"], fields["position"])
+        other = self._other(ids, SlotLayout(fields["slot"], columns, span, in_order=False), fields["count"] - 1)
+        logits = self.products.logits(self.model.project(last))
+        drawn = self._drawn(draw, logits, settings, filtered, other)
+        target = fields["target"]
+        self.token[target] = drawn[0].long()
+        self.column[target] = fields["first"] + fields["count"]
+        self.slot_settings.temperature[target] = temperature
+        self.slot_settings.top_p[target] = top_p
+        self.slot_settings.top_k[target] = settings.top_k
+        self.slot_settings.key[target] = settings.key
+        self.slot_settings.position[target] = settings.position + 1
+        self._prefill_out[:, :count].copy_(drawn)
+        return logits
+
+    @torch.no_grad()
+    def _decode_step(self, span: int, filtered: bool) -> Tensor:
+        """The logits."""
+        slots = self.settings.slots
+        token, column, state = self.token[:slots], self.column[:slots], self.slot_settings
+        layout = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
+        hidden = self._decode_hidden(token[:, None], layout)
+        settings = RowSettings(
+            *(tensor[:slots] for tensor in (state.temperature, state.top_p, state.top_k, state.key, state.position))
+        )
+        beside = SlotLayout(self._all_slots, column[:, None], span, in_order=True, **self._decoding)
+        other = self._other(token[:, None], beside, self._all_slots * 0)
+        logits = self.products.logits(self.model.project(hidden[:, 0]))
+        drawn = self._drawn(self._decode_draw, logits, settings, filtered, other)
+        token.copy_(drawn[0])
+        column.copy_(self._in_bounds(column + 1))
+        settings.position.add_(1)
+        self._decode_out[:, :slots].copy_(drawn)
+        return logits
+
+    def _decode_some(self, rows: Tensor, span: int, filtered: bool) -> Tensor:
+        """The same for some slots: idle ones take as long as others."""
+        token, column, state = self.token[rows], self.column[rows], self.slot_settings
+        hidden = self._hidden(token[:, None], SlotLayout(rows, column[:, None], span, in_order=False))
+        settings = RowSettings(*(tensor[rows] for tensor in vars(state).values()))
+        logits = self.products.logits(self.model.project(hidden[:, 0]))
+        drawn = self._drawn(draw, logits, settings, filtered, None)
+        self.token[rows], self.column[rows] = drawn[0].long(), self._in_bounds(column + 1)
+        state.position[rows] = settings.position + 1
+        self._decode_out[:, rows] = drawn
+        return logits
+
+    def _shorter(
+        self, how: tuple[str, int, int, bool, int], short: Callable[[], Tensor], whole: Callable[[], Tensor]
+    ) -> None:
+        """The short way where it gives the logits of the whole one, which is a question of shapes and of the library that
+        multiplies. First both are gone, and the whole one counts.
+        """
+        with torch.inference_mode(), self.products.routed():
+            if how in self._alike:
+                short()
+                return
+            saved = [tensor.clone() for tensor in self.state]
+            found = short()
+            for tensor, before in zip(self.state, saved, strict=True):
+                tensor.copy_(before)
+            if torch.equal(found, whole()[: len(found)]):
+                self._alike.add(how)
+            elif how[0] == "decode" and how[1] not in fewer_rows(self.model.module, self.settings.slots, 1):
+                self._fewer.remove(how[1])  # of those that `any_rows` has added: says nothing of others
+            else:
+                self._unlike.add(how[0])
+
+    def _some(self, live: Collection[int] | None) -> Tensor | None:
+        """These slots, filled up with the scratch one to half of them all, or a quarter, and so on; None: all slots.
+
+        Threads cut tensors where their sizes say, and what lies at an edge is computed by other instructions: one only.
+        """
+        count = next((count for count in self._fewer if live is not None and count >= len(live)), None)
+        if live is None or count is None or "decode" in self._unlike or torch.get_num_threads() > 1:
+            return None
+        return torch.tensor([*live, *[self.settings.slots] * (count - len(live))])
+
+    def _used(self, rows: Sequence[PrefillRow]) -> tuple[int, int]:
+        """How many rows hold any tokens (all, unless weights are packed), and how many of theirs do, in fours; or all."""
+        most, chunk, step = self.settings.prefill_rows, self.settings.prefill_chunk, max(4, self.settings.even)
+        if not rows or not self._fewer or "prefill" in self._unlike or torch.get_num_threads() > 1:
+            return most, chunk
+        count = 1 << (len(rows) - 1).bit_length() if self.products.some else most
+        used = -(-max(len(row.ids) for row in rows) // step) * step
+        return min(count, most), min(used, chunk)
+
+    @torch.no_grad()
+    def _copy_step(self, span: int, filtered: bool) -> None:
+        source, target = self._copy_slots.unbind(0)
+        for cache in (self.cache, self.partner_cache):
+            for layer in cache.layers if cache is not None else ():
+                for tensor in (layer.keys, layer.values):
+                    near = tensor[:, :, :span]
+                    near[target] = near[source]
+
+    def _hidden(self, ids: Tensor, layout: SlotLayout) -> Tensor:
+        """(B, Q) -> (B, Q, D)"""
+        if self._lean is not None and not self._lean.hooked:
+            return self._lean(ids, layout, self.cache)
+        self.cache.layout = layout
+        out = self.model.backbone(
+            input_ids=ids, position_ids=layout.columns, past_key_values=self.cache, use_cache=True, layout=layout
+        )
+        return out.last_hidden_state
+
+    def _written_out(self, ids: Tensor, layout: SlotLayout) -> Tensor:
+        """The same for one token per slot, kernel by kernel."""
+        assert self._layers is not None
+        return self._layers(ids[:, 0], layout, self.cache)[:, None]
+
+    def _write_out_layers(self) -> None:
+        how = self._all_slots, self.model.size, self._span(PROBED), self._decoding
+        with torch.cuda.device(self.device):
+            right = agree(probe(self._written_out, *how), probe(self._hidden, *how))
+        if right:
+            self.writes_out, self._decode_hidden = True, self._written_out
+        else:
+            log.warning(
+                "%s: its layers compute something of their own, so that decode steps take longer", self.model.name
+            )
+
+    def _other(self, ids: Tensor, layout: SlotLayout, last: Tensor) -> Tensor | None:
+        """The partner's logits behind the last token of each row; it reads the same tokens into a cache of its own."""
+        cache = self.partner_cache
+        if self.partner is None or cache is None:
+            return None
+        cache.layout = layout
+        out = self.partner.model.backbone(
+            input_ids=ids, position_ids=layout.columns, past_key_values=cache, use_cache=True, layout=layout
+        )
+        rows = torch.arange(ids.shape[0], device=self.device)
+        return self.partner.model.project(out.last_hidden_state[rows, last]).logits(self.model.size)
+
+    def _drawn(
+        self, usual: Callable[..., Drawn], logits: Tensor, settings: RowSettings, filtered: bool, other: Tensor | None
+    ) -> Tensor:
+        """(4, rows) float64: see `Results`."""
+        if self._draw_rows is not None and other is None:
+            return self._draw_rows(logits, settings, self.stop, kept(logits, settings) if filtered else None)
+        share = 0.0 if self.partner is None else self.partner.share
+        drawn = usual(logits, settings, self.stop, filtered, other, share)
+        rows = (drawn.token, drawn.logprob, drawn.logprob_sampled, drawn.logprob_stop)
+        return torch.stack([row.double() for row in rows])
+
+    def _in_bounds(self, columns: Tensor) -> Tensor:
+        """Idle slots run on and padding reaches over the end. The last column holds a token that is never fed back."""
+        return columns.clamp(max=self.max_length - 1)
+
+    # Around them
+
+    def _pack(self, rows: Sequence[PrefillRow]) -> tuple[np.ndarray, np.ndarray]:
+        chunk, scratch = self.settings.prefill_chunk, self.settings.slots
+        ints = np.zeros((self.settings.prefill_rows, chunk + len(FIELDS)), dtype=np.int64)
+        floats = np.ones((self.settings.prefill_rows, 2), dtype=np.float32)
+        ints[:, chunk:] = (0, 1, scratch, scratch, 0, 0, 0)
+        for index, row in enumerate(rows):
+            ints[index, : len(row.ids)] = row.ids
+            target = row.slot if row.last else scratch
+            ints[index, chunk:] = (row.first, len(row.ids), row.slot, target, row.key, row.position, row.sampling.top_k)
+            floats[index] = (row.sampling.temperature, row.sampling.top_p)
+        return ints, floats
+
+    def _upload(self, static: Tensor, values: np.ndarray) -> None:
+        source = torch.from_numpy(values)
+        if static.is_cuda:
+            source = source.pin_memory()  # the caching host allocator keeps it until the copy is done
+        static.copy_(source, non_blocking=True)
+
+    def _span(self, columns: int) -> int:
+        span = -(-columns // self._span_step) * self._span_step
+        if self._span_doubles:
+            span = self._span_step
+            while span < columns:
+                span *= 2
+        return min(span, self.width)
+
+    def _launch(self, name: str, step: Callable[[int, bool], object], span: int, filtered: bool) -> None:
+        if self.calls is not None:
+            self.calls.launch((name, span, filtered), lambda: step(span, filtered))
+            return
+        with torch.inference_mode(), self.products.routed():
+            step(span, filtered)
+
+
+# The sampler's calls as CUDA graphs: each is recorded when it first comes up, and launched as one from then on.
+#
+# calls = RecordedCalls(model.name, device, state)     # state: what a call changes and the next one reads
+# calls.launch(("decode", 512, False), call)
+#
+# A call that cannot be recorded is made as it is, every time.
+
+
+class Results:
+    """What a call drew, (4, rows) float64: token, logprob, logprob_sampled, logprob_stop. Waits only when read."""
+
+    def __init__(self, device_values: Tensor) -> None:
+        self._event: Any = None
+        if not device_values.is_cuda:
+            self._values = device_values.clone()
+        else:
+            self._values = torch.empty(device_values.shape, dtype=device_values.dtype, pin_memory=True)
+            self._values.copy_(device_values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def numpy(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.numpy()
+
+
+class RecordedCalls:
+    """One thread at a time. What was recorded before a recording fails is still replayed."""
+
+    def __init__(self, name: str, device: torch.device, state: Sequence[Tensor], recorder: Recorder = record) -> None:
+        self._name, self._device, self._state, self._recorder = name, device, tuple(state), recorder
+        self._on_gpu = device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._stream: Any = own_stream(device) if self._on_gpu else None
+        self._records: bool | None = None  # whether calls become graphs; not known before the first one
+        self.graphs: dict[Hashable, Any] = {}  # None: it is made as it is
+        self.seconds = 0.0  # compiling and recording, so that a benchmark can tell it apart
+
+    def launch(self, key: Hashable, call: Callable[[], object]) -> None:
+        with on_device(self._device):
+            if key not in self.graphs:
+                start = time.perf_counter()
+                self.graphs[key] = self._recorded(call)
+                self.seconds += time.perf_counter() - start
+            graph = self.graphs[key]
+            if graph is None:
+                call()
+            else:
+                graph.replay()
+
+    def _recorded(self, call: Callable[[], object]) -> Any:
+        if self._records is False:
+            return None
+        waits = on_stream(self._stream, lambda: self._warm_up(call))
+        self._records = not waits
+        if waits:
+            log.warning(
+                "%s: a step waits for the device (%s), so it runs without CUDA graphs, slower", self._name, waits
+            )
+            return None
+        try:
+            graph = self._recorder(call, self._pool, self._stream)
+        except RuntimeError as error:  # of torch, CUDA or Triton; the call itself has just been made without
+            log.warning("%s: sampling cannot be recorded, and runs slower (%s)", self._name, first_line(error))
+            self._records = False
+            return None
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()  # not the device: another thread may be recording by now
+        return graph
+
+    def _warm_up(self, call: Callable[[], object]) -> str:
+        """Twice (compilation, library handles, the cache's allocation); what in it waits for the device, or nothing.
+
+        The warm-up really steps, so what it changes is put back: slot state only. What it writes into the cache is
+        what the replay writes again, with the same inputs and to the same columns.
+        """
+        saved, waits = [tensor.clone() for tensor in self._state], ""
+        for first in (True, False):
+            if first or self._records or not self._on_gpu:
+                call()
+            else:
+                waits = waits_for_the_device(call)
+            for tensor, before in zip(self._state, saved, strict=True):
+                tensor.copy_(before)
+        return waits

@@ -1,0 +1,87 @@
+"""Failed answers make room for demonstrations: what a model behind a chat endpoint answers to the same prompt.
+
+The tokens are that model's, and their author says so: terms that go by ratios leave them out, and cross-entropy learns from them. The
+answer that failed stays in the store, with a note. Text comes back, so its ids are the student's tokenizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from opd.common.chat_client import CallLog, Chat
+from opd.records import Author, Prompt, Rollout, Sample
+from opd.rewards import Rewarder
+from opd.rewards.reward import DEFAULT, Rewards
+from opd.rollouts.settings import Demonstrations
+
+
+class Demonstrator:
+    """Finds the answers that failed, and has them written anew."""
+
+    def __init__(
+        self,
+        spec: Demonstrations,
+        calls: CallLog,
+        special: Sequence[str],
+        check: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.spec, self._special = spec, [token for token in special if token]
+        self._chat = Chat(spec.endpoint, calls, check, "demonstration")
+        self._decides: Rewarder | None = None
+        if spec.by is not None:
+            self._decides = Rewarder(Rewards(domains={DEFAULT: [spec.by]}), say=say)
+            self._decides.remember(calls, check)
+        self._seen = self._replaced = 0
+        self._earned: list[float] = []  # by answers of the student, replaced or not
+
+    @property
+    def source(self) -> str:
+        return f"teacher:{self.spec.endpoint.model}"
+
+    def texts(
+        self,
+        rollouts: Sequence[Rollout],
+        prompts: Mapping[str, Prompt],
+        rewards: Mapping[str, float | None],
+        text_of: Callable[[Rollout], str],
+    ) -> dict[str, str]:
+        """Rollout id -> what is to stand in its place, for answers of the student that failed."""
+        own = [rollout for rollout in rollouts if (rollout.author == Author.STUDENT).any()]
+        self._earned += [reward for rollout in own if (reward := rewards.get(rollout.id)) is not None]
+        if self._decides is not None:
+            samples = [Sample(prompts[rollout.prompt_id], text_of(rollout), rollout) for rollout in own]
+            found = self._decides(samples)
+            rewards = {rollout.id: result.reward for rollout, result in zip(own, found, strict=True)}
+        known = {rollout.id: rewards.get(rollout.id) for rollout in own}
+        failed = [rollout for rollout in own if (reward := known[rollout.id]) is not None and reward < self.spec.below]
+        questions = [
+            asked
+            for rollout in failed
+            if (asked := self.spec.question(rollout.id, prompts[rollout.prompt_id])) is not None
+        ]
+        written = {
+            asked.about: answer.text.strip() for asked, answer in zip(questions, self._chat.ask(questions), strict=True)
+        }
+        usable = {name: text for name, text in written.items() if name is not None and self._usable(text)}
+        self._seen, self._replaced = self._seen + len(own), self._replaced + len(usable)
+        return usable
+
+    def _usable(self, text: str) -> bool:
+        """A text is a text: one that would be read as the end of a turn, say, is not taken."""
+        return bool(text) and not any(token in text for token in self._special)
+
+    def drain(self) -> dict[str, float]:
+        """What it did since it was last called; `share`: of the student's answers, those that were replaced."""
+        found = {"share": self._replaced / max(self._seen, 1), **self._chat.drain()}
+        if self._earned:  # `reward` in the metrics is that of the answers which stayed
+            found["reward_before"] = sum(self._earned) / len(self._earned)
+        if self._decides is not None:
+            found |= {f"by/{name}": count for name, count in self._decides.drain().items()}
+        self._seen, self._replaced, self._earned = 0, 0, []
+        return {f"demonstrations/{name}": count for name, count in found.items()}
+
+    def close(self) -> None:
+        self._chat.close()
+        if self._decides is not None:
+            self._decides.close()

@@ -1,0 +1,463 @@
+"""Several ranks, started by `torchrun -m opd …` or whatever else sets RANK, WORLD_SIZE and the address of the first.
+
+Weights and gradients travel by NCCL between GPUs and by gloo between CPUs; everything else goes as messages through gloo. No
+rank does what the others do not: an exchange that one of them does not take part in would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from opd.common.context import StopRequests
+from opd.common.errors import AnotherRank, OpdError, RanksLost, RecipeError, Stopped, UserError
+from opd.common.messages import read_message, write_message
+from opd.engines.shared_sampler import SharedSampler
+from opd.loop.learner import Optimiser, ShardedOptimiser
+from opd.loop.ranks import Ranks, refuse_numbered
+from opd.models.language_model import LanguageModel, Pack
+from opd.models.settings import Lora
+from opd.models.sharded import SHARD, ShardedModel, files_here, load_parted, load_spread, whole_of
+from opd.objective.batch import Batch
+from opd.objective.micro import TokenStatistics
+from opd.recipe import Stage, Train
+from opd.recipe.stage import Cluster
+from opd.records import Rollout, Signal, TokenSampler
+from opd.teachers.of_student import SPREAD
+
+if TYPE_CHECKING:
+    from opd.loop.ranks import Seen
+
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=1)  # with a rank that is silent; one that has ended is noticed at once
+HYBRID = ("replicate", SHARD)
+LEAVE = 5.0  # seconds that the first to fail waits for the others to have noticed
+_RUNS = count()  # of this process
+FAILED, CODE, LEFT = "failed", "code", "left"  # in the launcher's store: who told of an error first, and its exit code
+
+
+class DistributedRanks(Ranks):
+    def __init__(self, store: Any, rank: int, size: int, local: int) -> None:
+        self._store, self.rank, self.size, self._local = store, rank, size, local
+        self._interrupts: StopRequests | None = None
+        self._stopping = 0  # the signal that all ranks know of
+        self._answers = False  # while the others wait for what this one samples
+        self._held = False  # until what came by an exchange is kept
+        self._turn = 0  # exchanges so far, the same on every rank
+        self._batch: dict[str, Rollout] = {}  # the newest that was dealt
+
+    @property
+    def sharded(self) -> bool:
+        return True
+
+    @property
+    def title(self) -> str:
+        return f" and {self.size} ranks"
+
+    def require(self, spec: Stage) -> None:
+        if not spec.train.learn:
+            raise RecipeError(
+                f"stage {spec.name!r} only scores (train.learn: false), which one process does. Run it without torchrun."
+            )
+        if spec.rollout.staleness:
+            raise RecipeError(
+                f"rollout.staleness {spec.rollout.staleness} with several ranks: they sample and train in turns. Set it to 0, or run "
+                "in one process."
+            )
+        if spec.rollout.environment is not None:
+            raise RecipeError(
+                "rollout.environment with several ranks: turns are played in one process. Run it without torchrun."
+            )
+        if spec.rollout.demonstrations is not None:
+            raise RecipeError(
+                "rollout.demonstrations with several ranks: one process asks for them and writes them down. Drop them, or run in "
+                "one process."
+            )
+        if spec.keeps_hidden:
+            raise RecipeError(
+                "store.hidden with several ranks: hidden states stay on the rank that uses them. Set it to false, or run in "
+                "one process."
+            )
+        self._group(spec.cluster)
+        for name, kind in spec.teachers.items():
+            if kind.is_student_now:
+                raise RecipeError(f"teachers.{name}: {SPREAD}")
+            for ref in kind.reads():
+                refuse_numbered(ref.device or "", f"teachers.{name}: ")
+
+    def device(self, asked: torch.device, name: str) -> torch.device:
+        if asked.type == "cpu":
+            return asked
+        refuse_numbered(name)
+        if self._local >= torch.cuda.device_count():
+            raise RecipeError(
+                f"rank {self.rank} has no GPU: this machine has {torch.cuda.device_count()}, and ranks {self._local + 1} or more were "
+                "started on it. Start fewer (--nproc-per-node), or set device: cpu."
+            )
+        return torch.device("cuda", self._local)
+
+    # Messages
+
+    def share(self, make: Callable[[], T]) -> T:
+        if self.size == 1:
+            return make()
+        self._turn += 1
+        made = make() if self.leads else None
+        message = _bytes([self._turn, made]) if self.leads else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([message.numel()])
+        dist.broadcast(length, 0)
+        message = message if self.leads else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, 0)
+        return made if self.leads else self._opened(message)  # type: ignore[return-value]
+
+    def gather(self, part: T) -> list[T]:
+        asked = 0 if self._interrupts is None else self._interrupts.asked
+        if self.size == 1:
+            self._note_stop(asked)
+            return [part]
+        self._turn += 1
+        message = _bytes([self._turn, [asked, part]])
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([message.numel()]))
+        longest = max(map(int, lengths))
+        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
+        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        told = [
+            (asked, part) if rank == self.rank else self._opened(everyone[rank][: int(lengths[rank])])
+            for rank in range(self.size)
+        ]
+        self._note_stop(max(stop for stop, _ in told))
+        return [other for _, other in told]
+
+    def _opened(self, message: torch.Tensor) -> Any:
+        turn, value = read_message(message.numpy().tobytes())
+        if turn != self._turn:
+            raise RuntimeError(f"ranks are out of step: exchange {turn} came where {self._turn} was expected")
+        return value
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def most(self, number: int) -> int:
+        """The largest of every rank's numbers. Nobody hears of a stop by this: it may come between two checks."""
+        found = torch.tensor([number])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    # Stopping
+
+    def listen(self, interrupts: StopRequests) -> Callable[[], None]:
+        self._interrupts = interrupts
+        return self.poll_stop
+
+    def poll_stop(self) -> None:
+        if self._stopping and not self._held and self._interrupts is not None:
+            self._interrupts.check()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def stop_check(self, check: Callable[[], None]) -> Callable[[], None]:
+        def sooner() -> None:
+            check()
+            if self._answers and self._interrupts is not None:
+                self._interrupts.check()
+
+        return sooner
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
+
+    def _note_stop(self, signal: int) -> None:
+        if signal and self._interrupts is not None:
+            self._stopping = signal
+            self._interrupts.obey(signal)
+
+    # Work
+
+    def opens_sampler(self, led: bool) -> bool:
+        return self.leads or not led
+
+    def samples_everywhere(self, led: bool) -> bool:
+        return not led
+
+    def deal(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """By units, the longest first, each to whom has the fewest tokens so far."""
+        self._batch = {rollout.id: rollout for rollout in rollouts}
+        sizes: dict[str, int] = {}
+        for rollout in rollouts:
+            unit = rollout.pair or rollout.group
+            sizes[unit] = sizes.get(unit, 0) + rollout.length
+        loads, owner = [0] * self.size, {}
+        for unit in sorted(sizes, key=lambda unit: -sizes[unit]):
+            rank = min(range(self.size), key=lambda rank: loads[rank])
+            owner[unit] = rank
+            loads[rank] += sizes[unit]
+        return [rollout for rollout in rollouts if owner[rollout.pair or rollout.group] == self.rank]
+
+    def load_student(
+        self,
+        name: str,
+        dtype: str,
+        device: str,
+        revision: str | None,
+        cluster: Cluster,
+        gradient_checkpointing: bool,
+        lora: Lora | None,
+    ) -> LanguageModel | None:
+        if not all(self.gather(files_here(name, revision))):
+            return None
+        return load_parted(
+            name,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            lora=lora,
+            gradient_checkpointing=gradient_checkpointing,
+            mesh=self._mesh(device, cluster),
+            most=self.most,
+            leads=self.leads,
+        )
+
+    def shard(self, student: LanguageModel, cluster: Cluster) -> LanguageModel:
+        if isinstance(student, ShardedModel):
+            return student
+        return ShardedModel(student, self._mesh(student.device.type, cluster), self.most, self.leads)
+
+    def _mesh(self, device: str, cluster: Cluster) -> DeviceMesh:
+        group = self._group(cluster)
+        sizes, names = ((self.size,), (SHARD,)) if group == self.size else ((self.size // group, group), HYBRID)
+        return init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
+
+    def _group(self, cluster: Cluster) -> int:
+        """Ranks that share one copy of what is trained."""
+        if cluster.shard == "full":
+            return self.size
+        group = cluster.group or int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if self.size % group:
+            raise RecipeError(
+                f"cluster.shard hybrid: {self.size} ranks do not make groups of {group}. Set cluster.group to a divisor, or "
+                "start another number of ranks."
+            )
+        return group
+
+    def load_spread(self, name: str, dtype: str, device: str, revision: str | None) -> LanguageModel:
+        mesh = init_device_mesh(torch.device(device).type, (self.size,))
+        return load_spread(name, dtype=dtype, device=device, revision=revision, mesh=mesh, most=self.most)
+
+    def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
+        return ShardedOptimiser(parameters, train)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            full = whole_of(tensor)
+            if self.leads:
+                found[name] = full.to("cpu", copy=True)
+        return found
+
+    def sampler(self, sampler: TokenSampler | None, led: bool = False) -> TokenSampler:
+        return SharedSampler(sampler, self, 1 if led else None)
+
+    # What is known of a batch
+
+    def exchange(self, signals: Mapping[str, Signal], hidden: bool) -> dict[str, Signal]:
+        told = {name: replace(signal, values=None) if hidden else signal for name, signal in signals.items()}
+        everyone = {name: signal for part in self.gather(told) for name, signal in part.items()}
+        return everyone | dict(signals)
+
+    def complete(self, batch: Batch) -> None:
+        everyone: list[dict[str, Any]] = self.gather(vars(batch.first_pass))
+        for part in everyone:
+            _fill(vars(batch.first_pass), part)
+
+    def collect(self, seen: Seen) -> Seen:
+        told = [
+            (
+                [rollout.id for rollout in pack.rollouts],
+                found.loss,
+                found.reverse_kl,
+                found.entropy,
+                found.mismatch,
+                found.counts,
+                found.traces,
+            )
+            for pack, found in seen
+        ]
+        parts = self.gather(told)
+        return [
+            pair
+            for rank, part in enumerate(parts)
+            for pair in (seen if rank == self.rank else [self._seen(*values) for values in part])
+        ]
+
+    def _seen(
+        self, ids: list[str], loss: dict[str, float], reverse_kl: np.ndarray, entropy: np.ndarray, mismatch: np.ndarray,
+        counts: dict[str, tuple[int, int]], traces: dict[str, dict[str, Any]],
+    ) -> tuple[Pack, TokenStatistics]:  # fmt: skip
+        return Pack.of([self._batch[name] for name in ids]), TokenStatistics(
+            loss, reverse_kl, entropy, mismatch, counts, traces
+        )
+
+    # Errors
+
+    def first_code(self, code: int) -> int | None:
+        """What the first rank to fail ended with; None: this is the first, and the one to tell of it.
+
+        The store may be one that a rank keeps, which then waits for the others to have asked.
+        """
+        try:
+            if self._store.add(FAILED, 1) > 1:
+                found = int(self._store.get(CODE))
+                self._store.add(LEFT, 1)
+                return found
+            self._store.set(CODE, str(code))
+            dist.destroy_process_group()  # so that the others notice
+            until = time.monotonic() + LEAVE
+            while time.monotonic() < until and self._store.add(LEFT, 0) < self.size - 1:
+                time.sleep(0.05)
+        except dist.DistError:  # it went with its rank
+            pass
+        return None
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(write_message(value)), dtype=torch.uint8)
+
+
+def _fill(into: dict[Any, Any], part: Mapping[Any, Any]) -> None:
+    """Nested mappings whose leaves are arrays by rollout; every rank has those of its own."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            _fill(into.setdefault(key, {}), value)
+        else:
+            into.setdefault(key, value)
+
+
+@contextmanager
+def joined_ranks(make: Callable[[Any, int, int, int], DistributedRanks] = DistributedRanks) -> Iterator[Ranks]:
+    """The ranks of a launcher, for as long as a run lasts. One of them tells of an error, and all end."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
+    if cuda:
+        torch.cuda.set_device(local)
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed is in use in this process already; opd joins the ranks of a launcher itself."
+        )
+    shared, rank, size = meet(PATIENCE)
+    store = dist.PrefixStore(f"opd/{next(_RUNS)}", shared)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    ranks = make(store, rank, size, local)
+    try:
+        yield ranks
+    except Stopped:
+        with suppress(RuntimeError):  # one that has failed meanwhile
+            ranks.barrier()  # the leader saves longest, and a launcher that sees one end soon ends the others
+        dist.destroy_process_group()
+        raise
+    except Exception as error:  # also a bug: it comes through, and the others hear that somebody tells of it
+        lost = isinstance(error, RuntimeError) and _lost(error)
+        code = ranks.first_code(error.exit_code if isinstance(error, OpdError) else OpdError.exit_code)
+        if code is not None and (lost or isinstance(error, OpdError)):
+            raise AnotherRank(code) from None
+        if lost:
+            raise RanksLost(
+                f"rank {rank} lost touch with another rank, which ended without a word: killed, or out of memory? Everything "
+                f"that was durable is kept: start all ranks again with `opd resume RUN`. ({str(error).splitlines()[0][:200]})"
+            ) from None
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def _lost(error: RuntimeError) -> bool:
+    """Of what torch raises, what says that a peer has gone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
+
+
+# Where ranks meet: torch's store and gloo's sockets, which listen on every address of a machine unless they are told otherwise.
+#
+# Neither asks for a token, so they stay on loopback where all ranks are on one machine, and otherwise on the network of MASTER_ADDR where that is
+# an address and no name. The store of torchrun is its own, and NCCL's sockets are those of NCCL_SOCKET_IFNAME.
+
+
+GET_ADDRESS = 0x8915  # SIOCGIFADDR
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
+
+
+def meet(patience: timedelta) -> tuple[Any, int, int]:
+    """The store of the ranks that a launcher has started, the number of this one, and how many there are."""
+    host, rank, size = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if (found := interface_of(LOOPBACK if alone else host)) is not None:
+        os.environ.setdefault(INTERFACE, found)
+    if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_address(host):
+        return next(dist.rendezvous("env://", timeout=patience))
+    return _store(host, int(os.environ["MASTER_PORT"]), size, patience), rank, size
+
+
+@cache  # a process may carry out several runs
+def _store(host: str, port: int, size: int, patience: timedelta) -> dist.TCPStore:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening: int | None = socket.create_server((host, port), family=family).detach()
+    except OSError:  # an address that leads here from elsewhere, and is not this machine's: all of its own
+        listening = None
+    return dist.TCPStore(host, port, size, True, timeout=patience, multi_tenant=True, master_listen_fd=listening)
+
+
+def interface_of(host: str) -> str | None:
+    """By which this machine reaches an address; None for a name, which may mean another one on each machine."""
+    if not _is_address(host) or ":" in host:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        with contextlib.suppress(OSError):  # no way leads there
+            one.connect((host, 9))  # nothing is sent
+        own = one.getsockname()[0]
+        loopback = ipaddress.ip_address(own).is_loopback
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = socket.inet_ntoa(fcntl.ioctl(one, GET_ADDRESS, struct.pack("256s", name.encode()))[20:24])
+                if found == own or (loopback and ipaddress.ip_address(found).is_loopback):
+                    return name
+    return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,372 @@
+"""A student, what it minimises and how it is updated, in one object: the pipeline's, and that of a loop of one's own.
+
+trainer = opd.Trainer(student, opd.Objective({"divergence": "jsd"}, teacher, sampler), {"lr": 2e-4})
+result = trainer.step(trainer.batch(sampler.sample(prompts)))
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opd.common.errors import ModelError, RecipeError, UserError
+from opd.common.text import shortened
+from opd.loop.metrics import StepResult
+from opd.loop.oom_retry import MicroBudget
+from opd.loop.ranks import Ranks
+from opd.loop.step import train_step
+from opd.models.cuda_graphs import PassGraphs
+from opd.models.language_model import LanguageModel
+from opd.models.sharded import SHARD, shard_of
+from opd.objective.batch import Batch, RewardsById
+from opd.objective.objective import Objective
+from opd.objective.term import refusals
+from opd.recipe import Rollouts, Train
+from opd.recipe.stage import WEIGHTS
+from opd.records import Rollout, Signal, SignalKind
+from opd.registry import StageView, by_hand
+from opd.teachers.router import by_teacher
+
+
+class Trainer:
+    """`train`: a recipe's `train` keys. `teacher_of`: domain -> teacher, so that micro-batches hold one teacher's rollouts.
+
+    `told`: hears of the new size of micro-batches, where memory ran out.
+    """
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        objective: Objective,
+        train: Train | Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        teacher_of: Mapping[str, str] | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        ranks: Ranks | None = None,
+        told: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        self.ranks = ranks or Ranks()
+        self.student, self.objective = student, objective
+        self.train: Train = by_hand("train", Train, train if train is not None else {})
+        self._require_precision()
+        self._refuse()
+        self.optimiser = self.ranks.optimiser(student.trainable(), self.train)
+        if self.ranks.size == 1:
+            student.graphs = PassGraphs.of(student)
+        self.steps = 0  # the newest
+        self._budget = MicroBudget(self.train.micro_budget, told)
+        self._seed, self._teacher_of, self._check_stop = seed, teacher_of or {}, check_stop
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.student.name!r}, {self.objective!r}, lr={self.train.lr:g}, steps={self.steps})"
+
+    def _require_precision(self) -> None:
+        """A student that was loaded by hand is as it was loaded."""
+        half = any(parameter.dtype == torch.bfloat16 for parameter in self.student.module.parameters())
+        wanted = WEIGHTS.get(self.train.precision)
+        if wanted is not None and (wanted == "bfloat16") != half:
+            raise UserError(
+                f"train.precision {self.train.precision} computes with {wanted} weights, and the student has others. "
+                f"Load it with dtype={wanted!r}, or leave precision out."
+            )
+
+    def _refuse(self) -> None:
+        """What the terms cannot do with rollouts that are drawn like this.
+
+        Who writes them and how many answers a prompt gets is seen only in a batch, so a mistake is what is one either way.
+        """
+        drawing = self.objective.drawing
+        drawn = {
+            "samples": 2,
+            "max_new_tokens": drawing.max_new_tokens,
+            "temperature": drawing.temperature,
+            "top_p": drawing.top_p,
+            "top_k": drawing.top_k,
+            "teacher_mix": drawing.teacher_mix,
+        }
+        roles = frozenset(teacher.role for teacher in self.objective.teachers.values())
+        found: list[list[str]] = []
+        for shares in ({}, {"data_share": 0.25, "teacher_share": 0.25}):
+            rollout: Rollouts = by_hand("drawing", Rollouts, {**drawn, **shares})
+            lora = self.student.adapter is not None
+            found.append(refusals(StageView(rollout, self.train, self.objective.terms, roles, lora=lora)))
+        mistakes = [mistake for mistake in found[0] if mistake in found[1]]
+        if mistakes:
+            raise RecipeError("\n".join(mistakes))
+
+    def batch(self, rollouts: Sequence[Rollout], rewards: RewardsById | None = None) -> Batch:
+        """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
+        if not rewards and any(term.needs().rewards for term in self.objective.terms):
+            raise UserError("the objective uses rewards. Give them: trainer.batch(rollouts, {rollout.id: reward, …})")
+        signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {}
+        for role, kind in self.objective.needs(self.steps + 1, self.train.updates):
+            table = {rollout.domain: self._teacher(role, rollout.domain) for rollout in rollouts}
+            answers = signals[role, kind] = {}
+            for name, asked in by_teacher(rollouts, table).items():
+                found = self.objective.teachers[name].score(asked, self.objective.need_beside(signals, role, kind))
+                answers |= {rollout.id: signal for rollout, signal in zip(asked, found, strict=True)}
+        return Batch(rollouts, signals, rewards or {})
+
+    def _teacher(self, role: str, domain: str) -> str:
+        """The only one of its role, or the one named after the domain."""
+        names = [name for name, teacher in self.objective.teachers.items() if teacher.role == role]
+        if len(names) != 1 and domain not in names:
+            known = ", ".join(names) or "none"
+            raise UserError(f"domain {domain!r} has no teacher of the role {role!r}; there are: {known}.")
+        return names[0] if len(names) == 1 else domain
+
+    def step(self, batch: Batch, step: int | None = None) -> StepResult:
+        """Train on one scored batch: `.loss`, `.metrics` and more of the result say how it went. `step` counts from 1, for schedules; by itself it goes up by one."""
+        if not isinstance(batch, Batch):
+            raise UserError(f"trainer.step: expected trainer.batch(rollouts), got {shortened(batch)}.")
+        self.steps = self.steps + 1 if step is None else step
+        return train_step(
+            self.student,
+            batch,
+            self.objective,
+            self.optimiser,
+            step=self.steps,
+            train=self.train,
+            seed=self._seed,
+            teacher_of=self._teacher_of,
+            check_stop=self._check_stop,
+            ranks=self.ranks,
+            budget=self._budget,
+        )
+
+
+# AdamW with warm-up, a schedule and gradient clipping.
+
+
+MASTER = "master"  # of a checkpoint's tensors: NAME.master beside NAME.exp_avg
+_HOOKS = WeakIdKeyDictionary()  # a weight of half precision -> what gives its gradients to the newest optimiser
+
+
+class Optimiser:
+    """Weights of half precision are computed with, and trained through fp32 masters of theirs.
+
+    Their gradients are taken over as each micro-batch gives them, and added up in fp32. Weights that are fp32 themselves,
+    LoRA's among them, are their own masters. `train.precision: bfloat16` trains half weights as they are.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: Train) -> None:
+        self._spec, self._parameters = spec, dict(parameters)
+        self._halves = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.dtype != torch.float32 and spec.precision != "bfloat16"
+        }
+        self._masters = {
+            name: nn.Parameter(self._here(parameter.detach()).float()) if name in self._halves else self._own(parameter)
+            for name, parameter in parameters.items()
+        }
+        self._hooks = {name: self._hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
+        masters = self._masters.values()
+        decayed = [parameter for parameter in masters if parameter.ndim > 1]
+        others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
+        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.updates = 0  # applied so far
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            fused=True,  # one pass over weights, moments and gradients
+        )
+
+    def clip(self) -> float:
+        """The gradient norm, after which gradients are at most `clip` long."""
+        if any(_HOOKS[parameter] is not self._hooks[name] for name, parameter in self._halves.items()):
+            raise UserError(
+                "another optimiser has been made for these weights, and it gets their gradients now. Go on with that one, "
+                "or make a new one."
+            )
+        return self._clip(math.inf if self._spec.clip is None else self._spec.clip)
+
+    def _clip(self, limit: float) -> float:
+        masters = list(self._masters.values())
+        total = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        return shorten(masters, limit, total)
+
+    def _own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A weight that is its own master."""
+        return parameter
+
+    @staticmethod
+    def _here(tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has of a weight: all of it, unless weights are spread over ranks."""
+        return tensor
+
+    def _part(self, tensor: torch.Tensor, owner: nn.Parameter) -> torch.Tensor:
+        """What this process keeps of a whole tensor that belongs to a weight."""
+        return tensor
+
+    def step(self, step: int) -> float:
+        """Apply the gradients of step `step` (counted from 1); returns the learning rate used."""
+        rate = learning_rate(step, self._spec)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self._round()
+        self.updates += 1
+        self.discard()
+        return rate
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The weights to compute with, from their masters; in place, so that a sampler goes on sharing them."""
+        if self._halves:
+            halves = [self._here(half) for half in self._halves.values()]
+            torch._foreach_copy_(halves, [self._masters[name] for name in self._halves])
+
+    def gradients(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Of these weights, as they are now: what this process has of them."""
+        owners = [self._masters[name] if name in self._halves else self._parameters[name] for name in names]
+        return [
+            torch.zeros_like(self._here(owner)) if owner.grad is None else self._here(owner.grad) for owner in owners
+        ]
+
+    def discard(self) -> None:
+        """Forget the gradients of an update that must not be applied, those that no master has taken over among them."""
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments by parameter name, and masters, for a checkpoint."""
+        found = {f"{name}.{MASTER}": self._masters[name].detach() for name in self._halves}
+        for name, master in self._masters.items():
+            for key, value in self.adamw.state.get(master, {}).items():
+                found[f"{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        return found
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Take over what `tensors` gave, bit for bit."""
+        keys = {name: name.rpartition(".") for name in tensors}
+        unknown = sorted({parameter for parameter, _, _ in keys.values()} - self._parameters.keys())
+        if unknown:
+            raise ModelError(
+                f"optimiser state of {unknown[0]!r}, which the student does not train. Is it another model?"
+            )
+        with torch.no_grad():
+            for name, half in self._halves.items():  # where the checkpoint has none: saved in another precision
+                self._masters[name].copy_(self._here(half))
+            for name, (owner, _, key) in keys.items():
+                master, part = self._masters[owner], self._part(tensors[name], self._parameters[owner])
+                if key == MASTER:
+                    master.copy_(part)
+                else:
+                    self.adamw.state[master][key] = part.to(master.device, copy=True)
+        self._round()
+        self.updates = updates
+
+    @classmethod
+    def _hook(cls, half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
+        """A gradient goes to one master only, so an optimiser made earlier loses this weight."""
+        if half in _HOOKS:
+            _HOOKS[half].remove()
+        handle = half.register_post_accumulate_grad_hook(partial(_take_over, weakref.ref(master), cls._here))
+        _HOOKS[half] = handle
+        return handle
+
+
+def _take_over(
+    master: weakref.ref[nn.Parameter], here: Callable[[torch.Tensor], torch.Tensor], half: nn.Parameter
+) -> None:
+    """The gradient that a weight has just got goes to its master, as long as there is one."""
+    owner = master()
+    if owner is None or half.grad is None:
+        return
+    grad = here(half.grad)
+    owner.grad = grad.float() if owner.grad is None else owner.grad.add_(grad)
+    half.grad = None
+
+
+def shorten(parameters: list[nn.Parameter], limit: float, total: torch.Tensor) -> float:
+    """Gradients of norm `total` to `limit` at most; shorter ones, which torch would multiply by one, are left alone."""
+    if limit / (total + 1e-6) < 1:
+        nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    return float(total)
+
+
+def learning_rate(step: int, spec: Train) -> float:
+    """Linear warm-up, then constant, linear to zero, or half a cosine to zero.
+
+    >>> [learning_rate(step, Train(steps=4, lr=1.0, warmup=2, schedule="linear")) for step in (1, 2, 3, 4)]
+    [0.5, 1.0, 0.6666666666666667, 0.33333333333333337]
+    """
+    if step <= spec.warmup:
+        return spec.lr * step / spec.warmup
+    done = (step - max(spec.warmup, 1)) / max(spec.steps - max(spec.warmup, 1) + 1, 1)
+    if spec.schedule == "linear":
+        return spec.lr * (1 - done)
+    if spec.schedule == "cosine":
+        return spec.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return spec.lr
+
+
+# AdamW over weights that are spread over ranks: each rank keeps masters and moments of its own part alone.
+#
+# Masters are plain tensors, the rank's rows of each weight: what is done to every weight one by one takes no detour through
+# the bookkeeping of distributed tensors, which for hundreds of weights costs more than the arithmetic.
+
+
+class ShardedOptimiser(Optimiser):
+    @staticmethod
+    def _here(tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The same memory."""
+        return nn.Parameter(self._here(parameter.detach()))
+
+    @torch.no_grad()
+    def _clip(self, limit: float) -> float:
+        """By the norm over all ranks of a group; other groups have the same gradients."""
+        for name, parameter in self._parameters.items():
+            if name not in self._halves:
+                self._take_gradient(name, parameter)
+        masters = list(self._masters.values())
+        squared = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None]).float() ** 2
+        squared = squared.to(masters[0].device)
+        dist.all_reduce(squared, group=self._mesh().get_group(SHARD))
+        return shorten(masters, limit, squared.sqrt())
+
+    def _take_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Of a weight that is its own master: of that, this rank's rows."""
+        master, rows = self._masters[name], self._here(parameter.detach())
+        if rows.numel() and rows.data_ptr() != master.data_ptr():
+            raise RuntimeError(f"the rows of {name} lie elsewhere than when its optimiser was made")
+        master.grad = None if parameter.grad is None else self._here(parameter.grad)
+
+    def _part(self, tensor: Tensor, owner: nn.Parameter) -> Tensor:
+        return self._here(shard_of(tensor.to(owner.device), owner)) if tensor.ndim else tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As distributed ones, for whoever gathers them."""
+        return {key: self._spread(key.rpartition(".")[0], tensor) for key, tensor in super().tensors().items()}
+
+    def _spread(self, name: str, tensor: Tensor) -> Tensor:
+        owner = self._parameters[name]
+        if not tensor.ndim:
+            return tensor
+        assert isinstance(owner, DTensor)
+        return DTensor.from_local(
+            tensor, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        )
+
+    def _mesh(self) -> dist.DeviceMesh:
+        owner = next(iter(self._parameters.values()))
+        assert isinstance(owner, DTensor)
+        return owner.device_mesh

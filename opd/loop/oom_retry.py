@@ -1,0 +1,102 @@
+"""Micro-batches and their budget, which is halved when memory runs out; what was under way is repeated from its beginning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from opd.common.errors import OpdError, TrainingError
+from opd.models.language_model import Pack, pack
+from opd.records import Rollout
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def micro_batches(
+    rollouts: Sequence[Rollout], tokens: int, device: torch.device, teacher_of: Mapping[str, str]
+) -> list[Pack]:
+    """Packs ordered by teacher (`teacher_of`: rollout id -> teacher), then length; a group is never split."""
+    longest: dict[str, int] = {}
+    for rollout in rollouts:
+        longest[rollout.group] = max(longest.get(rollout.group, 0), rollout.length)
+    ordered = sorted(rollouts, key=lambda item: (teacher_of.get(item.id, ""), longest[item.group], item.group))
+    return [Pack.of(part, device) for part in pack(ordered, tokens, unit=lambda item: item.pair or item.group)]
+
+
+class MicroBudget:
+    """Tokens of one micro-batch. `told` hears of a new budget."""
+
+    def __init__(self, tokens: int, told: Callable[[int], None] = lambda tokens: None) -> None:
+        self.tokens, self._told = tokens, told
+
+    def repeat(self, attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
+        """What `attempt` gives, with a budget that it fits into. `undo`: forget what it did before it failed.
+
+        A gradient of the failed pass may be there for some weights and not for others, so the whole attempt begins again.
+        """
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                smaller = self._smaller(rollouts)
+                if smaller is None:
+                    raise
+                why = str(error).splitlines()[0][:200]
+            undo()  # out here, where the failed pass's tensors are held by no traceback any more
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            log.warning("memory ran out: micro_tokens %s -> %s, and again (%s)", self.tokens, smaller, why)
+            self.tokens = smaller
+            self._told(smaller)
+
+    def _smaller(self, rollouts: Sequence[Rollout]) -> int | None:
+        """The next half that cuts these rollouts further; None: they lie one by one already."""
+        batches, tokens = self._batches(rollouts, self.tokens), self.tokens // 2
+        while tokens and self._batches(rollouts, tokens) == batches:
+            tokens //= 2
+        return tokens or None
+
+    @staticmethod
+    def _batches(rollouts: Sequence[Rollout], tokens: int) -> int:
+        return len(pack(rollouts, tokens, unit=lambda item: item.pair or item.group))
+
+
+def once(attempt: Callable[[], T], undo: Callable[[], None], rollouts: Sequence[Rollout]) -> T:
+    """`MicroBudget.repeat` for those who cannot repeat anything by themselves."""
+    return attempt()
+
+
+# Out of memory, said in one sentence: where, and which knob helps.
+
+
+KNOBS = {
+    "sample": "sampler.slots or rollout.max_new_tokens",
+    "compare teachers": "teachers.NAME.batch_tokens",
+    "score": "teachers.NAME.batch_tokens",
+    "update": "train.micro_tokens, or set student.gradient_checkpointing: true",
+    "evaluate": "sampler.slots or eval.max_new_tokens",
+    "evaluate teachers": "sampler.slots or eval.max_new_tokens",
+}
+
+
+@contextmanager
+def explain_memory(phase: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(phase(), error) from None
+    except RuntimeError as error:
+        if isinstance(error, OpdError) or "can't allocate memory" not in str(error):
+            raise
+        raise _out_of_memory(phase(), error) from None
+
+
+def _out_of_memory(phase: str, error: BaseException) -> TrainingError:
+    knob = KNOBS.get(phase, "the size of the models, or load them in bfloat16")
+    why = str(error).splitlines()[0][:200] if str(error) else "MemoryError"
+    return TrainingError(f"out of memory in phase {phase!r}. Lower {knob}. ({why})")

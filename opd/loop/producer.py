@@ -1,0 +1,371 @@
+"""Where the batch of a step comes from: sampled when it is asked for, or ahead of training (`rollout.staleness`).
+
+    inline   prompts -> sample -> store -> reward -> batch
+    ahead    the same in two other threads; batches come in the order of the stream, whoever is faster:
+             sampler   prompts -> sample -> store      a batch k once k <= steps trained + 1 + staleness: gated, never dropped
+             finisher  store -> reward -> score        one batch after the other; scores at most one batch ahead
+
+Everything goes through the store. The position of stream and store that a checkpoint keeps is where the batch ends that the
+trainer took last, so resumed runs know nothing of all this: what was sampled ahead is found in the store.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from opd.common.errors import Stopped
+from opd.data.stream import PromptStream
+from opd.engines.alongside import ThreadSampler
+from opd.loop.experience import write_experience
+from opd.loop.metrics import Clock
+from opd.loop.ranks import Ranks
+from opd.loop.rescue import rescue
+from opd.loop.rewarding import RolloutRewards
+from opd.loop.samplers import Samplers
+from opd.loop.scorer import Scorer
+from opd.models.attention import beside_training
+from opd.models.language_model import LanguageModel
+from opd.objective.batch import Batch, Written
+from opd.recipe import Stage
+from opd.records import Author, Prompt, Rollout, Visit
+from opd.rollouts.rollouter import Rollouter, as_trained
+from opd.store import RolloutStore
+
+POLL = 0.05  # seconds between two looks at whether the run is to stop
+
+
+class Producer(Protocol):
+    """Gives one batch per step."""
+
+    def next(self, step: int, clock: Clock) -> Batch:
+        """The batch of this step: rewarded, and scored if that could be done ahead."""
+
+    def trained(self, step: int) -> None:
+        """The weights of this step are published."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class BatchMaker:
+    """What both producers do with prompts and rollouts."""
+
+    spec: Stage
+    stream: PromptStream
+    rollouter: Rollouter
+    rewards: RolloutRewards
+    scorer: Scorer
+    samplers: Samplers
+    store: RolloutStore
+    ranks: Ranks
+    student: LanguageModel
+
+    def context_of(self, by: Literal["teacher", "student"], prompt: Prompt) -> int:
+        """Tokens that whoever writes something about a prompt can read."""
+        return self.student.context if by == "student" else self.scorer.context_of(prompt)
+
+    def load(self, ids: Sequence[str]) -> list[Rollout]:
+        return [*map(as_trained, self.ranks.share(partial(self.store.load, ids)))]
+
+    def reward(self, rollouts: Sequence[Rollout], visits: Sequence[Visit], written: Written) -> dict[str, float | None]:
+        return self.ranks.share(partial(self.rewards.reward, rollouts, visits, written.taken_up))
+
+    def assemble(
+        self, groups: Mapping[str, list[Rollout]], asked: Mapping[str, Visit], rewards: dict[str, float | None],
+        written: Written, clock: Clock,
+    ) -> Batch:  # fmt: skip
+        """The batch of these groups. `asked`: visits by prompt."""
+        rollouts = [rollout for members in groups.values() for rollout in members]
+        prompts = {name: visit.prompt for name, visit in asked.items()}
+        metrics: dict[str, float] = {}
+        if any(writer.shows_more for writer in self.spec.rollout.everyone):
+            metrics["rollout/unshown"] = written.unshown / written.prompts
+        if self.spec.rollout.experience is not None:
+            with clock("experience"):
+                prompts, metrics_of_text = write_experience(self, asked[rollouts[0].prompt_id], rollouts, rewards, prompts, written)  # fmt: skip
+                metrics |= metrics_of_text
+        seen = {
+            name: self.rewards.group(asked[members[0].prompt_id], members, rewards) for name, members in groups.items()
+        }
+        counts = {f"rewards/{name}": count for name, count in self.rewards.rewarder.drain().items()}
+        return Batch(rollouts, rewards=rewards, prompts=prompts, groups=seen, written=written, metrics=counts | metrics)
+
+
+def grouped(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return groups
+
+
+def contrasts(members: Sequence[Rollout], rewards: Mapping[str, float | None]) -> bool:
+    """Whether a group's rewards differ. One that has none, or that the dataset wrote, is not at issue."""
+    asked = [rewards[rollout.id] for rollout in members if rollout.id in rewards]
+    return (
+        not asked
+        or all(rollout.source == "data" for rollout in members)
+        or len({reward for reward in asked if reward is not None}) > 1
+    )
+
+
+class InlineProducer:
+    """Samples and rewards when a batch is asked for."""
+
+    def __init__(self, maker: BatchMaker) -> None:
+        self._maker = maker
+
+    def next(self, step: int, clock: Clock) -> Batch:
+        """With `rollout.contrast`, groups whose rewards are all equal make room for others; if all are, the last round stays."""
+        maker, spec, rewards_of = self._maker, self._maker.spec.rollout, self._maker.rewards
+        with rewards_of.lock:
+            rewards_of.rewarder.drain()  # what evaluation rewarded is not this step's
+        rewards: dict[str, float | None] = {}
+        kept: dict[str, list[Rollout]] = {}
+        asked: dict[str, Visit] = {}
+        metrics: dict[str, float] = {}
+        tokens = drawn = 0
+        for _ in range(max(spec.contrast, 1)):
+            with clock("sample"):
+                visits = maker.stream.take(spec.prompts - len(kept))
+                asked |= {visit.prompt.id: visit for visit in visits}
+                version = maker.samplers.version
+                written = maker.rollouter.collect(visits, version)
+                rollouts = maker.load(written.ids)
+            with clock("reward"):
+                rewards |= maker.reward(rollouts, visits, written)
+                rollouts = rewards_of.demonstrate(rollouts, rewards, visits, maker.rollouter, written, version)
+            if spec.rescue is not None:
+                with clock("rescue"):
+                    rollouts, metrics = rescue(maker, visits, rollouts, rewards, written)
+            groups = grouped(rollouts)
+            tokens, drawn = tokens + sum(rollout.response_ids.size for rollout in rollouts), drawn + len(groups)
+            kept |= {
+                name: members for name, members in groups.items() if not spec.contrast or contrasts(members, rewards)
+            }
+            if len(kept) >= spec.prompts:
+                break
+        if spec.contrast:
+            metrics |= {"contrast": len(kept) / drawn, "tokens/sampled": tokens}
+        if maker.stream.skipped:  # prompts that cannot be used, since the stage began
+            metrics["prompts/skipped"] = maker.stream.skipped
+        if rewards_of.demonstrator is not None:
+            metrics |= rewards_of.demonstrator.drain()
+        batch = maker.assemble(kept or groups, asked, rewards, written, clock)
+        batch.metrics |= metrics
+        return batch
+
+    def trained(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Closing(Stopped):
+    """The trainer needs nothing more. Never seen outside the threads that it ends."""
+
+
+class StopThreads:
+    """The run's own check for a stop, which also ends the other threads once nobody needs them."""
+
+    def __init__(self, check_stop: Callable[[], None]) -> None:
+        self._check_stop, self._trainer, self.closing = check_stop, threading.get_ident(), False
+
+    def check(self) -> None:
+        self._check_stop()
+        if self.closing and threading.get_ident() != self._trainer:
+            raise Closing
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A batch in the store, and where the stream and the store stood after it."""
+
+    step: int
+    visits: list[Visit]
+    written: Written
+    stream: dict[str, Any]
+    consumed: int | None
+    seconds: float
+
+
+class AheadProducer:
+    """`next` and `trained` are the trainer's, in the thread that made this; the rest runs in two others."""
+
+    def __init__(self, maker: BatchMaker, stop: StopThreads, device: torch.device) -> None:
+        self._maker, self._stop, self._device = maker, stop, device
+        self._staleness = maker.spec.rollout.staleness
+        self._scores = scores_ahead(maker.spec)
+        self._moved = threading.Condition()
+        self._sampled: deque[tuple[Sampled, Future[Batch]]] = deque()
+        self._jobs: set[Future[Batch]] = set()
+        self._trained = self._taken = 0  # steps
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    # The trainer
+
+    def next(self, step: int, clock: Clock) -> Batch:
+        """The batch of this step, once it is there. An error of the other threads comes up here, in its batch's turn."""
+        maker = self._maker
+        with clock("wait"):
+            self.trained(step - 1)
+            if self._thread is None:
+                self._start(step)
+            while not self._sampled and self._failure is None:
+                self._stop.check()
+                with self._moved:
+                    self._moved.wait_for(lambda: self._sampled or self._failure is not None, POLL)
+            if not self._sampled:
+                assert self._failure is not None
+                raise self._failure
+            sampled, job = self._sampled.popleft()
+            while not wait([job], POLL).done:
+                self._stop.check()
+            batch = job.result()
+        self._jobs.discard(job)
+        maker.stream.restore(sampled.stream)
+        maker.rollouter.consumed = sampled.consumed
+        with self._moved:
+            self._taken = step
+            self._moved.notify_all()
+        batch.metrics |= staleness(batch.rollouts, maker.samplers.version)
+        return batch
+
+    def trained(self, step: int) -> None:
+        """The weights of this step are published, and what may follow on them may begin."""
+        with self._moved:
+            self._trained = max(self._trained, step)
+            self._moved.notify_all()
+
+    def close(self) -> None:
+        """End both threads; what they have sampled is in the store. Their errors are nobody's any more."""
+        with self._moved:
+            self._stop.closing = True
+            self._moved.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for job in self._jobs:
+            job.cancel()
+        wait(self._jobs)
+
+    # The sampler
+
+    def _start(self, step: int) -> None:
+        maker = self._maker
+        self._taken = step - 1
+        stream = copy.copy(maker.stream)
+        stream.restore(maker.stream.state())
+        assert maker.samplers.ahead is not None
+        rollouter = maker.rollouter.for_thread(maker.samplers.ahead, self._stop.check)
+        work = (step, stream, rollouter)
+        self._thread = threading.Thread(target=self._produce, args=work, name="opd-sampler", daemon=True)
+        self._thread.start()
+
+    def _produce(self, first: int, stream: PromptStream, rollouter: Rollouter) -> None:
+        spec = self._maker.spec
+        try:
+            with _device(self._device, own_stream=True):
+                for step in range(first, spec.train.steps + 1):
+                    visits = stream.take(spec.rollout.prompts)
+                    prompts = rollouter.rendered(visits)  # which does not depend on any step
+                    self._wait(lambda step=step: step <= self._trained + 1 + self._staleness)  # type: ignore[misc]
+                    sampled = self._sample(step, visits, prompts, stream.state(), rollouter)
+                    with self._moved:
+                        job = _beside().submit(self._finish, sampled)
+                        self._jobs.add(job)
+                        self._sampled.append((sampled, job))
+                        self._moved.notify_all()
+        except BaseException as error:  # raised again by `next`, in the trainer's thread
+            with self._moved:
+                self._failure = error
+                self._moved.notify_all()
+
+    def _sample(
+        self,
+        step: int,
+        visits: list[Visit],
+        prompts: dict[str, np.ndarray],
+        stream: dict[str, Any],
+        rollouter: Rollouter,
+    ) -> Sampled:
+        """`stream`: where it stands after these visits."""
+        sampler, clock = self._maker.samplers.ahead, Clock()
+        assert sampler is not None
+        with clock("sample"):
+            if isinstance(sampler, ThreadSampler):
+                sampler.take_over()
+            written = rollouter.collect(visits, sampler.version, prompts, durable=False)
+        return Sampled(step, visits, written, stream, rollouter.consumed, clock.seconds["sample"])
+
+    # The finisher
+
+    def _finish(self, sampled: Sampled) -> Batch:
+        """Rewards as soon as a batch is in the store; scores while the batch before it is trained on."""
+        maker, clock, written = self._maker, Clock(), sampled.written
+        with _device(self._device):
+            maker.store.commit(sync=True)  # nothing is used before it is durable; sampling goes on meanwhile
+            with clock("reward"):
+                rollouts = maker.load(written.ids)
+                asked = {visit.prompt.id: visit for visit in sampled.visits}
+                with maker.rewards.lock:
+                    maker.rewards.rewarder.drain()  # what evaluation rewarded is not this step's
+                    rewards = maker.reward(rollouts, sampled.visits, written)
+                    batch = maker.assemble(grouped(rollouts), asked, rewards, written, clock)
+            if self._scores:
+                self._wait(lambda: sampled.step <= self._taken + 1)
+                with clock("score"):
+                    maker.scorer.score(batch, sampled.step)
+        spent = {"sample": sampled.seconds, **clock.seconds}
+        batch.metrics |= {f"beside/{name}": round(seconds, 4) for name, seconds in spent.items()}
+        if sampled.stream.get("skipped"):
+            batch.metrics["prompts/skipped"] = sampled.stream["skipped"]
+        return batch
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        self._stop.check()
+        while not ready():
+            with self._moved:
+                self._moved.wait_for(lambda: self._stop.closing or ready(), 1.0)
+            self._stop.check()
+
+
+def scores_ahead(spec: Stage) -> bool:
+    """Whether teachers are asked alongside training: if what they say, and what is asked, does not depend on the step before."""
+    waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in spec.objective)
+    still = all(kind.stands_still for kind in spec.teachers.values())
+    return still and not waits and spec.pool.resident is None
+
+
+def staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """By how many updates the weights that drew the student's tokens are behind those that train on them."""
+    lags = np.concatenate([version - rollout.version[rollout.author == Author.STUDENT] for rollout in rollouts])
+    return {"staleness": float(lags.mean()), "staleness/max": int(lags.max())} if lags.size else {}
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    """One thread for the life of the process: workers of rewards end with the thread that started them."""
+    return ThreadPoolExecutor(1, thread_name_prefix="opd-beside")
+
+
+@contextmanager
+def _device(device: torch.device, own_stream: bool = False) -> Iterator[None]:
+    """In a thread that has just begun: the GPU to use, and a stream on it that does not wait for the trainer's."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device) if own_stream else None
+    with beside_training(), torch.cuda.device(device), torch.cuda.stream(stream):
+        yield

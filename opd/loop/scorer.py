@@ -1,0 +1,234 @@
+"""Teachers score a batch. Each teacher works once per step, and what it says goes into the store.
+
+An interrupted run finds the signals there and does not ask again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from opd.common.context import RunContext
+from opd.data.prompts import route_value
+from opd.loop.ranks import Ranks
+from opd.objective.batch import Batch
+from opd.objective.objective import Objective
+from opd.recipe import Stage
+from opd.records import Prompt, Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike
+from opd.store import RolloutStore
+from opd.teachers.cached import ScoredStage, keep_scores, text_key
+from opd.teachers.mixture import models_of
+from opd.teachers.paging import Pager
+from opd.teachers.router import by_teacher, chooser
+from opd.teachers.scoring import ScoringTeacher
+from opd.teachers.views import Group, View, texts_for
+
+UNSHOWN = 8  # steps without anything to show before it is said; then at every doubling
+
+
+@dataclass
+class Scorer:
+    """Asks the teacher of each rollout for what the objective needs of its role."""
+
+    spec: Stage
+    teachers: Mapping[str, TeacherLike]
+    routes: Mapping[str, Mapping[str, str]]  # role -> value of the route's column -> teacher
+    templates: Mapping[str, Any]  # teacher -> the tokenizer whose chat template its view uses
+    objective: Objective
+    store: RolloutStore
+    ranks: Ranks
+    context: RunContext
+    pager: Pager | None = None  # where some teachers wait outside the memory
+    kept: ScoredStage | None = None  # where scores are kept for teachers of kind cached
+    _unshown: Counter[str] = field(default_factory=Counter)  # steps in a row in which a view showed nothing
+
+    def __post_init__(self) -> None:
+        self.teacher_for = chooser(self.routes.get("teacher", {}), self.spec.route)
+
+    def owners(self, batch: Batch) -> dict[str, str]:
+        """Rollout id -> the teacher (of the role `teacher`) that it belongs to; nothing if there is none."""
+        if "teacher" not in self.routes:
+            return {}
+        return {rollout.id: self.teacher_for(batch.prompts[rollout.prompt_id]) for rollout in batch.rollouts}
+
+    def score(self, batch: Batch, step: int) -> None:
+        """Fill in the batch's signals. One teacher works at a time, and once.
+
+        Metrics get the share of rollouts for which a view had nothing to show, or more than its teacher can read; and of tokens
+        at which a teacher with another tokenizer was not compared.
+        """
+        needs = self.objective.needs(step, self.spec.train.updates)
+        signals: dict[tuple[str, SignalKind], dict[str, Signal]] = {need: {} for need in needs}
+        mine = {rollout.id for rollout in self.ranks.deal(batch.rollouts)}
+        asked = self._by_model(batch, [role for role, _ in needs])
+        metrics: dict[str, float] = {}
+        with self._resident(asked):
+            for name, rollouts in asked.items():
+                teacher = self.teachers[name]
+                seen = self._texts(name, rollouts, batch, metrics)
+                if step == 1 and isinstance(teacher, ScoringTeacher):
+                    measured = teacher.measure([text for text in seen if text is not None])
+                    metrics |= measured
+                    for key, value in measured.items():
+                        self.context.say_of_stage(f"{key} {value:.2e} nats per token of the first batch")
+                for role, kind in (need for need in needs if need[0] == teacher.role):
+                    need = self.objective.need_beside(signals, role, kind)
+                    answers = self._ask(teacher, rollouts, seen, need, mine, batch.written.taken_up)
+                    signals[role, kind] |= {item.id: signal for item, signal in zip(rollouts, answers, strict=True)}
+                    self.context.check_stop()
+        self._warn_unshown(step, metrics)
+        batch.signals, batch.scored = signals, True
+        batch.metrics |= metrics
+
+    def _texts(
+        self, name: str, rollouts: Sequence[Rollout], batch: Batch, metrics: dict[str, float]
+    ) -> list[Rendered | None]:
+        """What a teacher reads of each rollout."""
+        view, teacher = self.spec.teachers[name].view, self.teachers[name]
+        seen = texts_for(view, rollouts, batch.prompts, self.groups_for(name, batch.groups), teacher.context)
+        if view.crosses:
+            metrics |= _left_out(name, view, rollouts, seen)
+            seen = [text if text is not None and (text.spans or not text.cut) else None for text in seen]
+        unshown = sum(text is None for text in seen)
+        if unshown or not view.as_sampled:
+            metrics[f"unshown/{name}"] = unshown / len(seen)
+        return seen
+
+    def groups_for(self, teacher: str, groups: Mapping[str, Group]) -> Mapping[str, Group]:
+        """With the tokenizer whose chat template the teacher's view uses."""
+        tokenizer = self.templates[teacher]
+        if self.spec.teachers[teacher].view.chat_template == "student":
+            return groups
+        return {name: replace(group, tokenizer=tokenizer, student=group.tokenizer) for name, group in groups.items()}
+
+    def _by_model(self, batch: Batch, roles: Sequence[str]) -> dict[str, list[Rollout]]:
+        """The rollouts that each teacher is asked about; teachers that read one model stand together."""
+
+        def value_of(rollout: Rollout) -> str:
+            return route_value(batch.prompts[rollout.prompt_id], self.spec.route)
+
+        asked: dict[str, list[Rollout]] = {}
+        for role in dict.fromkeys(roles):
+            asked |= by_teacher(batch.rollouts, self.routes[role], value_of)
+        models = {name: tuple(self.spec.teachers[name].reads()) or name for name in asked}
+        first = list(dict.fromkeys(models.values()))
+        return {name: asked[name] for name in sorted(asked, key=lambda name: first.index(models[name]))}
+
+    def _resident(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """While teachers score, in this order: those that wait outside are brought in time."""
+        if self.pager is None:
+            return nullcontext()
+        return self.pager.scoring([model for name in names for model in models_of(self.teachers[name])])
+
+    def page_metrics(self) -> dict[str, float]:
+        """What teachers that come and go cost this step, which is over: their heads are not needed any more."""
+        if self.pager is None:
+            return {}
+        self.pager.release()
+        return self.pager.metrics()
+
+    def context_of(self, prompt: Prompt) -> int:
+        """Tokens that the prompt's own teacher can read."""
+        return self.teachers[self.teacher_for(prompt)].context
+
+    def _warn_unshown(self, step: int, shares: Mapping[str, float]) -> None:
+        """A view that shows nothing, step after step, teaches nothing: said after a while, and again later."""
+        for name in self.teachers:
+            share = shares.get(f"unshown/{name}")
+            if share is None:  # it was not asked, or shows what the student reads
+                continue
+            steps = self._unshown[name] = self._unshown[name] + 1 if share == 1 else 0
+            if steps >= UNSHOWN and steps & (steps - 1) == 0:
+                self.context.say_of_stage(
+                    f"WARNING: step {step}: the view of teachers.{name} has shown nothing for {steps} steps, so nothing "
+                    "is learnt from it. Look at what it needs: columns, right answers in a group, feedback, the teacher's context"
+                )
+
+    def _ask(
+        self,
+        teacher: TeacherLike,
+        rollouts: Sequence[Rollout],
+        seen: Sequence[Rendered | None],
+        need: SignalNeed,
+        mine: Collection[str],
+        taken_up: bool,
+    ) -> list[Signal]:
+        """Signals of one teacher about these rollouts: those in the store, and answers to the rest, which go there.
+
+        `mine`: the rollouts that this process trains on. It asks about those, and is told what the others have been told.
+        `taken_up`: an earlier process may have asked already.
+        An exact resume takes all or none of them: a teacher's rounding depends on what it scores together.
+        """
+        view, kind = self.spec.teachers[teacher.name].view.name, need.kind
+        shown = {rollout.id: text for rollout, text in zip(rollouts, seen, strict=True) if text is not None}
+        known = {rollout.id: _nothing(teacher, view, rollout) for rollout in rollouts if rollout.id not in shown}
+        stored = self.ranks.share(partial(_stored, self.store, teacher, shown, kind)) if taken_up else {}
+        if self.spec.checkpoint.resume != "exact" or len(stored) == len(shown):
+            known |= stored
+        rest = [rollout for rollout in rollouts if rollout.id not in known]
+        own = [rollout for rollout in rest if rollout.id in mine]
+        together = teacher.model is not None and teacher.model.spread  # over ranks, which then score side by side
+        answers = teacher.score(own, need, [shown[rollout.id] for rollout in own]) if own or together else []
+        written = kind != "hidden" or self.spec.keeps_hidden
+        if written and self.pager is not None:
+            self.pager.check()  # a resumed run would believe what is in the store
+        said = {rollout.id: signal for rollout, signal in zip(own, answers, strict=True)}
+        known |= self.ranks.exchange(said, hidden=kind == "hidden")
+        for rollout in rest if written else ():
+            signal = known[rollout.id]
+            self.store.record_signal(
+                rollout.id, teacher.role, kind, teacher.name, signal.teacher_version, _plain(signal.values), signal.mask,
+                view=signal.view, spans=signal.spans, key=text_key(shown[rollout.id]),
+            )  # fmt: skip
+        if self.kept is not None:
+            keep_scores(self.kept, teacher, kind, answers)
+        return [known[rollout.id] for rollout in rollouts]
+
+
+def _left_out(name: str, view: View, rollouts: Sequence[Rollout], seen: Sequence[Rendered | None]) -> dict[str, float]:
+    """Of answers that a teacher with another tokenizer can read, the shares of tokens in no span, and left out at a cut."""
+    shown = [(rollout, text) for rollout, text in zip(rollouts, seen, strict=True) if text is not None]
+    every = sum(max(rollout.response_ids.size - view.skip, 0) for rollout, _ in shown)
+    inside = sum(s1 - s0 for _, text in shown for s0, s1, _, _ in text.spans)
+    cut = sum(text.cut for _, text in shown)
+    return {f"unaligned/{name}": (every - inside - cut) / max(every, 1), f"cut_off/{name}": cut / max(every, 1)}
+
+
+def _nothing(teacher: TeacherLike, view: str, rollout: Rollout) -> Signal:
+    """About a rollout for which the teacher's view has nothing to show."""
+    size = rollout.response_ids.size
+    return Signal(
+        teacher.name, teacher.version, teacher.role, view, (), np.full(size, np.nan), np.zeros(size, dtype=bool)
+    )
+
+
+def _stored(
+    store: RolloutStore, teacher: TeacherLike, shown: dict[str, Rendered], kind: SignalKind
+) -> dict[str, Signal]:
+    """What the same teacher, in the same version, said of the same texts."""
+    found = store.signals(list(shown), teacher.role, kind)
+
+    def again(key: str, signal: Signal) -> Signal:
+        text, values = shown[key], signal.values
+        ids = np.concatenate([text.ids[t0:t1] for _, _, t0, t1 in text.spans]) if text.crossed and text.spans else None
+        return replace(signal, values=torch.from_numpy(np.asarray(values)) if kind == "hidden" else values, crossed=ids)
+
+    return {
+        key: again(key, signal)
+        for key, signal in found.items()
+        if (signal.teacher, signal.teacher_version) == (teacher.name, teacher.version)
+        and (signal.view, signal.spans) == (shown[key].view, shown[key].spans)
+        and signal.key in ("", text_key(shown[key]))  # older stores do not say
+    }
+
+
+def _plain(values: Any) -> Any:
+    """Hidden states come as tensors on the teacher's device; every bfloat16 is a float32."""
+    return values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else values

@@ -1,0 +1,356 @@
+"""Recipes that make no sense as a whole: keys that would do nothing, and combinations that cannot work.
+
+What a key may be is said where it is declared; here are the cross-checks. All of them need the recipe alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opd.common.errors import RecipeError
+from opd.data.prompts import DOMAIN
+from opd.objective.term import present_authors, refusals
+from opd.recipe.graph import STAGE_PREFIX
+from opd.recipe.stage import Recipe, Stage
+from opd.registry import StageView, changed
+
+METRIC = "pass@1"
+
+
+def refuse_recipe(recipe: Recipe) -> None:
+    """What stages say about each other."""
+    _refuse_retained(recipe)
+    named = {stage.name: stage for stage in recipe.stages}
+    for stage in recipe.stages:
+        if stage.select is not None and not named[stage.select.stage].eval.prompts:
+            raise RecipeError(
+                f"stages.{stage.name}.select: stage {stage.select.stage!r} is not evaluated (eval.prompts is 0), so nothing can be "
+                "chosen by it. Set eval.prompts there."
+            )
+        first = recipe.stages[0].log
+        if (stage.log.to, stage.log.project) != (first.to, first.project):
+            raise RecipeError(
+                f"stages.{stage.name}.log: trackers are opened once for the whole run. Set `to` and `project` at the "
+                "top, not in a stage."
+            )
+
+
+def _refuse_retained(recipe: Recipe) -> None:
+    """One log holds the rollouts of all stages, and is given back from its beginning on."""
+    keeping = [stage.name for stage in recipe.stages if stage.store.retain is None]
+    if len(keeping) == len(recipe.stages):
+        return
+    if keeping:
+        raise RecipeError(
+            f"stages.{keeping[0]}.store.retain: the rollouts of all stages are in one store, and others give it back. Set store.retain at the "
+            "top, for all of them."
+        )
+    for stage in recipe.stages:
+        read = [(f"prompts.{number}.source", source.source) for number, source in enumerate(stage.prompts)]
+        read += [(f"teachers.{name}.run", run) for name, kind in stage.teachers.items() for run in kind.earlier()]
+        for key, where in read:
+            if where.startswith(STAGE_PREFIX):
+                raise RecipeError(
+                    f"stages.{stage.name}.{key}: {where!r} reads what that stage left in the store, but store.retain gives it back. "
+                    "Set store.retain: null."
+                )
+
+
+def refuse_stage(stage: Stage, where: str = "") -> None:
+    """Every mistake of a stage, in one message."""
+    found = [where + mistake for check in CHECKS for mistake in check(stage)]
+    if found:
+        raise RecipeError("\n".join(found))
+
+
+def _rollouts(stage: Stage) -> Iterator[str]:
+    rollout, shares = stage.rollout, present_authors(stage.rollout)
+    if rollout.teacher_mix and not shares["student"]:
+        yield (
+            f"rollout.teacher_mix {rollout.teacher_mix} mixes the teacher into the student's tokens, but the other "
+            "writers answer every prompt. Set teacher_mix: 0."
+        )
+    if rollout.temperature == 0 and (rollout.top_p < 1 or rollout.top_k):
+        yield "rollout.temperature 0 takes the likeliest token, so top_p and top_k do nothing. Drop them, or sample."
+    if rollout.temperature == 0 and rollout.samples > 1 and shares["student"] == 1:
+        yield f"rollout.temperature 0 gives {rollout.samples} equal samples of every prompt. Set samples: 1, or sample."
+    if rollout.rescue is not None:
+        yield from (f"rollout.rescue: {mistake}" for mistake in rollout.rescue.mistakes(rollout.samples))
+        if rollout.rescue.hint is not None and rollout.rescue.hint.by == "teacher" and not stage.teachers:
+            yield "rollout.rescue.hint: there is no teacher to write it. Give one, or set by: student."
+    if rollout.experience is not None:
+        if not any("experience" in kind.view.shows() for kind in stage.teachers.values()):
+            yield "rollout.experience is written, and no teacher's view shows it: name {experience} in a template, or drop it."
+        if rollout.experience.by == "teacher" and not stage.teachers:
+            yield "rollout.experience: there is no teacher to write it. Give one, or set by: student."
+    if stage.train.minibatches > rollout.prompts:
+        yield (
+            f"train.minibatches ({stage.train.minibatches}) must not be more than rollout.prompts ({rollout.prompts}): "
+            "groups are never split. Lower it."
+        )
+
+
+def _staleness(stage: Stage) -> Iterator[str]:
+    """What cannot be sampled ahead of the step that trains on it."""
+    rollout = stage.rollout
+    if not rollout.staleness:
+        return
+    key = f"rollout.staleness {rollout.staleness}"
+    if not present_authors(rollout)["student"]:
+        yield f"{key} lets sampling run ahead of training, but the student writes nothing. Set it to 0."
+    of_teachers = [name for name in ("teacher_share", "teacher_mix") if getattr(rollout, name)]
+    of_teachers += [f"writers.{number}" for number, writer in enumerate(rollout.writers) if writer.samples_teacher]
+    of_teachers = [f"rollout.{name}" for name in of_teachers]
+    of_teachers += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
+    for name in of_teachers:
+        yield f"{key} with {name}: a teacher would have to sample and score at once. Set one of them to 0."
+    for name in ("rescue", "experience", "demonstrations"):
+        if getattr(rollout, name) is not None:
+            yield f"{key} with rollout.{name}, which follows from a batch's rewards and the weights of its step. Drop one of them."
+    if rollout.contrast:
+        yield (
+            f"{key} with rollout.contrast {rollout.contrast}: how many prompts a step takes would be known only once they are rewarded. "
+            "Set one of them to 0."
+        )
+    if rollout.mixed_versions == "refuse":
+        yield f"{key} with rollout.mixed_versions refuse: a run that is interrupted could not go on. Set it to allow."
+    if stage.checkpoint.resume == "exact":
+        yield (
+            f"{key} with checkpoint.resume exact: which weights drew a token depends on how fast the two threads were. "
+            "Set it to prefill."
+        )
+
+
+def _environment(stage: Stage) -> Iterator[str]:
+    environment, rollout = stage.rollout.environment, stage.rollout
+    if environment is None:
+        return
+    yield from (f"rollout.environment: {mistake}" for mistake in environment.refuse(StageView.of(stage)))
+    if not stage.sampler.takes_turns:
+        yield f"rollout.environment with sampler {stage.sampler.name}: turns are played with the built-in sampler. Use that one."
+    if stage.checkpoint.resume == "exact":
+        yield "rollout.environment with checkpoint.resume exact: an interrupted episode continues after its last token. Use prefill."
+    others = [key for key in ("rescue", "demonstrations", "experience", "teacher_mix") if getattr(rollout, key)]
+    if others:
+        yield f"rollout.environment with rollout.{others[0]}, which answers a prompt in one turn. Drop one."
+    if any(prompt.source.startswith(("run:", "stage:")) for prompt in stage.prompts):
+        yield "rollout.environment with prompts that bring their answers: nothing is played. Drop it."
+    if environment.turn_tokens is not None and environment.turn_tokens > rollout.max_new_tokens:
+        yield (
+            f"rollout.environment.turn_tokens {environment.turn_tokens} is above rollout.max_new_tokens {rollout.max_new_tokens}, "
+            "which counts all turns. Lower it."
+        )
+
+
+def _authors(stage: Stage) -> Iterator[str]:
+    """Tokens that nobody trains on."""
+    trained = {author for term in stage.objective for author in term.authors}
+    for key, writer in stage.rollout.writers_by_key.items():
+        part = f"{writer.share:g}" if writer.share else f"{writer.name} with samples {writer.samples}"
+        if (writer.share or writer.samples) and writer.author not in trained and writer.author != "student":
+            yield (
+                f"rollout.{key} {part}, but no term of the objective trains on {writer.author} tokens. "
+                "Add a term with it in `on:`, or drop the share."
+            )
+
+
+def _demonstrations(stage: Stage) -> Iterator[str]:
+    spec = stage.rollout.demonstrations
+    if spec is None:
+        return
+    if not any("teacher" in term.authors for term in stage.objective):
+        yield (
+            "rollout.demonstrations, but no term of the objective trains on teacher tokens. Add one, such as {form: cross_entropy, "
+            "on: [teacher]}: terms that go by ratios cannot, since nobody knows the log-probs that the text was written with."
+        )
+    if spec.by is not None:
+        yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.refuse(StageView.of(stage)))
+    if stage.rollout.rescue is not None:
+        yield "rollout.demonstrations and rollout.rescue both replace answers that failed. Drop one."
+    if stage.rollout.contrast:
+        yield "rollout.demonstrations with rollout.contrast: groups that were all wrong would be dropped first. Set contrast: 0."
+
+
+def _coefficients(stage: Stage) -> Iterator[str]:
+    steps = range(1, min(stage.train.steps, 10_000) + 1)
+    waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
+    if not waits and not any(term.coefficient.at(step, None) for term in stage.objective for step in steps):
+        yield f"objective: every coefficient is 0 in all {stage.train.steps} steps, so nothing is trained."
+
+
+def _objective(stage: Stage) -> Iterator[str]:
+    """What the terms and their parts find themselves."""
+    yield from refusals(StageView.of(stage))
+
+
+def _choices(stage: Stage) -> Iterator[str]:
+    view = StageView.of(stage)
+    yield from stage.sampler.refuse(view)
+    yield from stage.shares.refuse(view)
+    for monitor in stage.monitors.watch:
+        yield from (f"monitors.watch: {mistake}" for mistake in monitor.refuse(view))
+    for key, writer in stage.rollout.writers_by_key.items():
+        yield from (f"rollout.{key}: {mistake}" for mistake in writer.refuse(view))
+    for number, source in enumerate(stage.prompts):
+        yield from (f"prompts.{number}: {mistake}" for mistake in source.refuse(view))
+    for number, source in enumerate(stage.eval.further):
+        yield from (f"eval.further.{number}: {mistake}" for mistake in source.refuse(view))
+    for domain, rewards in stage.rewards.domains.items():
+        for number, reward in enumerate(rewards):
+            yield from (f"rewards.{domain}.{number}: {mistake}" for mistake in reward.refuse(view))
+
+
+def _teachers(stage: Stage) -> Iterator[str]:
+    asked = list(dict.fromkeys(["teacher", *(role for term in stage.objective for role in term.roles)]))
+    for name, kind in stage.teachers.items():
+        if kind.role not in asked:  # `teacher` is there for evaluation and sampling too
+            yield (
+                f"teachers.{name}: nobody asks for the role {kind.role!r}; the roles asked for are {', '.join(asked)}."
+            )
+        if kind.domains is not None and len(set(kind.domains)) < len(kind.domains):
+            yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
+        if kind.view.chat_template == "teacher" and not kind.reads():
+            yield (
+                f"teachers.{name}.view: chat_template teacher, but a teacher of kind {kind.name} has no chat template of its own. "
+                "Drop it."
+            )
+        for choice in (kind, kind.view):
+            yield from (f"teachers.{name}: {mistake}" for mistake in choice.refuse(StageView.of(stage)))
+    if stage.route != DOMAIN and not stage.teachers:
+        yield f"route {stage.route!r} says which teacher scores a prompt, but there is none. Drop it."
+    asking = [name for name, kind in stage.teachers.items() if kind.role == "teacher"]
+    if stage.eval.prompts and stage.eval.weight_average and len(asking) < 2:
+        yield f"eval.weight_average averages teachers, but the number of teachers is {len(asking)}. Set it to false."
+    for name in asking if stage.eval.prompts and stage.eval.weight_average else ():
+        if stage.teachers[name].has_model and not stage.teachers[name].has_plain_weights:
+            yield f"eval.weight_average averages weights, and those of teachers.{name} are quantised. Set it to false."
+    yield from _offers(stage)
+
+
+def _offers(stage: Stage) -> Iterator[str]:
+    """What teachers cannot give: a signal that a term needs, or a model to sample from."""
+
+    def with_hidden(role: str) -> bool:
+        offers = [kind.offers for kind in stage.teachers.values() if kind.role == role]
+        return all("hidden" in offered for offered in offers) or not any("topk" in offered for offered in offers)
+
+    for number, term in enumerate(stage.objective):
+        place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
+        for role, signal in term.needs(stage.train.updates).settled(with_hidden):
+            for name, kind in stage.teachers.items():
+                if kind.role == role and signal not in kind.offers:
+                    yield (
+                        f"{place}: {term.name} needs {signal!r} of the role {role!r}, and teachers.{name}, of kind "
+                        f"{kind.name}, offers {', '.join(sorted(kind.offers))}. {term.advice(kind.offers)}"
+                    )
+    drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+    if stage.rollout.rescue is not None and stage.rollout.rescue.hint is not None:
+        drawn += ["rollout.rescue.hint"] if stage.rollout.rescue.hint.by == "teacher" else []
+    if stage.rollout.experience is not None and stage.rollout.experience.by == "teacher":
+        drawn.append("rollout.experience")
+    if stage.eval.prompts and stage.eval.weight_average:
+        drawn.append("eval.weight_average")
+    drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
+    yield from stage.pool.refuse(stage.teachers, drawn)
+    yield from stage.cluster.refuse(stage.teachers, stage.pool, drawn, stage.eval.prompts > 0 and stage.eval.teachers)
+    for key in drawn:
+        for name, kind in stage.teachers.items():
+            if kind.role == "teacher" and not kind.has_model:
+                yield (
+                    f"{key} needs a model in this process, but teachers.{name}, of kind {kind.name}, has none. Drop it."
+                )
+
+
+def _crossing(stage: Stage) -> Iterator[str]:
+    """What cannot be done with a teacher that has another tokenizer."""
+    for name, kind in stage.teachers.items():
+        if not kind.view.crosses:
+            continue
+        if len(kind.reads()) != 1 or not kind.has_model:
+            yield f"teachers.{name}: the view bytes is for one model with a tokenizer of its own, and not for kind {kind.name}."
+        for number, term in enumerate(stage.objective):
+            place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
+            needs, own = term.needs(stage.train.updates), term.form_needs(stage.train.updates)
+            asked = {signal for role, signal in needs.signals if role == kind.role}
+            asked |= {"topk" for role, _ in needs.topk if role == kind.role}
+            formed = {signal for role, signal in own.signals if role == kind.role}
+            plain = term.minimises in ("", "reverse_kl") and not any(role != kind.role for role, _ in needs.signals)
+            gated = [
+                need for gate in term.gate for need in (gate.needs(term.role).signals, gate.needs(term.role).student)
+            ]
+            by_gate = any(kind.role in entry for entries in gated for entry in entries)
+            if not asked <= term.crosses or asked != formed or (asked and not plain) or by_gate:
+                yield (
+                    f"{place}: teachers.{name} has another tokenizer (view bytes), and {term.name} with these settings compares "
+                    "ids one by one. Use policy_gradient with reverse_kl and no gates on the teacher, uld, or gold."
+                )
+        drawn = [f"rollout.{key}" for key, writer in stage.rollout.writers_by_key.items() if writer.samples_teacher]
+        drawn += [f"monitors.watch {monitor.name}" for monitor in stage.monitors.watch if monitor.samples_teacher]
+        for key in [*drawn, *(["eval.weight_average"] if stage.eval.prompts and stage.eval.weight_average else [])]:
+            if kind.role == "teacher":
+                yield f"{key} needs a teacher with the student's tokenizer, and teachers.{name} has another (view bytes). Drop it."
+
+
+def _evaluation(stage: Stage) -> Iterator[str]:
+    spec, given = stage.eval, changed(stage.eval)
+    periodic = bool(spec.every and spec.prompts)
+    if "temperature" in given and not spec.k:
+        yield "eval.temperature belongs to the sampled evaluation, but eval.k is 0. Set k, or drop it."
+    if spec.early_stop is not None and not periodic:
+        yield "eval.early_stop needs periodic evaluations: set eval.every and eval.prompts, or drop it."
+    elif spec.early_stop is not None:
+        yield from spec.early_stop.refuse(StageView.of(stage))
+    if spec.further and not spec.prompts:
+        yield "eval.further says what else is evaluated, but eval.prompts is 0. Set it, or drop `further`."
+    if "metric" in given and not spec.prompts:
+        yield (
+            f"eval.metric {spec.metric!r} is watched in evaluations, but eval.prompts is 0. Set it, or drop the metric."
+        )
+    waits = any("plateau" in (term.coefficient.until, term.coefficient.after) for term in stage.objective)
+    if "plateau" in given and not waits:
+        yield "eval.plateau is for coefficients that wait for one (`until: plateau`), but none does. Drop it."
+    if spec.metric != METRIC and not spec.metric.startswith(f"{METRIC}/"):
+        yield f"eval.metric {spec.metric!r}: expected {METRIC}, or {METRIC}/DOMAIN."
+
+
+def _selected(stage: Stage) -> Iterator[str]:
+    if stage.select is not None and any(source.domain is None for source in stage.prompts):
+        yield "select chooses sources by their domain: give every source of prompts a `domain`."
+
+
+def _files(stage: Stage) -> Iterator[str]:
+    if stage.store.retain is not None and not stage.checkpoint.every:
+        yield (
+            f"store.retain {stage.store.retain}: what is older than the checkpoints is given back when one is saved, but checkpoint.every is 0. "
+            "Set it."
+        )
+    if stage.store.retain is not None and not stage.train.learn:
+        yield "store.retain with train.learn false: the stage is there for what it leaves in the store. Drop retain."
+    if stage.checkpoint.keep_every and not stage.checkpoint.every:
+        yield (
+            "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, "
+            "but checkpoint.every is 0. Set it."
+        )
+    if "samples_every" in changed(stage.log) and not stage.log.samples:
+        yield "log.samples_every says how often samples are written, but log.samples is 0. Drop it."
+    for number, tracker in enumerate(stage.log.to):
+        if tracker in stage.log.to[:number]:
+            yield f"log.to: {tracker.name} comes twice with the same settings. Drop one."
+        yield from tracker.refuse(StageView.of(stage))
+
+
+CHECKS = (
+    _rollouts,
+    _staleness,
+    _authors,
+    _environment,
+    _demonstrations,
+    _coefficients,
+    _objective,
+    _choices,
+    _teachers,
+    _crossing,
+    _evaluation,
+    _selected,
+    _files,
+)

@@ -1,0 +1,367 @@
+"""How a recipe is read: shipped names, overrides, stages, and errors that name the nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from opd.common.errors import RecipeError
+from opd.common.files import is_directory, is_file
+from opd.common.http import UNSAFE
+from opd.common.peer_keys import translate_below
+from opd.data.sources import PromptSource
+from opd.plugins import load_plugins
+from opd.recipe.checks import refuse_recipe, refuse_stage
+from opd.recipe.graph import STAGE_PREFIX, in_order
+from opd.recipe.overrides import apply_overrides, below, merge
+from opd.recipe.paths import anchored, folded, name_of_file, read_resolved
+from opd.recipe.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
+from opd.recipe.stage import ALONE, Recipe, Stage
+from opd.registry import nearest
+
+MISTAKES = 10  # named in one message
+ELSEWHERE = 3  # places of a key that are named; one that stands in more says little
+_BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
+SECRET = "token_env"  # whoever puts the token itself there does not want to read it again
+EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
+    "dict_type": "expected a mapping of keys", "model_type": "expected a mapping of keys", "list_type": "expected a list",
+    "int_type": "expected a whole number", "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
+    "float_type": "expected a number", "float_parsing": "expected a number", "string_type": "expected text",
+    "bool_type": "expected true or false", "bool_parsing": "expected true or false",
+}  # fmt: skip
+IGNORED = "x-"  # keys at the top that hold anchors, for aliases elsewhere
+CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
+
+
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Iterable[str] = (),
+    *,
+    prompts: Sequence[Mapping[str, Any]] | None = None,
+) -> Recipe:
+    """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
+
+    Paths in a file are relative to it; those in overrides and in a mapping to the working directory. `prompts` stand in place
+    of the recipe's own, as they are.
+    """
+    here, overrides = Path.cwd(), tuple(overrides)
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise RecipeError(
+                f"overrides {shown(list(overrides))} are for recipes that are read: give a file, a name or a mapping."
+            )
+        if prompts is not None:
+            raise RecipeError("prompts= is for recipes that are read: give a file, a name or a mapping, not a Recipe.")
+        return recipe
+    if isinstance(recipe, Mapping):
+        name, base, raw = "run", here, plain_data(recipe)
+    else:
+        path = find_recipe(str(recipe))
+        name, base = name_of_file(path.stem), here / path.parent
+        raw = plain_data(parse_yaml(read_text(path), str(path)))
+    raw = anchored(raw, base)
+    if prompts is not None:
+        raw["prompts"] = [dict(source) for source in prompts]
+    ignored = next((override for override in overrides if override.startswith(IGNORED)), None)
+    if ignored is not None:
+        raise RecipeError(
+            f"override {shown(ignored)}: keys that begin with {IGNORED} are ignored. Set the key that uses it."
+        )
+    apply_overrides(raw, overrides, here)
+    return resolve(raw, name)
+
+
+def load_begun(directory: Path, resolved: Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe that a run carries out; `resolved`: its file, by default the one that the run began with."""
+    return as_begun_in(directory, load_recipe(resolved or directory / "resolved.yaml", overrides))
+
+
+def as_begun_in(directory: Path, recipe: Recipe) -> Recipe:
+    """A recipe as a run of it, which an older version may have begun, carries it out (`PromptSource.as_begun`)."""
+    written = {stage["name"]: stage for stage in read_resolved(directory)["stages"]}
+    return recipe.model_copy(
+        update={"stages": [_stage_as_begun(stage, written.get(stage.name, {})) for stage in recipe.stages]}
+    )
+
+
+def _stage_as_begun(stage: Stage, written: Mapping[str, Any]) -> Stage:
+    def begun(sources: Sequence[PromptSource], settings: Sequence[Mapping[str, Any]]) -> list[PromptSource]:
+        known = [*settings, *({} for _ in sources)]
+        return [source.as_begun(written) for source, written in zip(sources, known, strict=False)]
+
+    further = begun(stage.eval.further, (written.get("eval") or {}).get("further") or [])
+    prompts = begun(stage.prompts, written.get("prompts") or [])
+    return stage.model_copy(update={"prompts": prompts, "eval": stage.eval.model_copy(update={"further": further})})
+
+
+def recipe_text(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:
+    """What the user gave, as text: the file as it is, and the overrides in a comment at its end."""
+    if isinstance(recipe, Recipe):
+        return recipe.to_yaml()
+    if isinstance(recipe, Mapping):
+        text = yaml.safe_dump(plain_data(recipe), sort_keys=False, allow_unicode=True)
+    else:
+        text = read_text(find_recipe(str(recipe)))
+    lines = ["".join(char if char.isprintable() else repr(char)[1:-1] for char in override) for override in overrides]
+    return text + "".join(["\n# Overrides:\n", *(f"#   {line}\n" for line in lines)] if lines else [])
+
+
+def read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(LONGEST + 1)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: byte {error.start} is not UTF-8. Save the recipe as UTF-8.") from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
+    """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
+    raw = {key: value for key, value in raw.items() if not key.startswith(IGNORED)}
+    defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
+    plugins = raw.get("plugins") or []
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    if not all(isinstance(name, str) and name for name in plugins):
+        raise RecipeError(
+            f"plugins: expected Python files or modules, got {shown(plugins)}. Write `plugins: [mine.py]`."
+        )
+    load_plugins(plugins)
+    staged = raw.get("stages") is not None
+    overrides = raw["stages"] if staged else [{}]
+    if not isinstance(overrides, list) or not all(isinstance(stage, Mapping) for stage in overrides) or not overrides:
+        raise RecipeError(
+            f"stages: expected a list of mappings, got {shown(overrides)}. Write `stages: [{{name: warm-up, …}}, …]`."
+        )
+    if staged and any(stage.get("name") is None for stage in overrides):
+        raise RecipeError("stages: every stage needs a name. Write `stages: [{name: warm-up, train: {steps: 50}}, …]`.")
+    stages: list[Stage] = []
+    for override in overrides:
+        merged = _over(defaults, override)
+        if stages and not _has_model(override.get("student")):
+            start = _mapping(merged.get("student"), "model")
+            rest = {key: value for key, value in start.items() if key != "merge"}
+            merged["student"] = {**rest, "model": STAGE_PREFIX + stages[-1].name}
+        stages.append(validate(merged, f"stages.{cut(str(override['name']), 80)}." if staged else ""))
+    names = [stage.name for stage in stages]
+    if len({folded(name) for name in names}) < len(names):
+        raise RecipeError(f"stages: names must differ, got {cut(', '.join(names), 400)}.")
+    try:
+        title = raw["name"] if raw.get("name") is not None else name
+        recipe = Recipe(name=title, stages=in_order(stages), plugins=plugins)
+    except ValidationError as error:
+        raise RecipeError(_explain_all(error, raw, "")) from None
+    refuse_recipe(recipe)
+    return recipe
+
+
+def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage laid over the defaults. Null takes a key back to its own default, unless it is a value of that key; so does {} where
+    keys are the user's.
+    """
+    base = dict(defaults)
+    for key in CLEARED:
+        if key in stage and stage[key] in ({}, []):
+            base.pop(key, None)
+    base = {key: _expanded(key, value) if key in stage else value for key, value in base.items()}
+    if _has_model(stage.get("student")) and isinstance(
+        base.get("student"), Mapping
+    ):  # another start, however it is given
+        base["student"] = {key: value for key, value in base["student"].items() if key not in ("model", "merge")}
+    merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
+    merged = {
+        key: _without_nulls(Stage.model_fields[key], value) if key in stage and key in Stage.model_fields else value
+        for key, value in merged.items()
+        if value is not None
+    }
+    if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
+        known = base.get("teachers")
+        for name in (name for name, spec in merged["teachers"].items() if spec is None):
+            _require_teacher(name, known if isinstance(known, Mapping) else {}, stage)
+        merged["teachers"] = {name: spec for name, spec in merged["teachers"].items() if spec is not None}
+    return merged
+
+
+def _without_nulls(section: FieldInfo, given: Any) -> Any:
+    """A section's keys; null where it is no value of a key (`train.clip` may be null, `train.lr` may not) is left out."""
+    kind = section.annotation
+    if not isinstance(given, Mapping) or not isinstance(kind, type) or not issubclass(kind, BaseModel):
+        return given
+    without = {name for name, field in kind.model_fields.items() if NoneType not in get_args(field.annotation)}
+    return {name: value for name, value in given.items() if value is not None or name not in without}
+
+
+def _require_teacher(name: Any, known: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
+    """`NAME: null` in a stage takes away what is there."""
+    if name not in known:
+        hint = nearest(str(name), [str(one) for one in known]) if known else "they have none"
+        raise RecipeError(
+            f"stages.{cut(str(stage['name']), 80)}.teachers.{cut(str(name), 80)}: null takes a teacher of the defaults away, and "
+            f"none has this name; {hint}"
+        )
+
+
+def _expanded(key: str, value: Any) -> Any:
+    """Short forms that a stage may lay more keys over."""
+    if key == "student" and isinstance(value, str):
+        return {"model": value}
+    if key == "teachers" and isinstance(value, str):
+        return {ALONE: {"model": value}}
+    if key == "teachers" and isinstance(value, Mapping):
+        return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
+    return value
+
+
+def _has_model(student: Any) -> bool:
+    """Whether it says what to start from."""
+    given = student if isinstance(student, Mapping) else {"model": student}
+    return given.get("model") is not None or given.get("merge") is not None
+
+
+def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
+    try:
+        stage = Stage.model_validate(raw).settled()
+    except ValidationError as error:
+        raise RecipeError(_explain_all(error, raw, where)) from None
+    for path in _booleans(raw, stage.model_dump(), ""):
+        raise RecipeError(f"{where}{path}: expected a number, got true or false.")
+    refuse_stage(stage, where)
+    return stage
+
+
+def _booleans(given: Any, read: Any, path: str) -> list[str]:
+    """Where true or false was given for a number, which would be read as 1 or 0."""
+    if isinstance(given, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
+        return [path]
+    if isinstance(given, Mapping) and isinstance(read, list) and len(read) == 1:
+        read = read[0]  # one term, one source
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        pairs = ((key, given[key], read[key]) for key in given.keys() & read.keys())
+    elif isinstance(given, list) and isinstance(read, (list, tuple)):
+        pairs = ((index, *pair) for index, pair in enumerate(zip(given, read, strict=False)))
+    return [found for key, one, other in pairs for found in _booleans(one, other, f"{path}.{key}".lstrip("."))]
+
+
+def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
+    details = error.errors(include_url=False)
+    lines = list(dict.fromkeys(_explain(detail, where) for detail in details[:MISTAKES]))
+    return "\n".join([*lines, *([f"… and {len(details) - MISTAKES} more."] if len(details) > MISTAKES else [])])
+
+
+def _explain(detail: Any, where: str) -> str:
+    parts = [str(part) for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
+    path = cut(where + ".".join(_as_written(parts)), 200)
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: unknown key. {_meant(detail, parts)}"
+    if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
+        return f"{path}: {detail['msg']}"
+    if detail["type"] == "missing":
+        return f"{path}: missing, and the recipe needs it."
+    message = EXPECTED.get(detail["type"]) or cut(detail["msg"].removeprefix("Value error, "), 400)
+    if detail["type"] == "string_pattern_mismatch":
+        message = f"expected {_schema_at(detail['loc']).get('description', 'something else')}"
+    if not detail["loc"]:  # of the stage as a whole
+        return f"{where}{message}."
+    got = UNSAFE.sub("//…@", shown(detail["input"]))
+    return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
+
+
+def _as_written(parts: list[str]) -> list[str]:
+    """`rewards.domains.default.0` is what `rewards: numeric` is short for."""
+    match parts:
+        case ["rewards", "domains", "default", "0", *rest]:
+            return ["rewards", *rest]
+        case ["rewards", "domains", "default", *rest] | ["rewards", "domains", *rest]:
+            return ["rewards", *rest]
+    return parts
+
+
+def _meant(detail: Any, parts: Sequence[str]) -> str:
+    """What an unknown key may have been meant to be: a key of another framework, one that stands elsewhere, or a misspelt one."""
+    if translated := translate_below(parts, detail["input"]):
+        return f"{translated}."
+    *parents, key = detail["loc"]
+    if elsewhere := _places_of(str(key)):
+        return f"Did you mean {' or '.join(map(repr, elsewhere))}?"
+    known = _fields_at(parents)
+    near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
+
+
+def _places_of(key: str) -> list[str]:
+    """Sections of a recipe that have such a key."""
+    sections = [(name,) for name in Stage.model_fields if name not in CLEARED]  # where any key may stand
+    found = []
+    for section in (*sections, ("student", "lora"), ("teachers", "NAME")):
+        place: tuple[Any, ...] = (Stage,)
+        for part in section:
+            place = below(place, part)
+        if below(place, key):
+            found.append(".".join((*section, key)))
+    return found if len(found) <= ELSEWHERE else []
+
+
+def _fields_at(location: Iterable[Any]) -> list[str]:
+    """Field names of the settings model at a location such as ("prompts", 0)."""
+    return list(_schema_at(location).get("properties", {}))
+
+
+def _schema_at(location: Iterable[Any]) -> Mapping[str, Any]:
+    schema = Stage.model_json_schema()
+    node: Mapping[str, Any] = schema
+    for part in location:
+        tagged = node.get("discriminator", {}).get("mapping", {})
+        if isinstance(part, int):
+            node = node.get("items", {})
+        elif part in tagged:
+            node = {"$ref": tagged[part]}
+        elif part in node.get("properties", {}):
+            node = node["properties"][part]
+        else:
+            rest = node.get("additionalProperties")  # false, where no other key may stand
+            node = rest if isinstance(rest, Mapping) else {}
+        options = [option for option in node.get("anyOf", []) if "$ref" in option]
+        reference = node.get("$ref") or (options[0]["$ref"] if options else None)
+        if reference:
+            node = schema["$defs"][reference.rsplit("/", 1)[1]]
+    return node
+
+
+def _mapping(value: Any, key: str) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {key: value}
+
+
+# Shipped recipes
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of every recipe in the package: `quickstart`, `methods/gkd`, …"""
+    root = Path(str(resources.files("opd") / "recipes"))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if is_file(path):
+            return path
+        what = "a directory" if is_directory(path) else "no such file"
+        raise RecipeError(f"recipe {shown(name)}: {what}. `opd recipes list` names the shipped ones.")
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    near = difflib.get_close_matches(name[:100], shipped, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise RecipeError(
+        f"recipe {shown(name)}: neither a .yaml file nor a shipped recipe.{hint} `opd recipes list` shows all."
+    )

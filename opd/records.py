@@ -1,0 +1,345 @@
+"""The records that travel between sampler, store, teachers and trainer.
+
+Frozen and torch-free; per-token arrays are numpy. A fact rides on the record it belongs to, so there are no
+parallel lists to get out of step. Axis suffixes: T = response tokens, P = prompt tokens, N = rows, D = width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from opd.common.text import shortened
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+StopReason = Literal["stop", "length", "env"]
+SignalKind = Literal["logprobs_at", "topk", "hidden", "score", "text"]
+
+
+class Author(IntEnum):
+    """Who wrote a response token. Every loss term derives its own mask from this."""
+
+    STUDENT = 0
+    TEACHER = 1
+    DATA = 2
+    ENV = 3
+    TEMPLATE = 4
+
+
+@dataclass(frozen=True, repr=False)
+class Prompt:
+    """One question. `fields` is read by verifiers, rewards and views: answer, completion, hint, document…
+
+    >>> Prompt(id="task:addition/train/7", messages=({"role": "user", "content": "add 12+30"},),
+    ...        domain="arithmetic", fields={"answer": "42"})  # doctest: +ELLIPSIS
+    Prompt(...)
+    """
+
+    id: str
+    domain: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, whatever it holds."""
+        said = self.text if self.messages is None else self.messages[-1].get("content") if self.messages else None
+        kind = "text" if self.messages is None else f"messages={len(self.messages)}, last"
+        facts = "".join(f", {name}={shortened(value)}" for name, value in list(self.fields.items())[:3])
+        return f"Prompt(id={shortened(self.id)}, domain={self.domain!r}, {kind}={shortened(said)}{facts})"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A prompt and which pass over it this is."""
+
+    prompt: Prompt
+    visit: int
+    source: int  # index into the recipe's list of sources
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy. The policy itself is always untempered (semantics 8)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    stop_ids: tuple[int, ...] = ()  # all of them are one event
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One rollout to sample. `key` is the 64-bit random key of (seed, prompt, visit, sample): see `sampling.draws`.
+
+    `prefix_ids` are response tokens that exist already: sampling continues after them. Those before `start` are earlier turns,
+    which neither end the answer nor count against its limit.
+    """
+
+    id: str
+    prompt_ids: np.ndarray  # (P,) int32
+    key: int
+    sampling: Sampling
+    prefix_ids: np.ndarray | None = None
+    start: int = 0
+
+
+class SampledToken(NamedTuple):
+    """One token, as the sampler drew it. Log-probs as in `Rollout`."""
+
+    request_id: str
+    token: int
+    logprob: float
+    logprob_sampled: float
+    logprob_stop: float
+    version: int
+    author: Author | None = None  # None: whoever the request is for
+
+
+class TokenColumns(NamedTuple):
+    """Many of them, column by column: arrays, or one value for all. `request_ids`: one for all, or one each."""
+
+    request_ids: str | Sequence[str]
+    token: np.ndarray
+    logprob: np.ndarray | float
+    logprob_sampled: np.ndarray | float
+    logprob_stop: np.ndarray | float
+    version: np.ndarray | int
+
+
+class Finished(NamedTuple):
+    request_id: str
+    stop: StopReason
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rollout:
+    """A trajectory with everything known about each of its tokens. Ids are exact, never re-tokenised text."""
+
+    id: str
+    prompt_id: str
+    visit: int  # which pass over this prompt
+    sample: int
+    domain: str
+    source: str  # student | data | teacher:NAME | mixed:NAME | replay
+    prompt_ids: np.ndarray  # (P,) int32
+    response_ids: np.ndarray  # (T,) int32
+    author: np.ndarray  # (T,) uint8, see Author
+    logprob: np.ndarray  # (T,) float32, under the policy itself: untempered, full support, stop ids merged
+    logprob_sampled: np.ndarray  # (T,) float32, under the distribution really drawn from (temperature, top-p)
+    logprob_stop: np.ndarray  # (T,) float32, of the merged stop event at each position
+    version: np.ndarray  # (T,) int32, policy version of each token
+    stop: StopReason | None  # None: not finished, so it may be continued but never trained on
+    group: str = ""  # units an objective must see whole: never split across micro-batches
+    pair: str = ""
+    turns: tuple[tuple[int, int], ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.prompt_ids.size} + {self.response_ids.size} tokens"
+        return f"Rollout(id={shortened(self.id)}, domain={self.domain!r}, source={self.source!r}, {sizes}, stop={self.stop!r})"
+
+    @property
+    def length(self) -> int:
+        return int(self.prompt_ids.size + self.response_ids.size)
+
+
+@dataclass(frozen=True)
+class SignalNeed:
+    """What a term asks of a teacher. `logprobs_at` without ids means: at the response tokens themselves."""
+
+    kind: SignalKind
+    ids: np.ndarray | None = None
+    k: int | None = None
+    hidden: Mapping[str, Signal] | None = (
+        None  # what it has said already, by rollout: log-probs follow from hidden states
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """What a teacher reads of a rollout: ids, and where response tokens stand among them, as spans (s0, s1, t0, t1)."""
+
+    ids: np.ndarray  # int32
+    spans: tuple[tuple[int, int, int, int], ...]
+    view: str = "same"
+    crossed: bool = False  # read with another tokenizer: a span pairs what covers the same bytes, and is one event
+    cut: int = (
+        0  # response tokens after the spans that are left out because the text was cut: others might have stood there
+    )
+
+    @property
+    def length(self) -> int:
+        return int(self.ids.size)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Signal:
+    """A teacher's answer about one rollout. Missing values are NaN and masked out, never 0.
+
+    `spans` pairs response positions with teacher positions (s0, s1, t0, t1). `values` is (T,) for `logprobs_at`,
+    (T, D) for `hidden`; hidden states stay tensors on the teacher's device.
+    """
+
+    teacher: str
+    teacher_version: int
+    role: str
+    view: str
+    spans: tuple[tuple[int, int, int, int], ...]
+    values: Any
+    mask: np.ndarray  # (T,) bool
+    key: str = ""  # of what was read, where it is kept: `opd.teachers.cached.text_key`
+    crossed: np.ndarray | None = None  # ids of the teacher's tokens in the spans, where its tokenizer is another
+
+    def __repr__(self) -> str:
+        known = f"{int(self.mask.sum())} of {self.mask.size} tokens"
+        return f"Signal({self.teacher!r}, role={self.role!r}, {type(self.values).__name__} of {known})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TopK:
+    """The likeliest ids at each position, most likely first, at temperature 1. What is missing is id -1, NaN."""
+
+    ids: np.ndarray  # (T, K)
+    logprobs: np.ndarray  # (T, K)
+    tail: np.ndarray  # (T,) log of the mass outside; NaN: no more is known of it than one minus the sum of the others
+    stop_logprob: (
+        np.ndarray
+    )  # (T,) of all stop ids together, whether they are among the likeliest or not; NaN: not known
+    fingerprint: str
+
+    def __repr__(self) -> str:
+        return f"TopK({self.ids.shape[0]} tokens, {self.ids.shape[1]} ids each)"
+
+    def rows(self, index: np.ndarray) -> TopK:
+        """At some of the positions."""
+        return TopK(self.ids[index], self.logprobs[index], self.tail[index], self.stop_logprob[index], self.fingerprint)
+
+    def spread(self, mask: np.ndarray) -> TopK:
+        """At the positions where `mask` is true; nothing is known of the others."""
+        place = np.where(mask, np.cumsum(mask) - 1, self.tail.size)
+        nothing = np.full((1, max(self.ids.shape[1], 1)), np.nan, dtype=self.logprobs.dtype)
+        alone = TopK(
+            np.full(nothing.shape, -1, self.ids.dtype), nothing, nothing[:, 0], nothing[:, 0], self.fingerprint
+        )
+        return TopK.join([self, alone]).rows(place)
+
+    @classmethod
+    def join(cls, parts: Sequence[TopK]) -> TopK:
+        """One after the other; those that name fewer ids are filled up."""
+        if not parts:
+            return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1)), np.zeros(0), np.zeros(0), "")
+        width = max(part.ids.shape[1] for part in parts)
+
+        def columns(values: np.ndarray, filling: float) -> np.ndarray:
+            wide = np.full((values.shape[0], width), filling, dtype=values.dtype)
+            wide[:, : values.shape[1]] = values
+            return wide
+
+        return cls(
+            np.concatenate([columns(part.ids, -1) for part in parts]),
+            np.concatenate([columns(part.logprobs, np.nan) for part in parts]),
+            np.concatenate([part.tail for part in parts]),
+            np.concatenate([part.stop_logprob for part in parts]),
+            parts[0].fingerprint,
+        )
+
+
+@dataclass(frozen=True)
+class EnvironmentRecord:
+    """One call to a tool or sandbox and what came back; `order` counts the calls of its rollout.
+
+    Both are plain JSON.
+    """
+
+    order: int
+    call: Any
+    result: Any
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The reward for one sample. None means there is none: the sample is masked and counted, never a zero.
+
+    `by_answer`: the answer itself brought the reward down; an evaluation counts it as wrong. `full`: the least reward
+    that an evaluation counts as right.
+    """
+
+    reward: float | None
+    per_turn: tuple[float, ...] = ()
+    feedback: str = ""
+    error: str = ""
+    by_answer: bool = False
+    full: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward sees: the prompt and the decoded response (without its stop token)."""
+
+    prompt: Prompt
+    text: str
+    rollout: Rollout | None = None
+
+
+@dataclass(frozen=True)
+class WeightsRef:
+    """Weights to publish to a sampler: a policy version and its tensors by parameter name (LoRA already merged).
+
+    `adapter`: LoRA's factors by the names of peft's files, for a sampler that takes them by themselves.
+    """
+
+    version: int
+    tensors: Mapping[str, Any]
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TokenSampler(Protocol):
+    """What draws tokens: the built-in engine, or one request at a time. `opd.Sampler` makes rollouts of them.
+
+    The built-in ones take requests that come later: while their iterator gives None, there is nothing yet, and it is asked again.
+    """
+
+    def sample(self, requests: Iterable[SampleRequest]) -> Iterator[SampledToken | Finished]: ...
+
+    def load(self, weights: WeightsRef) -> None: ...
+
+
+class TeacherLike(Protocol):
+    """What a kind of teacher opens. `opd.teachers.scoring.ScoringTeacher` has what most have in common."""
+
+    name: str
+    role: str
+    offers: frozenset[SignalKind]
+    version: int  # of what it scores with; every signal carries it
+    context: int  # tokens it can read
+
+    @property
+    def model(self) -> Any:
+        """A `LanguageModel` in this process, which can sample, be mixed in and averaged; None where there is none."""
+
+    def score(
+        self, rollouts: Sequence[Rollout], need: SignalNeed, seen: Sequence[Rendered] | None = None
+    ) -> list[Signal]:
+        """In the order of the rollouts. `seen`: what it reads of each; without it, what the student read."""
+
+    def project(self, hidden: Any) -> Any:
+        """Hidden states that it gave, as its distribution (`opd.Projection`)."""
+
+    def observe(self, step: int, weights: WeightsRef) -> None:
+        """The student after a step."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Tensors that a checkpoint has to hold; none for a teacher that does not move."""
+
+    def restore(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """As it was when the checkpoint was saved. The student has been restored already."""
+
+
+Rewarding = Callable[[Sequence[Sample]], list[RewardResult]]

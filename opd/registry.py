@@ -1,0 +1,628 @@
+"""What every choice in a recipe is made of: one class with its settings, needs, refusals and arithmetic. No torch here.
+
+A `Choice` is such a class; a `Family` is all that can stand in one place of a recipe (`gate:`, `surrogate:`, …).
+Families look their classes up by name in `opd.registry`, so a new one is a class and a line there, and nothing imports
+upwards.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from opd.common.errors import RecipeError
+from opd.common.peer_keys import translate
+from opd.records import SignalKind
+
+MANY = 1_000_000_000  # no count in a recipe is larger
+
+
+def _bounded(value: int) -> int:
+    """Beside a field's own `le`, which would be lost if this were one too."""
+    if value > MANY:
+        raise ValueError(f"expected at most {MANY}")
+    return value
+
+
+Positive = Annotated[int, Field(ge=1), AfterValidator(_bounded)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_bounded)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16"]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+Address = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]  # of a model or prompts
+SETTINGS = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def changed(settings: BaseModel) -> set[str]:
+    """Keys that differ from their defaults; a resolved recipe spells out all of them."""
+    fields = type(settings).model_fields.items()
+    return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
+
+
+def by_hand(what: str, kind: Any, given: Any) -> Any:
+    """Settings that a Python program gives, read as a recipe's would be."""
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors(include_url=False):
+            place = ".".join([what, *map(str, detail["loc"])])
+            message = detail["msg"].removeprefix("Value error, ")
+            if detail["type"] == "extra_forbidden":
+                alone = isinstance(kind, type) and issubclass(kind, BaseModel) and len(detail["loc"]) == 1
+                known = kind.model_fields if alone else ()
+                hint = key_hint([what, *map(str, detail["loc"])], list(known))
+                message = f"unknown key; {hint}" if hint else "unknown key"
+            lines.append(f"{place}: {message}; got {str(detail['input'])[:200]!r}.")
+        raise RecipeError("\n".join(lines)) from None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What has to be known of a batch before a choice can do its work."""
+
+    signals: tuple[tuple[str, SignalKind], ...] = ()  # (role, kind) asked of teachers
+    # asked of the student before the updates: `objective.first_pass`
+    student: frozenset[tuple[str | int, ...]] = frozenset()
+    rewards: bool = False
+    topk: tuple[tuple[str, int], ...] = ()  # (role, k): hidden states or, of a role that has none, the k likeliest ids
+
+    def __or__(self, other: Needs) -> Needs:
+        signals = tuple(dict.fromkeys((*self.signals, *other.signals)))
+        topk = tuple(dict.fromkeys((*self.topk, *other.topk)))
+        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk)
+
+    @property
+    def possible(self) -> tuple[tuple[str, SignalKind], ...]:
+        """Every signal that may be asked, whichever of two a role gives."""
+        kinds: tuple[SignalKind, ...] = ("hidden", "topk")
+        return tuple(dict.fromkeys((*self.signals, *((role, kind) for role, _ in self.topk for kind in kinds))))
+
+    def settled(self, with_hidden: Callable[[str], bool]) -> tuple[tuple[str, SignalKind], ...]:
+        """The signals to ask; `with_hidden`: whether a role has the better of the two that would do."""
+        either: list[tuple[str, SignalKind]] = [
+            (role, "hidden" if with_hidden(role) else "topk") for role, _ in self.topk
+        ]
+        return tuple(dict.fromkeys((*self.signals, *either)))
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What a choice can see of its stage when it looks for mistakes; `term` is the one it is a part of, if any."""
+
+    rollout: Any  # the keys of `rollout`, as in `opd.rollouts.settings`
+    train: Any  # the keys of `train`; None: a teacher by hand knows of none
+    terms: Sequence[Any]
+    roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
+    term: Any = None
+    device: str = "auto"
+    teachers_evaluated: bool = True
+    lora: bool = False  # whether the student has adapters
+    sources: int = 1  # of prompts
+    evaluates: bool = False  # every now and then while training
+    resume: str = "prefill"  # how unfinished answers go on
+
+    @classmethod
+    def of(cls, stage: Any) -> StageView:
+        roles = frozenset(teacher.role for teacher in stage.teachers.values())
+        evaluated = bool(stage.eval.prompts and stage.eval.teachers)
+        lora = stage.student.lora is not None
+        return cls(
+            stage.rollout,
+            stage.train,
+            stage.objective,
+            roles,
+            device=stage.device,
+            teachers_evaluated=evaluated,
+            lora=lora,
+            sources=len(stage.prompts),
+            evaluates=bool(stage.eval.every and stage.eval.prompts),
+            resume=stage.checkpoint.resume,
+        )
+
+
+class Choice(BaseModel):
+    """One thing a recipe can choose.
+
+    Subclasses add fields, which are its settings, and methods, which are what it does.
+    """
+
+    model_config = SETTINGS
+    family: ClassVar[str]
+    name: ClassVar[str]
+    key: ClassVar[str] = "kind"  # the recipe's key that names the choice
+    by_default: ClassVar[bool] = False  # stands where the key is missing
+    flat: ClassVar[tuple[str, ...]] = ()  # fields whose settings stand beside them: `divergence: jsd, beta: 0.5`
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        """Every mistake that the recipe alone can show: what was wrong, the value given, what to do."""
+        return ()
+
+    def heading(self) -> dict[str, str]:
+        """What says in a recipe that it is this choice."""
+        return {self.key: self.name}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fold(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        settings = dict(value)
+        for field in cls.flat:
+            family_of(cls, field).fold(settings, field, cls)
+        return settings
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """All settings under their flat keys, behind the choice's name: what `Family.read` reads."""
+        values: dict[str, Any] = dict(self.heading())
+        for name, value in handler(self).items():
+            if name in self.flat:
+                part = dict(value)
+                values[name] = part.pop(getattr(self, name).key)
+                values |= part
+            else:
+                values[name] = value
+        return values
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        reference = handler(schema)
+        node = handler.resolve_ref_schema(reference)
+        properties = node.get("properties", {})
+        for field in cls.flat:
+            options = family_of(cls, field).classes()
+            properties[field] = {
+                "enum": list(options),
+                **{key: properties[field][key] for key in ("description",) if key in properties[field]},
+            }
+            for option in options.values():
+                for key, part in handler.resolve_ref_schema(schema_of(option, handler))["properties"].items():
+                    if key != option.key:
+                        other = properties.get(key, part)
+                        properties[key] = part if part == other else {"anyOf": [other, part]}
+        node["properties"] = {cls.key: {"const": cls.name}, **properties}
+        node["required"] = [*node.get("required", []), *([] if cls.by_default else [cls.key])]
+        return reference
+
+
+class Family:
+    """A place in a recipe and all that can stand there. `gate: list[Annotated[Gate, Family("gate")]]`.
+
+    A recipe writes `{kind: entropy, share: 0.3}`, or `entropy` for short.
+    """
+
+    def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
+        self.name, self.key, self.default = name, key, default
+        self.word = name.replace("_", " ")  # in messages
+
+    @property
+    def expected(self) -> str:
+        """What may stand in its place, in words."""
+        return f"the name of a {self.word}, or a mapping with `{self.key}`"
+
+    def names(self) -> list[str]:
+        return names(self.name)
+
+    def classes(self) -> dict[str, type[Choice]]:
+        return {name: find(self.name, name) for name in self.names()}
+
+    def find(self, name: object) -> type[Choice]:
+        if not isinstance(name, str) or name not in self.names():
+            raise ValueError(f"unknown {self.word} {name!r}; {nearest(str(name), self.names())}")
+        return find(self.name, name)
+
+    def read(self, value: Any) -> Choice:
+        """The choice that a name, or a mapping with a name, stands for."""
+        if isinstance(value, Choice):
+            if value.family != self.name:
+                raise ValueError(f"{value.name} is a {value.family}, not a {self.name}")
+            return value
+        value = self.spelled_out(value)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected {self.expected}")
+        settings = dict(value)
+        chosen = self.choose(settings)
+        self._drop_idle(settings, chosen)
+        try:
+            return chosen.model_validate(settings)
+        except ValidationError as error:
+            raise _without_nesting(error, chosen) from None
+
+    def spelled_out(self, value: Any) -> Any:
+        """The mapping that a name alone is short for."""
+        return {self.key: value} if isinstance(value, str) else value
+
+    def named(self, settings: Mapping[str, Any]) -> Any:
+        return settings.get(self.key)  # None: left open
+
+    def choose(self, settings: dict[str, Any]) -> type[Choice]:
+        """The class that settings are of; what names it is taken out of them."""
+        named = settings.pop(self.key, None)
+        if named is None and self.default is None:
+            raise ValueError(f"`{self.key}` is missing: which {self.word}? Known: {', '.join(self.names())}")
+        return self.find(self.default if named is None else named)
+
+    def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
+        """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""
+        given = settings.get(field, self.default)
+        named = given.get(self.key, self.default) if isinstance(given, Mapping) else given
+        if isinstance(named, str):
+            self._require_own_keys(self.find(named), parent)
+        if not isinstance(given, str):
+            return
+        chosen = self.find(given)
+        keys = [key for key in settings if key in chosen.model_fields and key not in parent.model_fields]
+        chosen_settings = {key: settings.pop(key) for key in keys}
+        settings[field] = {
+            self.key: given,
+            **{key: value for key, value in chosen_settings.items() if value is not None},
+        }
+        rest = {
+            key: settings.pop(key) for key in list(settings) if key not in parent.model_fields and self._owners(key)
+        }
+        self._drop_idle(rest, chosen)
+        settings |= rest
+
+    def _require_own_keys(self, chosen: type[Choice], parent: type[Choice]) -> None:
+        """Settings of a choice stand beside those of what it is a part of: one name cannot be both."""
+        taken = sorted(chosen.model_fields.keys() & parent.model_fields.keys())
+        if taken:
+            of = f"{parent.family} {parent.name}"
+            raise ValueError(f"{self.name} {chosen.name}: its setting {taken[0]!r} is also one of {of}. Rename it.")
+
+    def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
+        """A key that other choices of the family read is a mistake here, unless it stands at its default."""
+        for key in [key for key in settings if key not in keys_of(chosen)]:
+            owners = self._owners(key)
+            if not owners:
+                continue
+            if not any(_is_default(owner, key, settings[key]) for owner in owners):
+                names = " and ".join(owner.name for owner in owners)
+                raise ValueError(f"{key} belongs to {self.word} {names}, not to {chosen.name}")
+            del settings[key]
+
+    def _owners(self, key: str) -> list[type[Choice]]:
+        return [option for option in self.classes().values() if key in keys_of(option)]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.read, serialization=core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        options = self.classes()
+        references = {name: schema_of(option, handler) for name, option in options.items()}
+        short = [name for name, option in options.items() if not _required(option)]
+        named = [{"enum": short}] if self.key == "kind" and short else []
+        return {"anyOf": [*named, *references.values()]}
+
+
+def schema_of(model: type[BaseModel], handler: Any) -> dict[str, Any]:
+    """A reference to the model's JSON schema, which joins the definitions of the schema being made."""
+    return handler.generate_json_schema.generate_inner(model.__pydantic_core_schema__)
+
+
+def _dumped(choice: Choice, info: SerializationInfo) -> dict[str, Any]:
+    return choice.model_dump(
+        mode="json" if info.mode_is_json() else "python",
+        exclude_defaults=info.exclude_defaults,
+        exclude_unset=info.exclude_unset,
+        exclude_none=info.exclude_none,
+    )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What may have been meant."""
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def key_hint(path: Sequence[str], known: Sequence[str]) -> str:
+    """What an unknown key is called here if another framework has it; else the nearest of the known ones."""
+    return translate(path) or (nearest(path[-1], known) if known else "")
+
+
+def family_of(model: type[BaseModel], field: str) -> Family:
+    return next(mark for mark in model.model_fields[field].metadata if isinstance(mark, Family))
+
+
+def keys_of(model: type[Choice]) -> set[str]:
+    """Everything a recipe may write beside the choice's name."""
+    folded = [option.model_fields for field in model.flat for option in family_of(model, field).classes().values()]
+    return {*model.model_fields, *(key for fields in folded for key in fields)}
+
+
+def _required(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def _is_default(model: type[Choice], key: str, value: Any) -> bool:
+    """Whether a value is what the model would take anyway; `null` leaves it to the model."""
+    if value is None:
+        return True
+    if key not in model.model_fields:
+        options = [option for field in model.flat for option in family_of(model, field).classes().values()]
+        return any(key in option.model_fields and _is_default(option, key, value) for option in options)
+    default = model.model_fields[key].get_default(call_default_factory=True)
+    if value == default or not isinstance(default, BaseModel):
+        return bool(value == default)
+    try:
+        return bool(getattr(model.model_validate({key: value}), key) == default)
+    except ValidationError:
+        return False
+
+
+def _without_nesting(error: ValidationError, chosen: type[Choice]) -> ValidationError:
+    """The same mistakes at the places where the recipe wrote them, with the nearest known key beside an unknown one."""
+    lines: list[InitErrorDetails] = []
+    for detail in error.errors(include_url=False):
+        place = detail["loc"]
+        if len(place) > 1 and place[0] in chosen.flat:
+            place = place[1:]
+        kind: str | PydanticCustomError = detail["type"]
+        context = detail.get("ctx", {})
+        if kind == "extra_forbidden":
+            hint = key_hint([str(part) for part in place], sorted(_keys_at(chosen, place[:-1])))
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint})
+        elif kind == "unknown_key":
+            kind = PydanticCustomError("unknown_key", "unknown key; {hint}", context)
+        lines.append(InitErrorDetails(type=kind, loc=place, input=detail["input"], ctx=context))
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
+    """Keys that may stand at a place below a choice, such as ("coefficient",)."""
+    model: type[BaseModel] = chosen
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            model = next((kind for kind in inner if issubclass(kind, BaseModel)), model)
+    return keys_of(model) if issubclass(model, Choice) else set(model.model_fields)
+
+
+# What a recipe may leave out: the brackets of a list with one entry, the key of a mapping with one value.
+
+
+class OneOrMany:
+    """A list of which a recipe may write the only entry without brackets."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, (list, tuple)) else [value], handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        node = handler(schema)
+        return {"anyOf": [node["items"], node]}
+
+
+class Short:
+    """A mapping of which a recipe may write one key's value alone: `coefficient: 0.5` for `{value: 0.5}`."""
+
+    def __init__(self, key: str, *kinds: type) -> None:
+        self._key, self._kinds = key, kinds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def spell_out(value: Any) -> Any:
+            short = isinstance(value, self._kinds) and not isinstance(value, bool)
+            return {self._key: value} if short else value
+
+        return core_schema.no_info_before_validator_function(spell_out, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        node = handler(schema)
+        return {"anyOf": [handler.resolve_ref_schema(node)["properties"][self._key], node]}
+
+
+class WrittenAs:
+    """Marks a field that a recipe writes under another key."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+# Every choice a recipe can make, by family and name. Strings, so that nothing is imported before it is asked for.
+#
+# A new choice is a class (see `opd.registry.Choice`) and a line here; one of your own is added by `register`.
+
+
+CHOICES: dict[str, str] = {
+    "form.direct": "opd.objective.forms:Direct",
+    "form.policy_gradient": "opd.objective.policy_gradient:PolicyGradient",
+    "form.uld": "opd.objective.forms:ULD",
+    "form.gold": "opd.objective.forms:GOLD",
+    "form.k2": "opd.objective.forms:K2",
+    "form.cross_entropy": "opd.objective.forms:CrossEntropy",
+    "form.pairwise": "opd.objective.pairwise:Pairwise",
+    "divergence.reverse_kl": "opd.divergences.kinds:ReverseKL",
+    "divergence.forward_kl": "opd.divergences.kinds:ForwardKL",
+    "divergence.jsd": "opd.divergences.kinds:JSD",
+    "divergence.skew_kl": "opd.divergences.kinds:SkewKL",
+    "divergence.skew_reverse_kl": "opd.divergences.kinds:SkewReverseKL",
+    "divergence.alpha": "opd.divergences.kinds:Alpha",
+    "divergence.tvd": "opd.divergences.kinds:TVD",
+    "divergence.hellinger": "opd.divergences.kinds:Hellinger",
+    "divergence.acceptance": "opd.divergences.kinds:Acceptance",
+    "support.full": "opd.divergences.kinds:Full",
+    "support.topk": "opd.divergences.kinds:TopIds",
+    "advantage.outcome": "opd.objective.advantages:OutcomeAdvantage",
+    "advantage.teacher": "opd.objective.advantages:TeacherAdvantage",
+    "advantage.reference": "opd.objective.advantages:ReferenceAdvantage",
+    "advantage.magnitude": "opd.objective.advantages:MagnitudeAdvantage",
+    "surrogate.importance_sampling": "opd.objective.policy_gradient:ImportanceSampling",
+    "surrogate.ppo": "opd.objective.policy_gradient:PPO",
+    "surrogate.cispo": "opd.objective.policy_gradient:CISPO",
+    "surrogate.gspo": "opd.objective.policy_gradient:GSPO",
+    "preference.dpo": "opd.objective.pairwise:DPO",
+    "preference.ipo": "opd.objective.pairwise:IPO",
+    "preference.orpo": "opd.objective.pairwise:ORPO",
+    "correction.icepop": "opd.objective.corrections:IcePop",
+    "correction.tis": "opd.objective.corrections:TIS",
+    "correction.mis": "opd.objective.corrections:MIS",
+    "correction.prefix": "opd.objective.corrections:Prefix",
+    "correction.none": "opd.objective.corrections:VetoOnly",
+    "writer.student": "opd.rollouts.writers:StudentWriter",
+    "writer.mixed": "opd.rollouts.writers:MixedWriter",
+    "writer.teacher": "opd.rollouts.writers:TeacherWriter",
+    "writer.shown": "opd.rollouts.writers:ShownWriter",
+    "writer.data": "opd.rollouts.writers:DataWriter",
+    "teacher.cached": "opd.teachers.cached:CachedTeacher",
+    "teacher.frozen": "opd.teachers.kinds:FrozenTeacher",
+    "teacher.adapter": "opd.teachers.kinds:AdapterTeacher",
+    "teacher.self": "opd.teachers.of_student:SelfTeacher",
+    "teacher.base": "opd.teachers.of_student:BaseTeacher",
+    "teacher.ema": "opd.teachers.of_student:EmaTeacher",
+    "teacher.refresh": "opd.teachers.of_student:RefreshTeacher",
+    "teacher.live": "opd.teachers.of_student:LiveTeacher",
+    "teacher.served": "opd.teachers.served:ServedTeacher",
+    "teacher.mixture": "opd.teachers.mixture:MixtureTeacher",
+    "teacher.extrapolation": "opd.teachers.mixture:ExtrapolationTeacher",
+    "teacher.vllm": "opd.teachers.other_servers:VllmTeacher",
+    "teacher.sglang": "opd.teachers.other_servers:SglangTeacher",
+    "teacher.openai": "opd.teachers.other_servers:OpenAITeacher",
+    "view.same": "opd.teachers.views:SameView",
+    "view.instruction": "opd.teachers.views:InstructionView",
+    "view.template": "opd.teachers.views:TemplateView",
+    "view.context": "opd.teachers.views:ContextView",
+    "view.bytes": "opd.teachers.views:BytesView",
+    "view.sibling": "opd.teachers.views:SiblingView",
+    "view.feedback": "opd.teachers.views:FeedbackView",
+    "view.revision": "opd.teachers.views:RevisionView",
+    "stop_rule.patience": "opd.objective.stopping:Patience",
+    "stop_rule.target": "opd.objective.stopping:Target",
+    "shares.static": "opd.data.shares:StaticShares",
+    "shares.tokens": "opd.data.shares:TokenShares",
+    "shares.length": "opd.data.shares:LengthShares",
+    "shares.gap": "opd.data.shares:GapShares",
+    "select.flat": "opd.data.shares:Flattened",
+    "select.score": "opd.data.shares:ScoreBetween",
+    "merge.average": "opd.models.merging:Average",
+    "merge.task_arithmetic": "opd.models.merging:TaskArithmetic",
+    "merge.ties": "opd.models.merging:Ties",
+    "merge.stack": "opd.models.merging:Stack",
+    "reward.verifier": "opd.rewards.texts:Verifier",
+    "reward.exact": "opd.rewards.texts:Exact",
+    "reward.numeric": "opd.rewards.texts:Numeric",
+    "reward.format": "opd.rewards.texts:Format",
+    "reward.maths": "opd.rewards.texts:Maths",
+    "reward.code": "opd.rewards.code:Code",
+    "reward.json": "opd.rewards.texts:Json",
+    "reward.chat": "opd.rewards.chat:ChatReward",
+    "reward.custom": "opd.rewards.custom:Custom",
+    "reward.python callable": "opd.rewards.custom:PythonCallable",
+    "sampler.builtin": "opd.engines.kinds:BuiltInSampler",
+    "sampler.vllm": "opd.engines.vllm:VllmSampler",
+    "source.task": "opd.data.tasks:TaskPrompts",
+    "source.reasoning_gym": "opd.data.tasks:GymPrompts",
+    "source.run": "opd.rollouts.replay:RunPrompts",
+    "source.stage": "opd.rollouts.replay:StagePrompts",
+    "source.file": "opd.data.sources:FilePrompts",
+    "source.dataset": "opd.data.sources:DatasetPrompts",
+    "tracker.tensorboard": "opd.runner.trackers:TensorBoard",
+    "tracker.wandb": "opd.runner.trackers:Wandb",
+    "tracker.trackio": "opd.runner.trackers:Trackio",
+    "monitor.kl": "opd.monitors.kinds:DivergenceJump",
+    "monitor.diversity": "opd.monitors.kinds:LostDiversity",
+    "monitor.stopping": "opd.monitors.kinds:LostStopping",
+    "monitor.shortening": "opd.monitors.kinds:Shortening",
+    "monitor.lengthening": "opd.monitors.kinds:Lengthening",
+    "monitor.token": "opd.monitors.kinds:DominantToken",
+    "monitor.mismatch": "opd.monitors.kinds:SamplerMismatch",
+    "monitor.staleness": "opd.monitors.kinds:Stale",
+    "monitor.calibration": "opd.monitors.kinds:Miscalibrated",
+    "monitor.together": "opd.monitors.kinds:FallingTogether",
+    "monitor.saturation": "opd.monitors.kinds:Saturation",
+    "monitor.conflict": "opd.monitors.kinds:TeachersInConflict",
+    "monitor.prefix": "opd.monitors.kinds:FlawedPrefix",
+    "gate.correct": "opd.objective.gates:Correct",
+    "gate.wrong": "opd.objective.gates:Wrong",
+    "gate.all_wrong": "opd.objective.gates:AllWrong",
+    "gate.all_correct": "opd.objective.gates:AllCorrect",
+    "gate.contrast": "opd.objective.gates:Contrast",
+    "gate.finished": "opd.objective.gates:FinishedOnly",
+    "gate.entropy": "opd.objective.gates:Entropy",
+    "gate.soft_or": "opd.objective.gates:SoftOr",
+    "gate.random": "opd.objective.gates:Random",
+    "gate.teacher_entropy": "opd.objective.gates:TeacherEntropy",
+    "gate.selectkd": "opd.objective.gates:SelectKD",
+    "gate.paced": "opd.objective.gates:Paced",
+    "gate.perplexity": "opd.objective.gates:Perplexity",
+    "gate.turns": "opd.objective.gates:Turns",
+}
+FROM_OUTSIDE = ("environment",)  # families without a choice that comes with opd
+_registered: dict[str, type[Choice]] = {}
+C = TypeVar("C", bound="type[Choice]")
+
+
+def names(family: str) -> list[str]:
+    every = dict.fromkeys((*CHOICES, *_registered))
+    return [entry.removeprefix(f"{family}.") for entry in every if entry.startswith(f"{family}.")]
+
+
+def find(family: str, name: str) -> type[Choice]:
+    entry = f"{family}.{name}"
+    if entry not in _registered:
+        module, _, attribute = CHOICES[entry].partition(":")
+        _registered[entry] = getattr(importlib.import_module(module), attribute)
+    return _registered[entry]
+
+
+def register(choice: C) -> C:
+    """Add a choice of your own: `@opd.register` above its class. Its `family` and `name` say where it stands.
+
+    A module may register a name again, as an edited file or a cell of a notebook does; names of others are taken.
+    """
+    _require_named(choice)
+    entry = f"{choice.family}.{choice.name}"
+    before = _registered.get(entry)
+    if entry in CHOICES or (before is not None and before.__module__ != choice.__module__):
+        raise ValueError(f"{choice.family} {choice.name!r} exists already: give yours another name")
+    known = list(dict.fromkeys([*(entry.split(".")[0] for entry in CHOICES), *FROM_OUTSIDE]))
+    if choice.family not in known:
+        raise ValueError(f"unknown family {choice.family!r}; known: {', '.join(known)}")
+    _require_whole(choice)
+    _registered[entry] = choice
+    return choice
+
+
+def _require_named(choice: type[Choice]) -> None:
+    missing = [key for key in ("family", "name") if not isinstance(getattr(choice, key, None), str)]
+    if missing:
+        raise ValueError(
+            f"{choice.__name__} has no `{missing[0]}` (a text): derive it from Gate, Term, Reward or the like, and name it"
+        )
+
+
+def _require_whole(choice: type[Choice]) -> None:
+    """A class that could be chosen, but not used or not read again, is refused where it is written."""
+    if choice.key in choice.model_fields:
+        raise ValueError(
+            f"{choice.family} {choice.name!r}: {choice.key!r} names the choice and cannot be a setting of it"
+        )
+    unwritten = sorted(choice.__abstractmethods__)
+    if unwritten:
+        raise ValueError(f"{choice.family} {choice.name!r} needs a method `{unwritten[0]}`")

@@ -1,0 +1,276 @@
+"""The keys of `rollout`. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from opd import registry
+from opd.common.chat_client import ChatQuestion, Endpoint
+from opd.data.prompts import field_texts, fields_of, filled, question, well_formed
+from opd.engines.kinds import InFlight
+from opd.records import Prompt
+from opd.registry import SETTINGS, Count, Family, Fraction, OneOrMany, Positive, Word
+from opd.rollouts.environments import AnyEnvironment
+
+
+class Rollouts(BaseModel):
+    """Who writes the tokens of a step, how many, and how they are drawn."""
+
+    model_config = SETTINGS
+    prompts: Positive = Field(64, le=1_000_000)
+    samples: Positive = Field(1, le=65_536, description="rollouts per prompt (the group)")
+    max_new_tokens: Positive = 128
+    temperature: float = Field(1.0, ge=0, le=100, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Count = Field(0, le=10_000, description="0: no limit")
+    stop: list[Word] = Field(
+        default_factory=list, max_length=64, description="stop strings, beside the models' stop ids"
+    )
+    data_share: Fraction = Field(
+        0.0, description="share of prompts answered by the dataset's completion (GKD: 1 - lambda)"
+    )
+    teacher_share: Fraction = Field(0.0, description="share of prompts answered by the prompt's own teacher")
+    teacher_mix: float = Field(
+        0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
+    )
+    writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
+        default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
+    )
+    environment: AnyEnvironment | None = Field(
+        None, description="what answers between the student's turns; default: one turn, and no environment"
+    )
+    rescue: Rescue | None = Field(
+        None, description="answer prompts that all samples failed again, under a view (HDPO, KEPO)"
+    )
+    experience: Experience | None = Field(
+        None, description="a text that a model makes of a step's answers, for teachers' views to show (OEL)"
+    )
+    demonstrations: Demonstrations | None = Field(
+        None, description="answers of a model behind a chat endpoint that replace those of the student that failed"
+    )
+    contrast: Count = Field(
+        0,
+        description=(
+            "dynamic sampling: drop groups whose rewards are all equal, and sample up to this many rounds to fill the "
+            "batch; 0: off"
+        ),
+    )
+    max_prompt_tokens: Positive | None = Field(
+        None, description="longer prompts are bad rows; default: what the context leaves"
+    )
+    staleness: Count = Field(
+        0, le=1000, description="steps that sampling may run ahead of training; 0: they take turns, in one thread"
+    )
+    in_flight: InFlight = Field(
+        "recompute", description="of staleness: rollouts that are under way when the student's new weights come"
+    )
+    mixed_versions: Literal["allow", "refuse"] = Field(
+        "allow", description="a rollout that was interrupted and would go on with newer weights"
+    )
+
+    @model_validator(mode="after")
+    def _shares(self) -> Rollouts:
+        if 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature {self.temperature}: 0 is greedy, else at least 0.01")
+        if self.data_share + self.teacher_share > 1:
+            raise ValueError("data_share + teacher_share is above 1")
+        if self.data_share + self.teacher_share + sum(writer.share for writer in self.writers) > 1 + 1e-9:
+            raise ValueError("data_share, teacher_share and the shares of writers add up to more than 1")
+        idle = [writer.name for writer in self.writers if not writer.share and not writer.samples]
+        if idle:
+            raise ValueError(
+                f"writer {idle[0]} has no share of the prompts: set `share`, or `samples` for some of every group"
+            )
+        twice = [writer.name for writer in self.writers if writer.share and writer.samples]
+        if twice:
+            raise ValueError(
+                f"writer {twice[0]} has a share of the prompts and samples of every group. Set one of them."
+            )
+        grouped = sum(writer.samples for writer in self.writers)
+        if grouped > self.samples:
+            raise ValueError(
+                f"writers have {grouped} samples of every group, and samples is {self.samples}. Raise samples, or lower theirs."
+            )
+        shown = [writer.name for writer in self.writers if writer.samples and writer.shows_more]
+        if shown:
+            raise ValueError(f"writer {shown[0]} has a share of the prompts, not samples of every group: set `share`")
+        resting = [writer.name for writer in self.writers if writer.takes_the_rest]
+        if resting:
+            raise ValueError(
+                f"writers cannot name {resting[0]}: the student has the prompts that the others leave. Lower their shares, "
+                "and mix a teacher in with teacher_mix"
+            )
+        if self.teacher_mix and (self.temperature != 1 or self.top_p < 1 or self.top_k):
+            raise ValueError("teacher_mix draws from both models as they are: set temperature 1, top_p 1 and top_k 0")
+        if not self.staleness and self.in_flight != "recompute":
+            raise ValueError(
+                f"in_flight {self.in_flight}: with staleness 0 no rollout is under way when new weights come"
+            )
+        if self.environment is not None and self.staleness:
+            raise ValueError(
+                f"environment {self.environment.name} with staleness {self.staleness}: turns are not played ahead of training yet. "
+                "Set staleness: 0"
+            )
+        if self.contrast and self.samples == 1:
+            raise ValueError("contrast compares the samples of a prompt: set samples to 2 or more")
+        return self
+
+    @property
+    def by_sample(self) -> list[Any]:
+        """Who writes each sample of a group; None: the writer that the prompt's draw chooses. The others come last."""
+        fixed = [writer for writer in self.writers for _ in range(writer.samples)]
+        return [None] * (self.samples - len(fixed)) + fixed
+
+    @property
+    def writers_by_key(self) -> dict[str, Any]:
+        """All writers by what asks for them, in the order in which a draw goes to them; the student comes last."""
+        found = {}
+        for name, share in (("data", self.data_share), ("teacher", self.teacher_share)):
+            if share:
+                found[f"{name}_share"] = registry.find("writer", name)(share=share)
+        found |= {f"writers.{number}": writer for number, writer in enumerate(self.writers)}
+        rest = 1 - self.data_share - self.teacher_share - sum(writer.share for writer in self.writers)
+        key, name = ("teacher_mix", "mixed") if self.teacher_mix else ("prompts", "student")
+        return {**found, key: registry.find("writer", name)(share=min(rest if rest > 1e-9 else 0.0, 1.0))}
+
+    @property
+    def shown_to_student(self) -> list[str]:
+        """Keys under which the student answers having read more, with tokens that count as its own."""
+        found = [key for key, writer in self.writers_by_key.items() if writer.author == "student" and writer.shows_more]
+        return [*found, *(["rescue"] if self.rescue is not None and self.rescue.trained_as == "student" else [])]
+
+    @property
+    def everyone(self) -> list[Any]:
+        return list(self.writers_by_key.values())
+
+
+# The keys of `rollout.rescue`: prompts that all samples failed are answered again under a view. No torch here.
+
+
+HINT = "hint"  # the field that a written hint becomes
+
+
+class Hint(BaseModel):
+    """A text that a model writes at run time, having read more than the student; the view's template names it `{hint}`."""
+
+    model_config = SETTINGS
+    by: Literal["teacher", "student"] = Field("teacher", description="the prompt's own teacher, or the student")
+    template: str = Field(min_length=1, max_length=100_000, description="what it is asked, with {prompt} and {FIELD}")
+    max_new_tokens: Positive = 64
+
+    @model_validator(mode="after")
+    def _asks(self) -> Hint:
+        if HINT in self.question.shows():
+            raise ValueError("the template of a hint cannot name {hint}, which it is to write")
+        return self
+
+    @property
+    def question(self) -> Any:
+        """As a view, which fills in the template."""
+        return registry.find("view", "template").model_validate({"template": self.template})
+
+
+class Rescue(BaseModel):
+    """Sample again what every sample failed, under a view; right answers take the places of some that were wrong."""
+
+    model_config = SETTINGS
+    view: Annotated[Any, Family("view")] = Field(description="what the student reads then")
+    replace: Positive = Field(2, le=65_536, description="samples of a group that are sampled again")
+    attempts: Positive = Field(5, le=1000, description="until one is right; else the wrong answer stays")
+    threshold: float = Field(1.0, description="the least reward of a right answer")
+    trained_as: Literal["student", "teacher"] = Field(
+        "student", description="whose tokens they are to the terms of the objective (`on`)"
+    )
+    hint: Hint | None = Field(None, description="written for each failed prompt, before the first attempt")
+
+    @model_validator(mode="after")
+    def _hinted(self) -> Rescue:
+        named = HINT in self.view.shows()
+        if self.hint is not None and not named:
+            raise ValueError("a hint is written, and the view does not show it: name {hint} in its template")
+        return self
+
+    def mistakes(self, samples: int) -> Iterable[str]:
+        if not self.view.reprompts:
+            yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction, context or feedback."
+        if self.view.as_sampled:
+            yield "the view same shows what the samples that failed have read. Choose one that shows more."
+        yield from self.view.idle_for_student
+        if self.replace > samples:
+            yield f"replace {self.replace} of rollout.samples {samples}. Lower it."
+
+    def shortest(self, prompt: Prompt) -> Prompt:
+        """The prompt as it is when an empty hint stands in it: for looking at lengths beforehand."""
+        return replace(prompt, fields={**prompt.fields, HINT: " "}) if self.hint is not None else prompt
+
+
+# The keys of `rollout.experience`: what a model makes of a batch's answers, for teachers to read. No torch here.
+
+
+EXPERIENCE, TRAJECTORIES = "experience", "trajectories"
+
+
+class Experience(BaseModel):
+    """A text that a model writes in every step, having read some of its answers; views name it `{experience}` (OEL)."""
+
+    model_config = SETTINGS
+    by: Literal["teacher", "student"] = Field("student", description="the prompts' own teacher, or the student")
+    template: str = Field(
+        "{trajectories}\n\nList briefly what can be learnt from these answers for questions of this kind.",
+        min_length=1,
+        max_length=100_000,
+        description="what it is asked; {trajectories} are questions, answers and, if there are any, rewards",
+    )
+    trajectories: Positive = Field(4, le=1000, description="answers that it reads, drawn at random")
+    max_new_tokens: Positive = 128
+
+    @model_validator(mode="after")
+    def _reads(self) -> Experience:
+        if self.question.shows() != {TRAJECTORIES}:
+            raise ValueError("the template of an experience names {trajectories}, and no other field")
+        return self
+
+    @property
+    def question(self) -> Any:
+        """As a view, which fills in the template."""
+        return registry.find("view", "template").model_validate({"template": self.template})
+
+
+# Answers that a model behind a chat endpoint writes in place of those that failed. No torch, no httpx here.
+
+
+PROMPT = "prompt"
+
+
+class Demonstrations(BaseModel):
+    """Which answers are replaced, and who is asked for better ones."""
+
+    model_config = SETTINGS
+    endpoint: Endpoint = Field(description="`address`, `model`, `token_env`, `price`, …")
+    template: str = Field(
+        "{prompt}",
+        min_length=1,
+        max_length=100_000,
+        description="what is asked: `{prompt}` is the question, `{FIELD}` a column of its row",
+    )
+    system: str | None = Field(None, min_length=1, max_length=100_000, description="system message of that question")
+    below: float = Field(1.0, description="answers with a smaller reward are replaced")
+    by: Annotated[Any, Family("reward")] | None = Field(
+        None, description="the reward that decides; default: that of the stage. OVD: kind chat"
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _well_formed(cls, value: str) -> str:
+        return well_formed(value)
+
+    def question(self, about: str, prompt: Prompt) -> ChatQuestion | None:
+        """None: the prompt lacks a column that the template shows."""
+        values = {**field_texts(prompt.fields), PROMPT: question(prompt)}
+        if any(name not in values for name in fields_of(self.template)):
+            return None
+        return ChatQuestion(about, filled(self.template, values), self.system)

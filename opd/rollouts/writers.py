@@ -1,0 +1,182 @@
+"""Who writes the answers of a step. One writer answers a prompt, all its samples; which one is a draw keyed by the
+visit.
+
+The student has what the shares of the others leave. Everything that is written goes into the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from opd.common.errors import TrainingError
+from opd.data.render import render_completion
+from opd.records import Author, Prompt, TokenSampler, Visit
+from opd.registry import Choice, Count, Family, Fraction, StageView
+
+if TYPE_CHECKING:
+    from opd.engines.alongside import LoggingSampler
+
+
+AUTHORS = {"student": Author.STUDENT, "teacher": Author.TEACHER, "data": Author.DATA}
+
+
+@dataclass(frozen=True)
+class WriterContext:
+    """What a writer has at hand. Samplers of teachers are opened when they are first asked for."""
+
+    tokenizer: Any
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    teacher_for: Callable[[Prompt], str]  # the name of the prompt's own teacher
+    student: TokenSampler | LoggingSampler
+    teacher: Callable[[str], TokenSampler]
+    mixed: Callable[[str], TokenSampler]  # the student with that teacher mixed in
+    template_kwargs: Callable[[Visit], Mapping[str, Any]]
+
+    def completion(self, visit: Visit, text: str | None = None) -> tuple[np.ndarray, bool]:
+        """A text, or else the dataset's own answer, as ids that end in a stop id; and whether the limit cut it off."""
+        prompt = visit.prompt
+        if text is not None:
+            prompt = replace(prompt, fields={**prompt.fields, "completion": text})
+        return render_completion(
+            prompt, self.tokenizer, self.max_new_tokens, self.stop_ids, self.template_kwargs(visit)
+        )
+
+
+class Writer(Choice):
+    """Either it samples (`sampler`), or it has the answer at hand (`completion`)."""
+
+    family = "writer"
+    author: ClassVar[Literal["student", "teacher", "data"]]  # whose tokens they are, to the terms of the objective
+    reads_completions: ClassVar[bool] = False  # so that prompts without one are found at the start
+    samples_teacher: ClassVar[bool] = False  # the prompt's own, which has to have a model in this process
+    takes_the_rest: ClassVar[bool] = False  # of the prompts, so `rollout.writers` cannot name it
+    shows_more: ClassVar[bool] = False  # it may read something else than the prompt that is trained on
+
+    share: Fraction = Field(0.0, description="of the prompts, all samples of which it writes")
+    samples: Count = Field(0, le=65_536, description="of every group, in place of a share of the prompts")
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        if self.samples_teacher and "teacher" not in view.roles:
+            yield "there is no teacher to sample from. Give one, or drop it."
+
+    def asks(self, prompt: Prompt) -> Prompt | None:
+        """What it reads in place of the prompt; None: it has nothing to read, and the student answers plainly.
+
+        What it writes is trained on under the prompt itself.
+        """
+        return prompt
+
+    def shows(self) -> set[str]:
+        """Fields of a row that it names."""
+        return set()
+
+    def source(self, visit: Visit, desk: WriterContext) -> str:
+        """What the store notes as the rollout's source. Rollouts of one source are sampled together."""
+        return self.name
+
+    def completion(self, visit: Visit, desk: WriterContext) -> tuple[np.ndarray, bool] | None:
+        """(response ids, whether they were cut off), or None: it is sampled."""
+        return None
+
+    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+        raise TrainingError(
+            f"writer {self.name} has neither a completion nor a sampler for a prompt. Write one of them."
+        )
+
+
+class StudentWriter(Writer):
+    name = "student"
+    author = "student"
+    takes_the_rest = True
+
+    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+        return desk.student
+
+
+class MixedWriter(Writer):
+    """The student, each token drawn from the mixture with the prompt's own teacher."""
+
+    name = "mixed"
+    author = "student"
+    samples_teacher = True
+    takes_the_rest = True
+
+    def source(self, visit: Visit, desk: WriterContext) -> str:
+        return f"mixed:{desk.teacher_for(visit.prompt)}"
+
+    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+        return desk.mixed(source.removeprefix("mixed:"))
+
+
+class ShownWriter(Writer):
+    """The student, which reads what a view shows of the prompt (HDPO, hints, reprompting)."""
+
+    name = "shown"
+    shows_more = True
+
+    view: Annotated[Any, Family("view")] = Field(description="of shown: what the student reads when it answers")
+    trained_as: Literal["student", "teacher"] = Field(
+        "student", description="of shown: whose tokens they are to the terms of the objective (`on`)"
+    )
+
+    @property
+    def author(self) -> Literal["student", "teacher", "data"]:  # type: ignore[override]
+        return self.trained_as
+
+    def refuse(self, view: StageView) -> Iterable[str]:
+        yield from super().refuse(view)
+        if not self.view.of_prompt:
+            yield (
+                f"the view {self.view.name} shows what became of other answers, and there are none yet. Use template, instruction or "
+                "context; or rollout.rescue, for prompts that all samples failed."
+            )
+        elif not self.view.reprompts:
+            yield f"the view {self.view.name} is no prompt that could be answered. Use template, instruction or context."
+        if self.view.as_sampled:
+            yield "the view same is what the student reads anyway. Choose one that shows more."
+        yield from self.view.idle_for_student
+
+    def shows(self) -> set[str]:
+        found: set[str] = self.view.shows()
+        return found
+
+    def asks(self, prompt: Prompt) -> Prompt | None:
+        found: Prompt | None = self.view.rewrite(prompt)
+        return found
+
+    def source(self, visit: Visit, desk: WriterContext) -> str:
+        return f"shown:{self.view.name}"
+
+    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+        return desk.student
+
+
+class TeacherWriter(Writer):
+    """The prompt's own teacher."""
+
+    name = "teacher"
+    author = "teacher"
+    samples_teacher = True
+
+    def source(self, visit: Visit, desk: WriterContext) -> str:
+        return f"teacher:{desk.teacher_for(visit.prompt)}"
+
+    def sampler(self, source: str, desk: WriterContext) -> TokenSampler | LoggingSampler:
+        return desk.teacher(source.removeprefix("teacher:"))
+
+
+class DataWriter(Writer):
+    """The dataset's own answer."""
+
+    name = "data"
+    author = "data"
+    reads_completions = True
+
+    def completion(self, visit: Visit, desk: WriterContext) -> tuple[np.ndarray, bool] | None:
+        return desk.completion(visit)

@@ -1,0 +1,148 @@
+"""`opd chat`: ask a model and, against it, a teacher, who looks over its shoulder: tokens are coloured as they are written.
+
+Orange tokens are those that the teacher likes less than the student did, blue ones those that it likes more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from opd.common.text import plain, printable
+from opd.data.render import render_prompt
+from opd.models.load import load_model
+from opd.records import Prompt, SampledToken, SampleRequest, SignalNeed
+from opd.rollouts.rollouter import rollout_so_far
+from opd.rollouts.sampler import Sampler
+from opd.teachers.teacher import Teacher
+
+CHUNK = 8  # tokens between two looks of the teacher
+LETTER = 4  # tokens that one may be cut into: UTF-8 has no longer ones
+CUT = "\ufffd"  # where a letter is not whole yet
+STYLES = ((3.0, "black on dark_orange"), (1.0, "dark_orange"), (0.3, "orange3"), (-0.3, ""), (-1.0, "sky_blue3"))
+MOST = "bold sky_blue2"  # liked more by a nat and over
+
+
+@dataclass
+class Watched:
+    """An answer as it is written: shown in pieces, with what the teacher says of them."""
+
+    show: Callable[[str, float | None], None]
+    score: Callable[[list[SampledToken]], np.ndarray] | None
+    decode: Callable[[list[int]], str]
+    stops: frozenset[int]
+    tokens: list[SampledToken] = field(default_factory=list)
+    shown: int = 0  # tokens
+    ratios: list[float] = field(default_factory=list)
+    _scored: int = 0
+    _text: str = ""  # of the tokens shown
+
+    def take(self, token: SampledToken) -> None:
+        self.tokens.append(token)
+        if len(self.tokens) - self._scored >= CHUNK:
+            self.flush()
+
+    def flush(self, last: bool = False) -> None:
+        """Show what has come since. A letter may be cut into several tokens, which wait for each other; `last`: nothing comes any more."""
+        new = self.tokens[self._scored :]
+        if new and self.score is not None:
+            said = self.score(self.tokens)[self._scored :]
+            self.ratios += [token.logprob - float(value) for token, value in zip(new, said, strict=True)]
+        self._scored = len(self.tokens)
+        for end in range(self.shown + 1, len(self.tokens) + 1):
+            ids = [token.token for token in self.tokens[:end] if token.token not in self.stops]
+            piece = self.decode(ids)[len(self._text) :]
+            waits = piece.endswith(CUT) and end - self.shown < LETTER and not (last and end == len(self.tokens))
+            if waits:
+                continue
+            if piece:
+                self.show(piece, max(self.ratios[self.shown : end]) if self.ratios else None)
+            self._text, self.shown = self._text + piece, end
+
+
+class Talk:
+    """A conversation. `against`: the teacher, of the same tokenizer."""
+
+    def __init__(
+        self,
+        model: str,
+        against: str | None = None,
+        *,
+        console: Console,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        self._console, self._messages, self._turn = console, list[dict[str, str]](), 0
+        self._student = load_model(model, dtype=dtype, device=device)
+        self._teacher = None if against is None else Teacher(against, self._student)
+        ways = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        self._sampler = Sampler(self._student, **ways)  # type: ignore[arg-type]
+        self._other = None if self._teacher is None else Sampler(self._teacher.model, **ways)  # type: ignore[arg-type]
+
+    def ask(self, question: str) -> None:
+        """One question, both answers; the student's goes on as the conversation."""
+        self._messages.append({"role": "user", "content": question})
+        self._turn += 1
+        prompt = Prompt(id=f"chat/{self._turn}", domain="", messages=tuple(self._messages))
+        written = self._write("student", self._sampler, prompt, watched=self._teacher is not None)
+        self._messages.append({"role": "assistant", "content": written})
+        if self._other is not None:
+            self._write("teacher", self._other, prompt, watched=False)
+
+    def _write(self, who: str, sampler: Sampler, prompt: Prompt, watched: bool) -> str:
+        tokenizer, ids = self._student.tokenizer, render_prompt(prompt, self._student.tokenizer)
+
+        def score(tokens: list[SampledToken]) -> np.ndarray:
+            assert self._teacher is not None
+            rollout = rollout_so_far(SampleRequest(prompt.id, ids, 0, sampler.sampling), tokens)
+            (signal,) = self._teacher.score([rollout], SignalNeed("logprobs_at"))
+            return np.asarray(signal.values, dtype=np.float64)
+
+        stops = frozenset(sampler.sampling.stop_ids)
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+        answer = Watched(self._show, score if watched else None, decode, stops)
+        self._console.print(Text(f"{who}> ", style="bold"), end="")
+        (rollout,) = sampler.sample([prompt], on_token=answer.take)
+        answer.flush(last=True)
+        self._console.print()
+        if answer.ratios:
+            self._console.print(Text(self._summary(answer), style="dim"))
+        return sampler.text(rollout)
+
+    def _show(self, text: str, ratio: float | None) -> None:
+        style = "" if ratio is None else next((name for least, name in STYLES if ratio >= least), MOST)
+        self._console.print(Text(printable(text), style=style), end="", soft_wrap=True)
+
+    def _summary(self, answer: Watched) -> str:
+        worst = int(np.argmax(answer.ratios))
+        text = plain(self._student.tokenizer.decode([answer.tokens[worst].token]))
+        return (
+            f"log-ratio {np.mean(answer.ratios):.2f} nats per token; the teacher's least liked token is {text!r}, "
+            f"{answer.ratios[worst]:.2f} nats less likely than with the student"
+        )
+
+
+def questions(ask: Callable[[], str]) -> Iterator[str]:
+    """Lines until the end of the input; empty ones are passed over, and bytes that are no text are shown as such."""
+    while True:
+        try:
+            line = ask().strip()
+        except EOFError:
+            return
+        if line:
+            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def converse(talk: Talk, lines: Iterable[str]) -> None:
+    for line in lines:
+        talk.ask(line)
