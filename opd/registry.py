@@ -31,6 +31,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from opd.common.errors import RecipeError
 from opd.common.peer_keys import translate
+from opd.common.short_forms import TEXTS, ShortForm
 from opd.records import SignalKind
 
 MANY = 1_000_000_000  # no count in a recipe is larger
@@ -194,8 +195,9 @@ class Choice(BaseModel):
         properties = node.get("properties", {})
         for field in cls.flat:
             options = family_of(cls, field).classes()
+            spelled_out = [one for one in properties[field]["anyOf"] if "enum" not in one]
             properties[field] = {
-                "enum": list(options),
+                "anyOf": [{"enum": list(options)}, *spelled_out],
                 **{key: properties[field][key] for key in ("description",) if key in properties[field]},
             }
             for option in options.values():
@@ -208,7 +210,7 @@ class Choice(BaseModel):
         return reference
 
 
-class Family:
+class Family(ShortForm):
     """A place in a recipe and all that can stand there. `gate: list[Annotated[Gate, Family("gate")]]`.
 
     A recipe writes `{kind: entropy, share: 0.3}`, or `entropy` for short.
@@ -217,6 +219,7 @@ class Family:
     def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
         self.name, self.key, self.default = name, key, default
         self.word = name.replace("_", " ")  # in messages
+        self.keeps = name in TEXTS and TEXTS[name].keeps  # the other settings, where a text is laid over them
 
     @property
     def expected(self) -> str:
@@ -240,7 +243,7 @@ class Family:
             if value.family != self.name:
                 raise ValueError(f"{value.name} is a {value.family}, not a {self.name}")
             return value
-        value = self.spelled_out(value)
+        value = self.long(value)
         if not isinstance(value, Mapping):
             raise ValueError(f"expected {self.expected}")
         settings = dict(value)
@@ -251,8 +254,9 @@ class Family:
         except ValidationError as error:
             raise _without_nesting(error, chosen) from None
 
-    def spelled_out(self, value: Any) -> Any:
-        """The mapping that a name alone is short for."""
+    def long(self, value: Any) -> Any:
+        """The mapping that a text is short for: the name of a choice, or what `TEXTS` says of the family."""
+        value = TEXTS[self.name].long(value) if self.name in TEXTS else value
         return {self.key: value} if isinstance(value, str) else value
 
     def named(self, settings: Mapping[str, Any]) -> Any:
@@ -315,9 +319,10 @@ class Family:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         options = self.classes()
         references = {name: schema_of(option, handler) for name, option in options.items()}
-        short = [name for name, option in options.items() if not _required(option)]
-        named = [{"enum": short}] if self.key == "kind" and short else []
-        return {"anyOf": [*named, *references.values()]}
+        text = TEXTS.get(self.name)
+        short = [name for name, option in options.items() if not _required(option)] if not text or text.pattern else []
+        named = [{"enum": short}] if short else []
+        return {"anyOf": [*named, *([text.text] if text else []), *references.values()]}
 
 
 def schema_of(model: type[BaseModel], handler: Any) -> dict[str, Any]:
@@ -402,47 +407,6 @@ def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
             inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             model = next((kind for kind in inner if issubclass(kind, BaseModel)), model)
     return keys_of(model) if issubclass(model, Choice) else set(model.model_fields)
-
-
-# What a recipe may leave out: the brackets of a list with one entry, the key of a mapping with one value.
-
-
-class OneOrMany:
-    """A list of which a recipe may write the only entry without brackets."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(
-            lambda value: value if isinstance(value, (list, tuple)) else [value], handler(source)
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        node = handler(schema)
-        return {"anyOf": [node["items"], node]}
-
-
-class Short:
-    """A mapping of which a recipe may write one key's value alone: `coefficient: 0.5` for `{value: 0.5}`."""
-
-    def __init__(self, key: str, *kinds: type) -> None:
-        self._key, self._kinds = key, kinds
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def spell_out(value: Any) -> Any:
-            short = isinstance(value, self._kinds) and not isinstance(value, bool)
-            return {self._key: value} if short else value
-
-        return core_schema.no_info_before_validator_function(spell_out, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        node = handler(schema)
-        return {"anyOf": [handler.resolve_ref_schema(node)["properties"][self._key], node]}
-
-
-class WrittenAs:
-    """Marks a field that a recipe writes under another key."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 # Every choice a recipe can make, by family and name. Strings, so that nothing is imported before it is asked for.

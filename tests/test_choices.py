@@ -282,7 +282,7 @@ def test_a_choice_of_ones_own_stands_beside_ours(every_other: type[Gate]) -> Non
     assert "EveryOther" in recipe_schema()["$defs"]
     with pytest.raises(RecipeError, match="did you mean 'every_other'"):
         load_recipe(recipe(objective={"gate": "every_othr"}))
-    with pytest.raises(RecipeError, match=r"gate\.0\.n"):
+    with pytest.raises(RecipeError, match=r"gate\.n: "):
         load_recipe(recipe(objective={"gate": {"kind": "every_other", "n": 0}}))
     with pytest.raises(ValueError, match="exists already"):
         registry.register(type("Entropy", (Gate,), {"name": "entropy", "__module__": __name__}))

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from opd.common.errors import RecipeError
 from opd.common.peer_keys import GLOSSARY, table
 from opd.recipe import Stage, find_recipe, load_recipe, recipe_schema, shipped_recipes
-from opd.recipe.overrides import below, family_at, merge
+from opd.recipe.overrides import merge
+from opd.recipe.places import below, family_at
 from opd.registry import Family, keys_of
 
 MINIMAL = {"student": "tiny/generalist", "prompts": "task:addition"}
@@ -245,7 +246,7 @@ def test_schema_knows_every_key_of_a_recipe() -> None:
 @pytest.mark.parametrize(("change", "words"), [
     ({"teachers": ["tiny/arithmetic"]}, "teachers: expected a mapping of keys; got"),
     ({"eval": 5}, "eval: expected a mapping of keys; got 5"),
-    ({"objective": "reverse_kl"}, "objective: expected a list; got 'reverse_kl'"),
+    ({"objective": "reverse_kl"}, "objective: unknown form 'reverse_kl'; known: direct, policy_gradient"),
     ({"train": {"steps": "ten"}}, "train.steps: expected a whole number; got 'ten'"),
     ({"train": {"steps": 1.5}}, "train.steps: expected a whole number; got 1.5"),
     ({"train": {"lr": "fast"}}, "train.lr: expected a number; got 'fast'"),

@@ -12,7 +12,8 @@ from opd.common.errors import RecipeError
 from opd.objective.advantages import Advantage
 from opd.objective.stopping import Patience
 from opd.recipe import load_recipe
-from opd.recipe.overrides import Place, _common, _options, apply_overrides, below, family_at, merge
+from opd.recipe.overrides import _common, apply_overrides, merge
+from opd.recipe.places import Place, below, family_at, options
 from opd.recipe.stage import Stage
 from opd.registry import Family, keys_of
 
@@ -24,7 +25,7 @@ def walk(place: Place = (Stage,), path: tuple[str, ...] = ()) -> Iterator[tuple[
     if family is not None:
         yield path, family
     keys: set[str] = set()
-    for option in _options(place):
+    for option in options(place):
         if isinstance(option, Family):
             keys |= {key for choice in option.classes().values() for key in keys_of(choice)}
         elif get_origin(option) is dict:

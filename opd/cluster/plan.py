@@ -15,7 +15,7 @@ from opd.common.text import bytes_in_words, plain
 from opd.models.files import read_json, stored_tensors
 from opd.models.load import weights_directory
 from opd.recipe import STAGE_PREFIX, Recipe, Stage, parse_yaml
-from opd.recipe.stage import WEIGHTS, ModelSize
+from opd.recipe.stage import WEIGHTS, AnySize, ModelSize
 from opd.registry import Dtype, by_hand
 from opd.runner.cost import (
     BYTES,
@@ -397,7 +397,7 @@ def given_sizes(options: list[str]) -> dict[str, ModelSize]:
         if not name or not equals or not value:
             raise UserError(f"--size {option!r}: expected NAME=PARAMETERS, for example student=32B.")
         size = parse_yaml(value, f"--size {name}") if value.startswith("{") else value
-        found[name] = by_hand(f"--size {name}", ModelSize, size)
+        found[name] = by_hand(f"--size {name}", AnySize, size)
     return found
 
 

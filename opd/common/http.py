@@ -29,8 +29,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from opd.common.errors import OpdError, RecipeError, RemoteError, ServerAway
+from opd.common.short_forms import SHORT_FORMS
 from opd.common.text import first_line, plain
-from opd.registry import Address, OneOrMany
+from opd.registry import Address
 
 if TYPE_CHECKING:
     import httpx
@@ -89,7 +90,9 @@ def _apart(values: list[str]) -> list[str]:
 
 
 HttpAddress = Annotated[Address, AfterValidator(address_of)]
-Addresses = Annotated[list[HttpAddress], Field(min_length=1, max_length=64), AfterValidator(_apart), OneOrMany()]
+Addresses = Annotated[
+    list[HttpAddress], Field(min_length=1, max_length=64), AfterValidator(_apart), SHORT_FORMS["teachers.NAME.address"]
+]
 Variable = Annotated[str, AfterValidator(_is_a_variable)]
 
 

@@ -53,7 +53,7 @@ MOVED = {
     "opd.sampling.vllm": "opd.engines.vllm",
     "opd.sampling.writers": "opd.rollouts.writers",
     "opd.settings": "opd.registry",
-    "opd.shorthand": "opd.registry",
+    "opd.shorthand": "opd.common.short_forms",
     "opd.teachers.adapter": "opd.teachers.kinds",
     "opd.teachers.crossing": "opd.teachers.views",
     "opd.teachers.following": "opd.teachers.of_student",

@@ -193,9 +193,6 @@ class SourceFamily(Family):
     def expected(self) -> str:
         return "an address, such as task:addition or rows.jsonl, or a mapping with `source`"
 
-    def spelled_out(self, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
-
     def named(self, settings: Mapping[str, Any]) -> Any:
         address = settings.get("source")
         return super().named(settings) or (self.of_address(address) if isinstance(address, str) else None)

@@ -31,13 +31,14 @@ from pydantic import Field, model_validator
 
 from opd.common.errors import ModelError, OpdError, RecipeError, RemoteError, ServerAway, TrainingError
 from opd.common.http import LOOPBACK, HttpAddress, Variable, nothing, to_stderr, token_of
+from opd.common.short_forms import SHORT_FORMS
 from opd.common.text import plain
 from opd.engines.draws import request_key, uniforms
 from opd.engines.kinds import BuiltInSampler, SamplerKind
 from opd.models.load import empty_model
 from opd.models.settings import Lora
 from opd.records import Finished, SampledToken, SampleRequest, TokenSampler, WeightsRef
-from opd.registry import Address, OneOrMany, Positive, StageView, Word
+from opd.registry import Address, Positive, StageView, Word
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ class VllmSampler(SamplerKind):
     devices: list[Word] | None = Field(
         None, min_length=1, max_length=64, description="CUDA_VISIBLE_DEVICES of each replica; default: as it is here"
     )
-    address: Annotated[list[HttpAddress], OneOrMany()] = Field(
+    address: Annotated[list[HttpAddress], SHORT_FORMS["sampler.address"]] = Field(
         default_factory=list, max_length=64, description="of engines that run already, instead of starting any"
     )
     token_env: Variable = Field("OPD_TOKEN", description="the variable that holds their token; of `address`")

@@ -15,8 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, Field, model_validator
 
 from opd import registry
+from opd.common.short_forms import SHORT_FORMS
 from opd.common.text import plain
-from opd.registry import SETTINGS, Choice, Family, OneOrMany, Word
+from opd.registry import SETTINGS, Choice, Family, Word
 
 RecipeStage = dict[str, Any]  # a stage as `resolved.yaml` has it; a remedy changes a copy of its own
 
@@ -84,12 +85,12 @@ class Monitors(BaseModel):
     action: Literal["warn", "stop", "off"] = Field(
         "warn", description="what an alarm does: say so, or end the run after a checkpoint; off: nothing is watched"
     )
-    watch: Annotated[list[AnyMonitor], OneOrMany()] = Field(
+    watch: Annotated[list[AnyMonitor], SHORT_FORMS["monitors.watch"]] = Field(
         default_factory=list,
         max_length=100,
         description="monitors with settings of their own; the usual ones are added",
     )
-    ignore: Annotated[list[Word], OneOrMany()] = Field(
+    ignore: Annotated[list[Word], SHORT_FORMS["monitors.ignore"]] = Field(
         default_factory=list, max_length=100, description="usual monitors that are left out"
     )
 

@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from opd import registry
+from opd.common.short_forms import SHORT_FORMS
 from opd.objective.batch import Batch, beside, require_per_token
 from opd.records import Rollout
 from opd.registry import (
@@ -36,7 +37,6 @@ from opd.registry import (
     Needs,
     Positive,
     StageView,
-    WrittenAs,
     changed,
     key_hint,
     schema_of,
@@ -339,6 +339,7 @@ class ReferenceAdvantage(AdvantagePart):
 # The advantage of a policy-gradient term: a sum of parts, which a recipe writes side by side under `advantage`.
 
 
+ALSO = SHORT_FORMS["objective.advantage.also"]
 FLAT = ("outcome", "teacher", "reference")  # parts whose settings stand directly under `advantage`; added in this order
 
 
@@ -349,7 +350,7 @@ class Advantage(BaseModel):
     student: Literal["behaviour", "proximal", "current"] = Field(
         "behaviour", description="whose log-prob the teacher's is compared with"
     )
-    parts: Annotated[tuple[AnyAdvantage, ...], WrittenAs("also")] = Field(default_factory=lambda: (TeacherAdvantage(),))
+    parts: Annotated[tuple[AnyAdvantage, ...], ALSO] = Field(default_factory=lambda: (TeacherAdvantage(),))
 
     @model_validator(mode="before")
     @classmethod
@@ -363,7 +364,7 @@ class Advantage(BaseModel):
             parts.append(part.model_validate(given))
         more = rest.pop("also", None) or []
         known = ("student", "also", *(key for name in FLAT for key in registry.find("advantage", name).model_fields))
-        parts += [Family("advantage").read(entry) for entry in (more if isinstance(more, list) else [more])]
+        parts += [Family("advantage").read(entry) for entry in ALSO.long(more)]
         added = [part for part in cast("list[AdvantagePart]", parts) if part.acts]
         unknown = next((key for key in rest if key != "student"), None)
         if unknown is not None:
@@ -408,11 +409,7 @@ class Advantage(BaseModel):
         for name in FLAT:
             part = handler.resolve_ref_schema(schema_of(registry.find("advantage", name), handler))
             node["properties"] |= {key: value for key, value in part["properties"].items() if key != "kind"}
-        also = parts["items"]
-        node["properties"]["also"] = {
-            "anyOf": [also, {"type": "array", "items": also}],
-            "description": "further advantages, added to these",
-        }
+        node["properties"]["also"] = parts | {"description": "further advantages, added to these"}
         return reference
 
     def needs(self, role: str) -> Needs:

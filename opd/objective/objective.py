@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.common.short_forms import SHORT_FORMS
 from opd.divergences import Projection, statistics, token_logprobs
 from opd.divergences.projection import MergeGroups, Source, log_probs, source_log_probs, upload
 from opd.objective.batch import Batch, ByRollout, Signals, require_per_token
@@ -29,7 +30,7 @@ from opd.objective.micro import (
 )
 from opd.objective.term import AnyTerm, Term
 from opd.records import Author, Rollout, SignalKind, SignalNeed, TeacherLike
-from opd.registry import Needs, OneOrMany, by_hand
+from opd.registry import Needs, by_hand
 
 if TYPE_CHECKING:
     from opd.models.language_model import LanguageModel, Pack
@@ -93,7 +94,7 @@ class Objective:
         stop_ids: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> None:
-        self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], OneOrMany()], terms)
+        self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self.drawing: Drawing = drawing or PlainDrawing()

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
+from opd.common.short_forms import SHORT_FORMS
 from opd.objective.corrections import AnyCorrection
 from opd.objective.gates import AnyGate
 from opd.records import SignalKind
-from opd.registry import SETTINGS, Choice, Family, Needs, OneOrMany, Positive, Short, StageView, changed
+from opd.registry import SETTINGS, Choice, Family, Needs, Positive, StageView, changed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,8 +174,8 @@ class Term(Choice):
             "for cross_entropy"
         ),
     )
-    coefficient: Annotated[Schedule, Short("value", int, float)] = Schedule()
-    gate: Annotated[list[AnyGate], OneOrMany()] = Field(
+    coefficient: Annotated[Schedule, SHORT_FORMS["objective.coefficient"]] = Schedule()
+    gate: Annotated[list[AnyGate], SHORT_FORMS["objective.gate"]] = Field(
         default_factory=list, description="which tokens count, and how much; several multiply"
     )
     gated: Literal["drop", "zero"] = Field(

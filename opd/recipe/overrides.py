@@ -2,81 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from opd.common.errors import RecipeError
+from opd.common.short_forms import ByDomain, OneOrMany
 from opd.recipe.paths import anchored
+from opd.recipe.places import Place, as_mapping, below, family_at, fields, flat_of, forms
 from opd.recipe.plain_data import DEEPEST, explain, parse_value, plain_data, shown
-from opd.recipe.stage import Stage
-from opd.registry import Choice, Family, WrittenAs, family_of, keys_of
-from opd.rewards.reward import RESERVED, AnyWay
+from opd.recipe.stage import Recipe, Stage
+from opd.registry import Choice, Family, keys_of
 
-# Where choices stand in a recipe, found from the models that read it, and what is left of one that gives way to another.
-
-
-Place = tuple[Any, ...]  # annotations of what may stand there
-
-
-def below(place: Place, key: str) -> Place:
-    """What may stand at a key of it. Which choice stands there makes no difference: one key means one thing in all of them."""
-    found: list[Any] = []
-    for option in _options(place):
-        if isinstance(option, Family):
-            found += [field for choice in option.classes().values() for field in _fields(choice, key)]
-        elif get_origin(option) is dict:
-            found.append(get_args(option)[1])
-        else:
-            found += _fields(option, key)
-    return tuple(kind for number, kind in enumerate(found) if kind not in found[:number])
-
-
-def family_at(place: Place) -> Family | None:
-    """The choice that is made there, if any."""
-    return next((option for option in _options(place) if isinstance(option, Family)), None)
-
-
-def _options(place: Place) -> Iterator[Any]:
-    """Families, models and mappings that annotations allow; the only entry of a list stands for the list."""
-    for kind in place:
-        origin, inner = get_origin(kind), get_args(kind)
-        if origin is Annotated:
-            family = next((mark for mark in inner[1:] if isinstance(mark, Family)), None)
-            ways = next((mark.ways for mark in inner[1:] if isinstance(mark, AnyWay)), ())
-            yield from [family] if family else _options((*ways, inner[0]))
-        elif origin in (Union, UnionType, list, tuple):
-            yield from _options(inner)
-        elif origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            yield kind
-
-
-def _fields(model: type[BaseModel], key: str) -> list[Any]:
-    for name, field in model.model_fields.items():
-        written = next((mark.key for mark in field.metadata if isinstance(mark, WrittenAs)), name)
-        if written == key:
-            return [Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation]
-    parts = [option for field in flat_of(model).values() for option in field.classes().values()]
-    return [found for part in parts for found in _fields(part, key)]
-
-
-def flat_of(model: type[BaseModel]) -> dict[str, Family]:
-    """Field -> its family, where the settings of a choice stand beside its name: `divergence: jsd, beta: 0.5`."""
-    return {field: family_of(model, field) for field in model.flat} if issubclass(model, Choice) else {}
-
-
-def spelled_out(place: Place, old: Any, new: Mapping[str, Any]) -> Any:
-    """The mapping that a name alone is short for, where new settings are those of what it names."""
-    family = family_at(place)
-    if family is None or not isinstance(old, str):
-        return old
-    whole = family.spelled_out(old)
-    chosen = family.classes().get(str(family.named(whole)))
-    return whole if chosen and new.keys() <= keys_of(chosen) else old
+STAGE: Place = (Stage,)
+RECIPE: Place = (Recipe, Stage)
 
 
 def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +26,7 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
     """
     family = family_at(place)
     if family is not None and _other_way(place, old, new, family):
-        return {key: value for key, value in old.items() if key in RESERVED}
+        return {key: value for key, value in old.items() if key in ByDomain.reserved}
     stays = dict(old)
     if family is None:
         return stays
@@ -113,23 +54,22 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
 
 def _other_way(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], family: Family) -> bool:
     """Whether one of the two is a reward for every domain, and the other rewards by domain."""
-    marks = [mark for kind in place if get_origin(kind) is Annotated for mark in get_args(kind)[1:]]
-    if not any(isinstance(mark, AnyWay) for mark in marks):
+    if not any(isinstance(form, ByDomain) for form in forms(place)):
         return False
     if family.key in new:
         return _by_domain(old, family)
     one = family.classes().get(str(old.get(family.key)))
-    return one is not None and _by_domain({key: new[key] for key in new if not _fields(one, key)}, family)
+    return one is not None and _by_domain({key: new[key] for key in new if not fields(one, key)}, family)
 
 
 def _by_domain(rewards: Mapping[str, Any], family: Family) -> bool:
-    entries = [entry for key, entry in rewards.items() if key not in RESERVED]
+    entries = [entry for key, entry in rewards.items() if key not in ByDomain.reserved]
     return family.key not in rewards and ("domains" in rewards or any(_is_reward(entry, family) for entry in entries))
 
 
 def _is_reward(entry: Any, family: Family) -> bool:
     if isinstance(entry, str):
-        return family.named(family.spelled_out(entry)) in family.classes()
+        return family.named(family.long(entry)) in family.classes()
     return isinstance(entry, list) or (isinstance(entry, Mapping) and family.key in entry)
 
 
@@ -140,12 +80,6 @@ def _common(family: Family) -> set[str]:
         return set()
     *_, base = (parent for parent in some.__mro__ if issubclass(parent, Choice) and parent is not Choice)
     return set(base.model_fields)
-
-
-SHORT = {  # what a plain value at these keys is short for
-    "student": "model", "coefficient": "value", "gate": "kind", "surrogate": "kind", "correction": "kind", "prompts": "source",
-    "sampler": "engine", "early_stop": "kind", "shares": "kind",
-}  # fmt: skip
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], base: Path | None = None) -> None:
@@ -172,16 +106,16 @@ def apply_override(
         value = plain_data(parse_value(text), path)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {shown_override}: not a YAML value: {explain(error)}.") from None
-    value = anchored(value, base or Path.cwd(), tuple(parts))
+    value = anchored(value, base or Path.cwd(), STAGE, tuple(parts))
     *parents, last = parts
     node: Any = raw
-    place: Place = (Stage,)
+    place = RECIPE
     where: tuple[str, ...] = ()
     for depth, part in enumerate(parents):
         where = (*where, str(_index(node, part, shown_override)) if isinstance(node, list) else part)
-        if not isinstance(node, list) and where != ("stages",):
+        if not isinstance(node, list):
             place = below(place, part)
-        node = _enter(node, part, parents[: depth + 1], shown_override)
+        node = _enter(node, part, parts[depth + 1], place, shown_override)
     if isinstance(node, list):
         index = _index(node, last, shown_override)
         node[index], last = value, str(index)
@@ -195,27 +129,26 @@ def apply_override(
     return (*where, last)
 
 
-def _enter(node: Any, part: str, path: list[str], override: str) -> Any:
-    """The mapping or list at `part`, made where there is none; short forms are written out on the way."""
+def _enter(node: Any, part: str, then: str, place: Place, override: str) -> Any:
+    """The mapping or list at `part`, made where there is none, so that `then` can be set there. A short form becomes the long one."""
+    key: Any
     if isinstance(node, list):
-        place: Any = _index(node, part, override)
-        child = node[place]
+        key = _index(node, part, override)
+        child = node[key]
     elif isinstance(node, dict):
-        place, child = part, node.get(part)
+        key, child = part, node.get(part)
     else:
         raise RecipeError(f"override {override}: {shown(part)} is looked up in {shown(node)}, which has no keys.")
     if child is None:
         child = {}
-    elif not isinstance(child, (dict, list)):
-        short = SHORT.get(part) or ("model" if _is_teacher(path) else None)
-        short = short or ("source" if "prompts" in path[-2:-1] else None)
-        child = {short: child} if short else child
-    node[place] = child
+    elif not isinstance(child, list):
+        listed = then == "0" and any(isinstance(form, (OneOrMany, ByDomain)) for form in forms(place))
+        child = [child] if listed and not (isinstance(child, dict) and then in child) else child
+        child = child if isinstance(child, (dict, list)) else as_mapping(place, child)
+    elif not then.isdigit():
+        child = as_mapping(place, child)
+    node[key] = child
     return child
-
-
-def _is_teacher(path: list[str]) -> bool:
-    return path[-2:-1] == ["teachers"] and len(path) in (2, 4)  # at the top, or in stages.NAME
 
 
 def _index(node: list[Any], part: str, override: str) -> int:
@@ -229,9 +162,9 @@ def _index(node: list[Any], part: str, override: str) -> int:
     raise RecipeError(f"override {override}: no item {shown(part)} in the list; it has {known}.")
 
 
-def merge(base: Mapping[str, Any], override: Mapping[str, Any], place: Place = (Stage,)) -> dict[str, Any]:
-    """Deep merge of mappings; everything else (lists too) is replaced. Of another choice, whose keys mean other things, what
-    all choices have stays.
+def merge(base: Mapping[str, Any], override: Mapping[str, Any], place: Place = STAGE) -> dict[str, Any]:
+    """Deep merge of mappings, short forms of them included. Everything else replaces what was there: lists, and a short form that
+    is laid over a mapping, unless its other keys stay. Of another choice, whose keys mean other things, what all choices have stays.
 
     >>> merge({"train": {"steps": 9, "lr": 1}}, {"train": {"steps": 5}})
     {'train': {'steps': 5, 'lr': 1}}
@@ -239,12 +172,10 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any], place: Place = (
     {'shares': {'kind': 'length'}}
     """
     merged = dict(base)
-    for key, value in override.items():
-        old, there = merged.get(key), below(place, key)
-        if isinstance(value, Mapping):
-            old = spelled_out(there, old, value)
+    for key, given in override.items():
+        there = below(place, key)
+        merged[key] = value = as_mapping(there, given, keeping=True)
+        old = as_mapping(there, base.get(key))
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(inherited_settings(there, old, value), value, there)
-        else:
-            merged[key] = value
     return merged

@@ -17,6 +17,7 @@ import yaml
 
 from opd.common.errors import RecipeError, RunDirectoryError
 from opd.common.files import SEALS, is_directory, is_file, read_sealed, reading
+from opd.recipe.places import Place, below, key_of_text
 from opd.recipe.plain_data import shown
 from opd.recipe.run_changes import RESOLVED
 
@@ -36,43 +37,51 @@ PROMPT_FILES = (
 )
 BUILT_IN = ("tiny/", "smol/", "stage:", "merge:", "task:", "reasoning_gym:")
 RUN = "run:"
-Place = tuple[str, ...]
+Names = tuple[str, ...]  # keys and numbers of list entries, from the top of a recipe
 
 
-def anchored(value: Any, base: Path, place: Place = ()) -> Any:
-    """`value`, which stands at `place` of a recipe, with its paths absolute. Values of the wrong type are left to validation."""
-    if place[:1] == ("stages",):
-        if len(place) < 2:
-            return _each(value, base, place)
-        return anchored(value, base, place[2:])
+def anchored(value: Any, base: Path, stage: Place, names: Names = ()) -> Any:
+    """`value`, which stands at `names` of a recipe, with its paths absolute. Values of the wrong type are left to validation.
+
+    `stage`: what may stand in a stage.
+    """
+    if names[:1] == ("stages",):
+        if len(names) < 2:
+            return _each(value, base, stage, names)
+        return anchored(value, base, stage, names[2:])
     if isinstance(value, str):
-        return _text(value, base, place)
-    if not place or place[0] in ("student", "teachers", "prompts", "eval", "rewards", "stages", "plugins"):
-        return _each(value, base, place)
+        return _text(value, base, _long(value, stage, names))
+    if not names or names[0] in ("student", "teachers", "prompts", "eval", "rewards", "stages", "plugins"):
+        return _each(value, base, stage, names)
     return value
 
 
-def _each(value: Any, base: Path, place: Place) -> Any:
+def _each(value: Any, base: Path, stage: Place, names: Names) -> Any:
     if isinstance(value, Mapping):
-        return {key: anchored(item, base, (*place, str(key))) for key, item in value.items()}
+        return {key: anchored(item, base, stage, (*names, str(key))) for key, item in value.items()}
     if isinstance(value, list):
-        return [anchored(item, base, (*place, str(index))) for index, item in enumerate(value)]
+        return [anchored(item, base, stage, (*names, str(index))) for index, item in enumerate(value)]
     return value
 
 
-def _text(value: str, base: Path, place: Place) -> str:
-    match place:
+def _long(value: str, stage: Place, names: Names) -> Names:
+    """Where a text stands in the long form."""
+    place = stage
+    for name in names:
+        place = place if name.isdigit() and not below(place, name) else below(place, name)
+    while (key := key_of_text(place, value)) is not None:
+        names, place = (*names, key), below(place, key)
+    return names
+
+
+def _text(value: str, base: Path, names: Names) -> str:
+    match names:
         case (
-            ("student",)
-            | ("student", "model")
+            ("student", "model")
             | ("student", "merge", "base")
             | ("student", "merge", "models", _)
-            | ("teachers",)
-            | ("teachers", _)
             | ("teachers", _, "model" | "models", *_)
-            | ("teachers", _, "toward" | "away")
             | ("teachers", _, "toward" | "away", "model")
-            | ("teachers", _, "parts", _)
             | ("teachers", _, "parts", _, "model")
             | ("teachers", _, "weights" | "tokenizer")
         ):
@@ -83,7 +92,7 @@ def _text(value: str, base: Path, place: Place) -> str:
             return _prompts(value, base)
         case ("plugins", *_) if value.endswith(".py"):
             return _absolute(value, base, (".py",))
-        case ("rewards", *_) if not set(place) & _REWARD_TEXTS:
+        case ("rewards", *_, last) if not set(names) & _REWARD_TEXTS or (last == "kind" and value.endswith(".py")):
             return _function(value, base)
     return value
 
@@ -96,10 +105,9 @@ def _model(value: str, base: Path) -> str:
     return model_of_run(Path(_run(directory, base)), stage or None)
 
 
-def _is_source(place: Place) -> bool:
+def _is_source(names: Names) -> bool:
     """Of `prompts`: one alone, or one of a list."""
-    place = place[1:] if place and place[0].isdigit() else place
-    return place in ((), ("source",), ("eval_source",))
+    return (names[1:] if names[0].isdigit() else names) in (("source",), ("eval_source",))
 
 
 _REWARD_TEXTS = {"endpoint", "template", "kind", "field", "extract", "pattern", "sandbox", "json_schema", "ignore"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -18,14 +18,16 @@ from opd.common.errors import RecipeError
 from opd.common.files import is_directory, is_file
 from opd.common.http import UNSAFE
 from opd.common.peer_keys import translate_below
+from opd.common.short_forms import SHORT_FORMS
 from opd.data.sources import PromptSource
 from opd.plugins import load_plugins
 from opd.recipe.checks import refuse_recipe, refuse_stage
 from opd.recipe.graph import STAGE_PREFIX, in_order
-from opd.recipe.overrides import apply_overrides, below, merge
-from opd.recipe.paths import anchored, folded, name_of_file, read_resolved
+from opd.recipe.overrides import STAGE, apply_overrides, merge
+from opd.recipe.paths import anchored, folded, name_of_file
+from opd.recipe.places import Place, below, fields_at
 from opd.recipe.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
-from opd.recipe.stage import ALONE, Recipe, Stage
+from opd.recipe.stage import Recipe, Stage
 from opd.registry import nearest
 
 MISTAKES = 10  # named in one message
@@ -68,7 +70,7 @@ def load_recipe(
         path = find_recipe(str(recipe))
         name, base = name_of_file(path.stem), here / path.parent
         raw = plain_data(parse_yaml(read_text(path), str(path)))
-    raw = anchored(raw, base)
+    raw = anchored(raw, base, STAGE)
     if prompts is not None:
         raw["prompts"] = [dict(source) for source in prompts]
     ignored = next((override for override in overrides if override.startswith(IGNORED)), None)
@@ -129,8 +131,7 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
     raw = {key: value for key, value in raw.items() if not key.startswith(IGNORED)}
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
-    plugins = raw.get("plugins") or []
-    plugins = plugins if isinstance(plugins, list) else [plugins]
+    plugins = SHORT_FORMS["plugins"].long(raw.get("plugins") or [])
     if not all(isinstance(name, str) and name for name in plugins):
         raise RecipeError(
             f"plugins: expected Python files or modules, got {shown(plugins)}. Write `plugins: [mine.py]`."
@@ -148,8 +149,8 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
     for override in overrides:
         merged = _over(defaults, override)
         if stages and not _has_model(override.get("student")):
-            start = _mapping(merged.get("student"), "model")
-            rest = {key: value for key, value in start.items() if key != "merge"}
+            start = _student(merged.get("student"))
+            rest = {key: value for key, value in start.items() if key != "merge"} if isinstance(start, Mapping) else {}
             merged["student"] = {**rest, "model": STAGE_PREFIX + stages[-1].name}
         stages.append(validate(merged, f"stages.{cut(str(override['name']), 80)}." if staged else ""))
     names = [stage.name for stage in stages]
@@ -172,19 +173,17 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
     for key in CLEARED:
         if key in stage and stage[key] in ({}, []):
             base.pop(key, None)
-    base = {key: _expanded(key, value) if key in stage else value for key, value in base.items()}
-    if _has_model(stage.get("student")) and isinstance(
-        base.get("student"), Mapping
-    ):  # another start, however it is given
-        base["student"] = {key: value for key, value in base["student"].items() if key not in ("model", "merge")}
-    merged = merge(base, {key: _expanded(key, value) for key, value in stage.items()})
+    start = _student(base.get("student"))
+    if _has_model(stage.get("student")) and isinstance(start, Mapping):  # another start, however it is given
+        base["student"] = {key: value for key, value in start.items() if key not in ("model", "merge")}
+    merged = merge(base, stage)
     merged = {
         key: _without_nulls(Stage.model_fields[key], value) if key in stage and key in Stage.model_fields else value
         for key, value in merged.items()
         if value is not None
     }
     if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
-        known = base.get("teachers")
+        known = SHORT_FORMS["teachers"].long(base.get("teachers"))
         for name in (name for name, spec in merged["teachers"].items() if spec is None):
             _require_teacher(name, known if isinstance(known, Mapping) else {}, stage)
         merged["teachers"] = {name: spec for name, spec in merged["teachers"].items() if spec is not None}
@@ -210,21 +209,14 @@ def _require_teacher(name: Any, known: Mapping[str, Any], stage: Mapping[str, An
         )
 
 
-def _expanded(key: str, value: Any) -> Any:
-    """Short forms that a stage may lay more keys over."""
-    if key == "student" and isinstance(value, str):
-        return {"model": value}
-    if key == "teachers" and isinstance(value, str):
-        return {ALONE: {"model": value}}
-    if key == "teachers" and isinstance(value, Mapping):
-        return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
-    return value
+def _student(given: Any) -> Any:
+    return SHORT_FORMS["student"].long(given)
 
 
 def _has_model(student: Any) -> bool:
     """Whether it says what to start from."""
-    given = student if isinstance(student, Mapping) else {"model": student}
-    return given.get("model") is not None or given.get("merge") is not None
+    given = _student(student)
+    return isinstance(given, Mapping) and (given.get("model") is not None or given.get("merge") is not None)
 
 
 def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
@@ -254,46 +246,50 @@ def _booleans(given: Any, read: Any, path: str) -> list[str]:
 
 def _explain_all(error: ValidationError, raw: Mapping[str, Any], where: str) -> str:
     details = error.errors(include_url=False)
-    lines = list(dict.fromkeys(_explain(detail, where) for detail in details[:MISTAKES]))
+    lines = list(dict.fromkeys(_explain(detail, raw, where) for detail in details[:MISTAKES]))
     return "\n".join([*lines, *([f"… and {len(details) - MISTAKES} more."] if len(details) > MISTAKES else [])])
 
 
-def _explain(detail: Any, where: str) -> str:
-    parts = [str(part) for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
-    path = cut(where + ".".join(_as_written(parts)), 200)
+def _explain(detail: Any, raw: Mapping[str, Any], where: str) -> str:
+    location = [part for part in detail["loc"] if not _BRANCH.fullmatch(str(part))]
+    parts = [str(part) for part in location]
+    path = cut(where + ".".join(_as_written(location, raw, detail["type"] == "missing")), 200)
     if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown key. {_meant(detail, parts)}"
+        return f"{path}: unknown key. {_meant(detail, location)}"
     if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
         return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
     message = EXPECTED.get(detail["type"]) or cut(detail["msg"].removeprefix("Value error, "), 400)
     if detail["type"] == "string_pattern_mismatch":
-        message = f"expected {_schema_at(detail['loc']).get('description', 'something else')}"
+        field = fields_at(_place(location[:-1])).get(parts[-1])
+        message = f"expected {(field and field.description) or 'something else'}"
     if not detail["loc"]:  # of the stage as a whole
         return f"{where}{message}."
     got = UNSAFE.sub("//…@", shown(detail["input"]))
     return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
 
 
-def _as_written(parts: list[str]) -> list[str]:
-    """`rewards.domains.default.0` is what `rewards: numeric` is short for."""
-    match parts:
-        case ["rewards", "domains", "default", "0", *rest]:
-            return ["rewards", *rest]
-        case ["rewards", "domains", "default", *rest] | ["rewards", "domains", *rest]:
-            return ["rewards", *rest]
-    return parts
+def _as_written(location: Sequence[str | int], raw: Any, missing: bool) -> Iterator[str]:
+    """The keys of a place that the recipe has. `rewards: numeric` has no `rewards.domains.default.0`, which it is short for."""
+    node = raw
+    for number, part in enumerate(location, 1):
+        inside = dict(enumerate(node)) if isinstance(node, list) else node
+        if isinstance(inside, Mapping) and part in inside:
+            node = inside[part]
+        elif isinstance(part, int) or number < len(location) or not (missing or isinstance(node, Mapping)):
+            continue
+        yield str(part)
 
 
-def _meant(detail: Any, parts: Sequence[str]) -> str:
+def _meant(detail: Any, location: Sequence[str | int]) -> str:
     """What an unknown key may have been meant to be: a key of another framework, one that stands elsewhere, or a misspelt one."""
-    if translated := translate_below(parts, detail["input"]):
+    if translated := translate_below([str(part) for part in location], detail["input"]):
         return f"{translated}."
-    *parents, key = detail["loc"]
+    *parents, key = location
     if elsewhere := _places_of(str(key)):
         return f"Did you mean {' or '.join(map(repr, elsewhere))}?"
-    known = _fields_at(parents)
+    known = list(fields_at(_place(parents)))
     near = difflib.get_close_matches(str(key)[:100], known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(known)}."
 
@@ -303,42 +299,17 @@ def _places_of(key: str) -> list[str]:
     sections = [(name,) for name in Stage.model_fields if name not in CLEARED]  # where any key may stand
     found = []
     for section in (*sections, ("student", "lora"), ("teachers", "NAME")):
-        place: tuple[Any, ...] = (Stage,)
-        for part in section:
-            place = below(place, part)
-        if below(place, key):
+        if below(_place(section), key):
             found.append(".".join((*section, key)))
     return found if len(found) <= ELSEWHERE else []
 
 
-def _fields_at(location: Iterable[Any]) -> list[str]:
-    """Field names of the settings model at a location such as ("prompts", 0)."""
-    return list(_schema_at(location).get("properties", {}))
-
-
-def _schema_at(location: Iterable[Any]) -> Mapping[str, Any]:
-    schema = Stage.model_json_schema()
-    node: Mapping[str, Any] = schema
+def _place(location: Iterable[str | int]) -> Place:
+    """What may stand at a location such as ("prompts", 0)."""
+    place = STAGE
     for part in location:
-        tagged = node.get("discriminator", {}).get("mapping", {})
-        if isinstance(part, int):
-            node = node.get("items", {})
-        elif part in tagged:
-            node = {"$ref": tagged[part]}
-        elif part in node.get("properties", {}):
-            node = node["properties"][part]
-        else:
-            rest = node.get("additionalProperties")  # false, where no other key may stand
-            node = rest if isinstance(rest, Mapping) else {}
-        options = [option for option in node.get("anyOf", []) if "$ref" in option]
-        reference = node.get("$ref") or (options[0]["$ref"] if options else None)
-        if reference:
-            node = schema["$defs"][reference.rsplit("/", 1)[1]]
-    return node
-
-
-def _mapping(value: Any, key: str) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {key: value}
+        place = place if isinstance(part, int) else below(place, part)
+    return place
 
 
 # Shipped recipes

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
+from opd.common.short_forms import SHORT_FORMS
 from opd.data.prompts import DOMAIN
 from opd.data.shares import SelectionRule, Shares, StaticShares
 from opd.data.sources import SOURCES, PromptSource
@@ -22,7 +23,7 @@ from opd.objective.forms import Direct
 from opd.objective.stopping import STOP_RULES, StopRule
 from opd.objective.term import AnyTerm, Term
 from opd.recipe.paths import check_name
-from opd.registry import SETTINGS, Address, Count, Dtype, Family, OneOrMany, Positive, Short, Word
+from opd.registry import SETTINGS, Address, Count, Dtype, Family, Positive, Word
 from opd.rewards.reward import AnyRewards, Rewards
 from opd.rollouts.settings import Rollouts
 from opd.teachers.kinds import AnyTeacher, TeacherKind
@@ -31,16 +32,22 @@ from opd.teachers.pool import TeacherPool, movable
 # The key `cluster`: how a run is spread over devices. No torch here.
 
 
+PARAMETERS = r"^([0-9]{1,12}(?:\.[0-9]{1,6})?)([KMBT]?)$"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def in_numbers(value: Any) -> Any:
     """`32B`, `0.6B` and `135M` are numbers of parameters."""
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([KMBT]?)", value.strip()) if isinstance(value, str) else None
+    found = re.fullmatch(PARAMETERS, value.strip()) if isinstance(value, str) else None
     return round(float(found[1]) * UNITS[found[2]]) if found is not None else value
 
 
-Parameters = Annotated[int, BeforeValidator(in_numbers), Field(ge=1, le=10**15)]
+Parameters = Annotated[
+    int,
+    BeforeValidator(in_numbers),
+    Field(ge=1, le=10**15),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": PARAMETERS}]}),
+]
 
 
 class ModelSize(BaseModel):
@@ -55,10 +62,8 @@ class ModelSize(BaseModel):
     key_values: Positive | None = Field(None, description="numbers that a layer keeps per token, keys and values")
     tied: bool | None = Field(None, description="whether the head is the embedding")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"parameters": value} if isinstance(value, (str, int)) else value
+
+AnySize = Annotated[ModelSize, SHORT_FORMS["cluster.sizes.NAME"]]
 
 
 class Cluster(BaseModel):
@@ -87,7 +92,7 @@ class Cluster(BaseModel):
     rewards: Count = Field(
         0, le=65_536, description="CPUs kept for reward workers beside the first trainer, of --on ray"
     )
-    sizes: dict[Word, ModelSize] = Field(
+    sizes: dict[Word, AnySize] = Field(
         default_factory=dict,
         max_length=1000,
         description="model -> size, for `opd cluster plan` where the model is not on this machine",
@@ -213,7 +218,7 @@ class Eval(BaseModel):
     model_config = SETTINGS
     every: Count = Field(0, description="steps; 0: only before and after")
     prompts: Count = Field(200, le=20_000, description="held-out prompts per domain; 0: no evaluation")
-    further: list[Annotated[PromptSource, SOURCES]] = Field(
+    further: Annotated[list[Annotated[PromptSource, SOURCES]], SHORT_FORMS["eval.further"]] = Field(
         default_factory=list,
         max_length=1000,
         description="further sources whose held-out prompts are asked: what the stage does not train, and may forget",
@@ -231,11 +236,6 @@ class Eval(BaseModel):
     plateau: Positive = Field(
         3, description="evaluations without a better metric that a coefficient's `until: plateau` waits for"
     )
-
-    @field_validator("further", mode="before")
-    @classmethod
-    def _further(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")
     def _something(self) -> Eval:
@@ -274,7 +274,7 @@ class Store(BaseModel):
 
 class Log(BaseModel):
     model_config = SETTINGS
-    to: Annotated[list[Annotated[Any, Family("tracker")]], OneOrMany()] = Field(
+    to: Annotated[list[Annotated[Any, Family("tracker")]], SHORT_FORMS["log.to"]] = Field(
         default_factory=list, max_length=100, description="trackers that get the metrics of every step"
     )
     project: Word = "opd"
@@ -293,18 +293,15 @@ class Hub(BaseModel):
     private: bool = True
 
 
-ALONE = "teacher"  # the name of `teachers: MODEL`
-
-
 class Stage(BaseModel):
     """One stage with every default filled in: what the trainer reads."""
 
     model_config = SETTINGS
     name: Word = "main"
-    student: Student
-    teachers: dict[Word, AnyTeacher] = Field(default_factory=dict)
+    student: Annotated[Student, SHORT_FORMS["student"]]
+    teachers: Annotated[dict[Word, AnyTeacher], SHORT_FORMS["teachers"]] = Field(default_factory=dict)
     pool: TeacherPool = TeacherPool()
-    prompts: list[Annotated[PromptSource, SOURCES]] = Field(min_length=1)
+    prompts: Annotated[list[Annotated[PromptSource, SOURCES]], SHORT_FORMS["prompts"]] = Field(min_length=1)
     select: Annotated[SelectionRule, Family("select", default="flat")] | None = Field(
         None, description="train on those domains alone that an earlier stage's evaluations choose: flat, score"
     )
@@ -315,14 +312,14 @@ class Stage(BaseModel):
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
-    objective: list[AnyTerm] = Field(default_factory=usual_objective, min_length=1)
+    objective: Annotated[list[AnyTerm], SHORT_FORMS["objective"]] = Field(default_factory=usual_objective, min_length=1)
     rewards: AnyRewards = Rewards()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     store: Store = Store()
-    log: Log = Log()
-    monitors: Annotated[Monitors, Short("action", str)] = Field(
+    log: Annotated[Log, SHORT_FORMS["log"]] = Log()
+    monitors: Annotated[Monitors, SHORT_FORMS["monitors"]] = Field(
         Monitors(), description="what is watched while it trains, and what an alarm does"
     )
     hub: Hub | None = None
@@ -435,35 +432,6 @@ class Stage(BaseModel):
     def _name(cls, value: str) -> str:
         return check_name(value)
 
-    @field_validator("student", mode="before")
-    @classmethod
-    def _student(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
-
-    @field_validator("teachers", mode="before")
-    @classmethod
-    def _teachers(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = {ALONE: value}
-        if isinstance(value, Mapping):
-            return {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in value.items()}
-        return value
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _prompts(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _objective(cls, value: Any) -> Any:
-        return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("log", mode="before")
-    @classmethod
-    def _log(cls, value: Any) -> Any:
-        return {"to": value if isinstance(value, list) else [value]} if isinstance(value, (str, list)) else value
-
 
 class Recipe(BaseModel):
     """A whole recipe: stages that run one after the other, each with its defaults filled in."""
@@ -471,7 +439,7 @@ class Recipe(BaseModel):
     model_config = SETTINGS
     name: str
     stages: list[Stage] = Field(min_length=1, max_length=1000)
-    plugins: Annotated[list[Address], OneOrMany()] = Field(
+    plugins: Annotated[list[Address], SHORT_FORMS["plugins"]] = Field(
         default_factory=list, max_length=100, description="Python files or modules with choices of your own"
     )
 

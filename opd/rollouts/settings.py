@@ -10,10 +10,11 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from opd import registry
 from opd.common.chat_client import ChatQuestion, Endpoint
+from opd.common.short_forms import SHORT_FORMS
 from opd.data.prompts import field_texts, fields_of, filled, question, well_formed
 from opd.engines.kinds import InFlight
 from opd.records import Prompt
-from opd.registry import SETTINGS, Count, Family, Fraction, OneOrMany, Positive, Word
+from opd.registry import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.rollouts.environments import AnyEnvironment
 
 
@@ -37,7 +38,7 @@ class Rollouts(BaseModel):
     teacher_mix: float = Field(
         0.0, ge=0, lt=1, description="tokens are drawn from (1 - mix) * student + mix * teacher (MiniLLM: 0.2)"
     )
-    writers: Annotated[list[Annotated[Any, Family("writer")]], OneOrMany()] = Field(
+    writers: Annotated[list[Annotated[Any, Family("writer")]], SHORT_FORMS["rollout.writers"]] = Field(
         default_factory=list, max_length=100, description="further writers, each with a share of the prompts"
     )
     environment: AnyEnvironment | None = Field(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +30,7 @@ from opd.recipe.paths import read_resolved
 from opd.recipe.read import read_text
 from opd.records import RewardResult, Sample, Sampling, TokenSampler
 from opd.rewards import Rewards, check_rewards
-from opd.rewards.reward import spelt_out
+from opd.rewards.reward import AnyRewards
 from opd.rewards.rewarder import doubts
 from opd.runner.checks import HeldOutFilter, pick_device
 
@@ -202,7 +202,8 @@ def parse_rewards(text: str | None) -> Rewards:
     raw: dict[str, Any] = {}
     apply_override(raw, f"rewards={text}", base)
     try:
-        return Rewards.model_validate(spelt_out(raw["rewards"]))
+        rewards: Rewards = TypeAdapter(AnyRewards).validate_python(raw["rewards"])
+        return rewards
     except ValidationError as error:
         raise RecipeError(f"--rewards: {_first(error)}") from None
 

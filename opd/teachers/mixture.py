@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, Field, model_validator
 
 from opd.common.context import RunContext
 from opd.common.errors import RecipeError
+from opd.common.short_forms import SHORT_FORMS
 from opd.models.tokenizers import Elsewhere
 from opd.records import Rendered, Rollout, Signal, SignalKind, SignalNeed, TeacherLike, WeightsRef
-from opd.registry import SETTINGS, Choice, Family, Positive, Short, StageView, Word, changed
+from opd.registry import SETTINGS, Choice, Family, Positive, StageView, Word, changed
 from opd.teachers.kinds import ModelRef, RemoteFacts, TeacherInputs, TeacherKind
 from opd.teachers.scoring import ScoringTeacher, reached, spread
 from opd.teachers.views import behind
@@ -97,17 +97,10 @@ class PartFamily(Family):
             raise ValueError(f"kind {name} has parts itself and cannot be one: list its parts here")
         return super().find(name)
 
-    def spelled_out(self, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        options = super().__get_pydantic_json_schema__(schema, handler)["anyOf"]
-        return {"anyOf": [{"type": "string"}, *(option for option in options if "enum" not in option)]}
-
 
 COMPOSITE = ("mixture", "extrapolation")
 AnyPart = Annotated[TeacherKind, PartFamily("teacher", default="frozen")]
-AnyWeight = Annotated[PartWeight, Short("value", int, float)]
+AnyWeight = Annotated[PartWeight, SHORT_FORMS["teachers.NAME.weights.NAME"]]
 
 
 class BlendKind(TeacherKind):
@@ -300,7 +293,9 @@ class ExtrapolationTeacher(BlendKind):
 
     toward: AnyPart = Field(description="the teacher to go past")
     away: AnyPart = Field(description="the teacher to go away from")
-    by: AnyWeight = Field(PartWeight(value=0.25), description="how far; 0 is `toward` itself")
+    by: Annotated[PartWeight, SHORT_FORMS["teachers.NAME.by"]] = Field(
+        PartWeight(value=0.25), description="how far; 0 is `toward` itself"
+    )
     divide: bool = Field(False, description="the loss of a token is divided by how far it goes (AlignDistil)")
 
     @property

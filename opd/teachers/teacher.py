@@ -42,7 +42,7 @@ class Teacher:
         name: str = "teacher",
         device: str | None = None,
     ) -> None:
-        kind: TeacherKind = by_hand(name, AnyTeacher, {"model": settings} if isinstance(settings, str) else settings)
+        kind: TeacherKind = by_hand(name, AnyTeacher, settings)
         if not kind.view.as_sampled:
             raise UserError(
                 f"{name}: the view {kind.view.name!r} needs a run; by hand a teacher reads what the student read."
