@@ -86,11 +86,13 @@ class Needs:
     student: frozenset[tuple[str | int, ...]] = frozenset()
     rewards: bool = False
     topk: tuple[tuple[str, int], ...] = ()  # (role, k): hidden states or, of a role that has none, the k likeliest ids
+    modules: tuple[str, ...] = ()  # trainable modules, by the names that the recipe gives them
 
     def __or__(self, other: Needs) -> Needs:
         signals = tuple(dict.fromkeys((*self.signals, *other.signals)))
         topk = tuple(dict.fromkeys((*self.topk, *other.topk)))
-        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk)
+        modules = tuple(dict.fromkeys((*self.modules, *other.modules)))
+        return Needs(signals, self.student | other.student, self.rewards or other.rewards, topk, modules)
 
     @property
     def possible(self) -> tuple[tuple[str, SignalKind], ...]:
@@ -421,6 +423,7 @@ CHOICES: dict[str, str] = {
     "form.gold": "opd.objective.forms:GOLD",
     "form.k2": "opd.objective.forms:K2",
     "form.cross_entropy": "opd.objective.forms:CrossEntropy",
+    "form.value": "opd.objective.value:ValueLoss",
     "form.pairwise": "opd.objective.pairwise:Pairwise",
     "divergence.reverse_kl": "opd.divergences.kinds:ReverseKL",
     "divergence.forward_kl": "opd.divergences.kinds:ForwardKL",
@@ -437,6 +440,7 @@ CHOICES: dict[str, str] = {
     "advantage.teacher": "opd.objective.advantages:TeacherAdvantage",
     "advantage.reference": "opd.objective.advantages:ReferenceAdvantage",
     "advantage.magnitude": "opd.objective.advantages:MagnitudeAdvantage",
+    "advantage.gae": "opd.objective.value:GeneralisedAdvantage",
     "surrogate.importance_sampling": "opd.objective.policy_gradient:ImportanceSampling",
     "surrogate.ppo": "opd.objective.policy_gradient:PPO",
     "surrogate.cispo": "opd.objective.policy_gradient:CISPO",
@@ -484,6 +488,10 @@ CHOICES: dict[str, str] = {
     "shares.gap": "opd.data.shares:GapShares",
     "select.flat": "opd.data.shares:Flattened",
     "select.score": "opd.data.shares:ScoreBetween",
+    "module.head": "opd.models.modules:ValueHead",
+    "optimiser.adamw": "opd.models.optimisers:AdamW",
+    "optimiser.muon": "opd.models.optimisers:Muon",
+    "optimiser.adamw8bit": "opd.models.optimisers:AdamW8bit",
     "merge.average": "opd.models.merging:Average",
     "merge.task_arithmetic": "opd.models.merging:TaskArithmetic",
     "merge.ties": "opd.models.merging:Ties",

@@ -36,6 +36,9 @@ OWN = (
     "divergence.pearson",
     "advantage.brevity",
     "form.unlikelihood",
+    "form.foresee",
+    "module.lookahead",
+    "optimiser.signs",
     "writer.echo",
     "teacher.blend",
     "view.told",
@@ -116,6 +119,49 @@ def test_the_examples_run_and_their_run_goes_on_without_the_file(recipe: Path, t
     (moved / "plugins" / "mine.py").write_text("print('other')")
     with pytest.raises(RunDirectoryError, match=r"mine\.py has been altered"):
         opd.resume(moved)
+
+
+HEADS = """
+import numpy as np
+import torch
+from pydantic import Field
+
+import opd
+from opd.objective.term import Term
+"""
+
+
+def test_a_second_module_is_one_file(tmp_path: Path) -> None:
+    """The module and the term of the page, alone in a file: trained, saved, and resumed with the same bits."""
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "class Lookahead" in block)
+    (tmp_path / "heads.py").write_text(HEADS + code, encoding="utf-8")
+    raw = {
+        "plugins": [str(tmp_path / "heads.py")],
+        "student": "tiny/generalist",
+        "teachers": "tiny/arithmetic",
+        "prompts": "task:addition",
+        "rollout": {"prompts": 4, "max_new_tokens": 8},
+        "modules": {"guess": {"kind": "lookahead", "hidden": 8, "lr": 1e-2}},
+        "objective": [{}, {"form": "foresee", "coefficient": 0.1}],
+        "train": {"steps": 4, "micro_tokens": 96},
+        "eval": {"prompts": 0},
+        "checkpoint": {"every": 1, "resume": "exact"},
+        "log": {"start_table": False},
+        "device": "cpu",
+    }
+    whole = opd.run(raw, out=tmp_path / "whole")
+    cut = opd.run(raw, out=tmp_path / "cut", on_step=lambda run, found: run.stop() if found["step"] == 2 else None)
+    assert len(cut.metrics) == 2
+    (tmp_path / "heads.py").unlink()
+    again = opd.resume(tmp_path / "cut")
+    assert [line["loss"] for line in again.metrics] == [line["loss"] for line in whole.metrics]
+    folder = Path("modules") / "guess"
+    for name in (folder / "weights.safetensors", folder / "optimiser.safetensors", Path("model.safetensors")):
+        assert (again.model / name).read_bytes() == (whole.model / name).read_bytes()
+    norms = [line["grad_norm/guess"] for line in whole.metrics]
+    assert min(norms) > 0
+    with pytest.raises(RecipeError, match="uses the module 'guess', and the recipe's modules are: none"):
+        load_recipe(raw | {"modules": {}, "plugins": [str(whole.directory / "plugins" / "heads.py")]})
 
 
 def test_the_schema_and_the_refusals_know_them(recipe: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import opd
@@ -68,6 +69,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "experience": ("methods/oel", CUT),
     "one pack": ("methods/opd", [*SMALL, "rollout.prompts=1"]),  # most ranks have nothing to do
     "untied": ("quickstart", LITTLE),
+    "muon": ("quickstart", [*LITTLE, "train.optimiser=muon"]),
+    "ppo": ("methods/ppo", CUT),
+    "ppo, lora": ("methods/ppo", [*CUT, "student.lora.rank=4", "student.lora.alpha=8"]),
     "led": ("quickstart", [*LITTLE, "sampler={engine: led}", "log.start_table=true"]),  # one rank samples for all
     "mix": ("quickstart", [*LITTLE, "rollout.teacher_mix=0.3"]),
     "spread teachers": ("quickstart", [*LITTLE, "cluster.teachers=shard", "log.start_table=true"]),
@@ -86,8 +90,8 @@ class LedSampler(SamplerKind):
     def open(self, model, max_length, *, merge_stop, partner=None):
         return BuiltInSampler().open(model, max_length, merge_stop=merge_stop)
 """
-EVERYWHERE = ["direct", "policy gradient", "grpo", "tip", "kdrl", "minillm", "sft", "lora", "untied"]
-REPLICAS = {"two groups": "untied", "two groups, lora": "lora"}  # the same, hybrid
+EVERYWHERE = ["direct", "policy gradient", "grpo", "tip", "kdrl", "minillm", "sft", "lora", "untied", "muon", "ppo"]
+REPLICAS = {"two groups": "untied", "two groups, lora": "lora", "two groups, muon": "muon"}  # the same, hybrid
 ON = {  # ranks -> recipes
     1: EVERYWHERE,
     2: list(RECIPES),
@@ -95,6 +99,10 @@ ON = {  # ranks -> recipes
     4: [*EVERYWHERE, "one pack", "spread teachers", *REPLICAS],
 }
 BOUND = {
+    "muon": 1e-4,  # which multiplies in bfloat16
+    "two groups, muon": 1e-4,
+    "ppo": 1e-4,  # four updates of each batch
+    "ppo, lora": 1e-4,
     "mixed precision": 1e-3,
     "several updates": 1e-4,  # of which each divides by moments that are still almost nothing: roundings grow
 }
@@ -171,6 +179,25 @@ LONG: dict[str, Any] = {
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["whole", "lora"])
 def test_saved_on_two_ranks_and_resumed_on_others(lora: dict[str, int] | None, tmp_path: Path) -> None:
     recipe = LONG | {"student": {"model": "tiny/generalist", **({"lora": lora} if lora else {})}}
+    _saved_and_resumed(recipe, tmp_path)
+
+
+def test_muon_and_a_head_are_saved_on_two_ranks_and_resumed_on_others(tmp_path: Path) -> None:
+    gae = {"teacher_weight": 0, "also": {"kind": "gae", "lam": 0.9}}
+    terms = [{"form": "policy_gradient", "advantage": gae}, {"form": "value", "coefficient": 0.1}]
+    changes = {"objective": terms, "modules": {"value": {"kind": "head", "lr": 1e-3}}, "teachers": {}}
+    train = {"steps": 5, "lr": 1e-4, "micro_tokens": 128, "optimiser": "muon"}
+    reference, found = _saved_and_resumed(LONG | changes | {"train": train}, tmp_path, 1e-4)
+    names = {f"{kind}.safetensors" for kind in ("weights", "optimiser")}
+    for name in names:
+        one, many = (load_file(run / "modules" / "value" / name) for run in (reference, found))
+        assert one.keys() == many.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(many[key], tensor, rtol=1e-2, atol=1e-5)
+
+
+def _saved_and_resumed(recipe: dict[str, Any], tmp_path: Path, bound: float = 1e-5) -> tuple[Path, Path]:
+    """The models of a run in one process, and of one that began on two ranks and ended on three."""
     opd.run(recipe, out=tmp_path / "reference")
     stopped = {size: tmp_path / f"on-{size}" for size in (1, 3)}
     together(2, tmp_path / "log.txt", Job(stopped[1], recipe, stop_after=3))
@@ -179,9 +206,10 @@ def test_saved_on_two_ranks_and_resumed_on_others(lora: dict[str, int] | None, t
     opd.resume(stopped[1])
     together(3, tmp_path / "log-3.txt", Job(stopped[3]))
     for path in stopped.values():
-        assert not differences(tmp_path / "reference", path)
+        assert not differences(tmp_path / "reference", path, bound)
         assert opd.Run(path).summary["status"] == "done"
     assert len(AutoModelForCausalLM.from_pretrained(opd.Run(stopped[3]).model).state_dict()) > 10
+    return opd.Run(tmp_path / "reference").model, opd.Run(stopped[3]).model
 
 
 def test_an_error_that_nobody_expected_comes_through_alone(tmp_path: Path) -> None:

@@ -274,8 +274,15 @@ class DistributedRanks(Ranks):
         mesh = init_device_mesh(torch.device(device).type, (self.size,))
         return load_spread(name, dtype=dtype, device=device, revision=revision, mesh=mesh, most=self.most)
 
-    def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
-        return ShardedOptimiser(parameters, train)
+    def optimiser(self, student: LanguageModel, train: Train) -> Optimiser:
+        return ShardedOptimiser(student.trainable(), train, student.outer())
+
+    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Weights of the loss are those of the whole batch, so gradients add up; a rank that trained none of it adds zeros."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}

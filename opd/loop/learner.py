@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opd.common.errors import ModelError, RecipeError, UserError
+from opd.common.errors import ModelError, RecipeError, TrainingError, UserError
 from opd.common.text import shortened
 from opd.loop.metrics import StepResult
 from opd.loop.oom_retry import MicroBudget
@@ -27,10 +27,12 @@ from opd.loop.ranks import Ranks
 from opd.loop.step import train_step
 from opd.models.cuda_graphs import PassGraphs
 from opd.models.language_model import LanguageModel
-from opd.models.sharded import SHARD, shard_of
+from opd.models.modules import AnyModule, Module, ModuleKind, open_modules
+from opd.models.optimisers import OptimisedWeights
+from opd.models.sharded import SHARD, shard_of, whole_of
 from opd.objective.batch import Batch, RewardsById
 from opd.objective.objective import Objective
-from opd.objective.term import refusals
+from opd.objective.term import module_mistakes, refusals
 from opd.recipe import Rollouts, Train
 from opd.recipe.stage import WEIGHTS
 from opd.records import Rollout, Signal, SignalKind
@@ -55,13 +57,20 @@ class Trainer:
         check_stop: Callable[[], None] = lambda: None,
         ranks: Ranks | None = None,
         told: Callable[[int], None] = lambda tokens: None,
+        modules: Mapping[str, ModuleKind | Mapping[str, Any]] | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.student, self.objective = student, objective
         self.train: Train = by_hand("train", Train, train if train is not None else {})
+        self._kinds: dict[str, ModuleKind] = by_hand("modules", dict[str, AnyModule], modules or {})
         self._require_precision()
         self._refuse()
-        self.optimiser = self.ranks.optimiser(student.trainable(), self.train)
+        self.modules = open_modules(self._kinds, student, seed)
+        objective.modules, student.has_modules = self.modules, bool(self.modules)
+        trained = {
+            name: ModuleUpdates(self.modules[name], kind, self.train, self.ranks) for name, kind in self._kinds.items()
+        }
+        self.learner = Learner(self.ranks.optimiser(student, self.train), trained)
         if self.ranks.size == 1:
             student.graphs = PassGraphs.of(student)
         self.steps = 0  # the newest
@@ -102,8 +111,14 @@ class Trainer:
             lora = self.student.adapter is not None
             found.append(refusals(StageView(rollout, self.train, self.objective.terms, roles, lora=lora)))
         mistakes = [mistake for mistake in found[0] if mistake in found[1]]
+        mistakes += module_mistakes(self.objective.terms, self._kinds)
         if mistakes:
             raise RecipeError("\n".join(mistakes))
+
+    @property
+    def optimiser(self) -> Optimiser:
+        """The student's."""
+        return self.learner.student
 
     def batch(self, rollouts: Sequence[Rollout], rewards: RewardsById | None = None) -> Batch:
         """Rollouts, scored by the objective's teachers as its terms need it. `rewards`: by rollout id."""
@@ -131,11 +146,11 @@ class Trainer:
         if not isinstance(batch, Batch):
             raise UserError(f"trainer.step: expected trainer.batch(rollouts), got {shortened(batch)}.")
         self.steps = self.steps + 1 if step is None else step
-        return train_step(
+        result = train_step(
             self.student,
             batch,
             self.objective,
-            self.optimiser,
+            self.learner,
             step=self.steps,
             train=self.train,
             seed=self._seed,
@@ -144,9 +159,81 @@ class Trainer:
             ranks=self.ranks,
             budget=self._budget,
         )
+        result.measured |= {f"grad_norm/{name}": module.norm for name, module in self.learner.modules.items()}
+        return result
 
 
-# AdamW with warm-up, a schedule and gradient clipping.
+class Learner:
+    """Everything that a step trains: the student, which is always there, and modules by name. `train_step` calls it as one optimiser.
+
+    Each part has its own optimiser, learning rate and clipping. No part is updated unless the gradients of all are finite.
+    """
+
+    def __init__(self, student: Optimiser, modules: Mapping[str, ModuleUpdates] | None = None) -> None:
+        self.student, self.modules = student, dict(modules or {})
+
+    @property
+    def updates(self) -> int:
+        return self.student.updates
+
+    def clip(self) -> float:
+        """The norm of the student's gradient; those of modules are kept until `step`."""
+        for module in self.modules.values():
+            module.clip()
+        return self.student.clip()
+
+    def step(self, step: int) -> float:
+        """Apply the gradients of all; returns the student's learning rate."""
+        for name, module in self.modules.items():
+            if not math.isfinite(module.norm):
+                self.discard()
+                raise TrainingError(
+                    f"step {step}: the gradient of module {name!r} is not finite. The update was not applied. Lower "
+                    f"modules.{name}.lr, or set modules.{name}.clip."
+                )
+        for module in self.modules.values():
+            module.step(step)
+        return self.student.step(step)
+
+    def discard(self) -> None:
+        self.student.discard()
+        for module in self.modules.values():
+            module.discard()
+
+    def finite(self) -> bool:
+        """Whether all weights of modules are numbers."""
+        tensors = (tensor for module in self.modules.values() for tensor in module.module.parameters().values())
+        return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+class ModuleUpdates:
+    """How one module is updated. Every rank has all of it, and all apply the same sum of gradients."""
+
+    def __init__(self, module: Module, kind: ModuleKind, train: Train, ranks: Ranks) -> None:
+        self.module, self._every, self._ranks = module, kind.every, ranks
+        spec = train.model_copy(update={"lr": kind.lr, "clip": kind.clip, "optimiser": kind.optimiser})
+        weights = {name: weight for name, weight in module.parameters().items() if weight.requires_grad}
+        self.optimiser = Optimiser(weights, spec)
+        self._weights = list(weights.values())
+        self.norm = 0.0  # of the newest gradient, before it was clipped
+
+    def clip(self) -> float:
+        self._ranks.add_gradients(self._weights)
+        known = any(weight.grad is not None for weight in self._weights)
+        self.norm = self.optimiser.clip() if known else 0.0
+        return self.norm
+
+    def step(self, step: int) -> float:
+        if step % self._every:
+            self.optimiser.discard()
+            return 0.0
+        return self.optimiser.step(step)
+
+    def discard(self) -> None:
+        self.optimiser.discard()
+
+
+# An optimiser of any kind, with masters, warm-up, a schedule and gradient clipping.
 
 
 MASTER = "master"  # of a checkpoint's tensors: NAME.master beside NAME.exp_avg
@@ -157,10 +244,15 @@ class Optimiser:
     """Weights of half precision are computed with, and trained through fp32 masters of theirs.
 
     Their gradients are taken over as each micro-batch gives them, and added up in fp32. Weights that are fp32 themselves,
-    LoRA's among them, are their own masters. `train.precision: bfloat16` trains half weights as they are.
+    LoRA's among them, are their own masters. `train.precision: bfloat16` trains half weights as they are. `outer`: names of
+    embeddings and the head, which some kinds of optimiser update differently.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: Train) -> None:
+    sharded: ClassVar[bool] = False
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], spec: Train, outer: Collection[str] = frozenset()
+    ) -> None:
         self._spec, self._parameters = spec, dict(parameters)
         self._halves = {
             name: parameter
@@ -172,18 +264,24 @@ class Optimiser:
             for name, parameter in parameters.items()
         }
         self._hooks = {name: self._hook(parameter, self._masters[name]) for name, parameter in self._halves.items()}
-        masters = self._masters.values()
-        decayed = [parameter for parameter in masters if parameter.ndim > 1]
-        others = [parameter for parameter in masters if parameter.ndim <= 1]  # norms and biases
-        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.updates = 0  # applied so far
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=spec.lr,
-            betas=spec.betas,
-            eps=spec.eps,
-            fused=True,  # one pass over weights, moments and gradients
-        )
+        self.kind = spec.optimiser
+        self._rules = self.kind.open(self._weights(frozenset(outer)))  # of torch: together they update every weight
+        owners = {id(master): name for name, master in self._masters.items()}
+        self._rule_of = {
+            owners[id(master)]: rule
+            for rule in self._rules
+            for group in rule.param_groups
+            for master in group["params"]
+        }
+
+    def _weights(self, outer: frozenset[str]) -> OptimisedWeights:
+        spec, shapes = self._spec, {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        return OptimisedWeights(
+            self._masters, shapes, outer, spec.lr, spec.betas, spec.eps, spec.weight_decay, self.sharded,
+            whole=self._whole,
+            rows=lambda name, tensor: self._part(tensor, self._parameters[name]),
+        )  # fmt: skip
 
     def clip(self) -> float:
         """The gradient norm, after which gradients are at most `clip` long."""
@@ -208,6 +306,10 @@ class Optimiser:
         """What this process has of a weight: all of it, unless weights are spread over ranks."""
         return tensor
 
+    def _whole(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor of which this process has these rows, as it has of the weight. On ranks all have to ask."""
+        return rows
+
     def _part(self, tensor: torch.Tensor, owner: nn.Parameter) -> torch.Tensor:
         """What this process keeps of a whole tensor that belongs to a weight."""
         return tensor
@@ -215,9 +317,13 @@ class Optimiser:
     def step(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 1); returns the learning rate used."""
         rate = learning_rate(step, self._spec)
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        self.adamw.step()
+        for rule in self._rules:
+            for group in rule.param_groups:
+                if isinstance(group["lr"], torch.Tensor):  # torchao's
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            rule.step()
         self._round()
         self.updates += 1
         self.discard()
@@ -239,7 +345,8 @@ class Optimiser:
 
     def discard(self) -> None:
         """Forget the gradients of an update that must not be applied, those that no master has taken over among them."""
-        self.adamw.zero_grad(set_to_none=True)
+        for rule in self._rules:
+            rule.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -247,29 +354,44 @@ class Optimiser:
         """Moments by parameter name, and masters, for a checkpoint."""
         found = {f"{name}.{MASTER}": self._masters[name].detach() for name in self._halves}
         for name, master in self._masters.items():
-            for key, value in self.adamw.state.get(master, {}).items():
+            state = self._rule_of[name].state.get(master, {})
+            for key, value in self.kind.to_plain(state):
                 found[f"{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
         """Take over what `tensors` gave, bit for bit."""
-        keys = {name: name.rpartition(".") for name in tensors}
-        unknown = sorted({parameter for parameter, _, _ in keys.values()} - self._parameters.keys())
-        if unknown:
-            raise ModelError(
-                f"optimiser state of {unknown[0]!r}, which the student does not train. Is it another model?"
-            )
+        keys = self._owners(tensors)
         with torch.no_grad():
             for name, half in self._halves.items():  # where the checkpoint has none: saved in another precision
                 self._masters[name].copy_(self._here(half))
-            for name, (owner, _, key) in keys.items():
+            states: dict[str, dict[str, torch.Tensor]] = {}
+            for name, (owner, key) in keys.items():
                 master, part = self._masters[owner], self._part(tensors[name], self._parameters[owner])
                 if key == MASTER:
                     master.copy_(part)
                 else:
-                    self.adamw.state[master][key] = part.to(master.device, copy=True)
+                    states.setdefault(owner, {})[key] = part.to(master.device, copy=True)
+            for owner, state in states.items():
+                master = self._masters[owner]
+                self._rule_of[owner].state[master] = self.kind.from_plain(state, master)
         self._round()
         self.updates = updates
+
+    def _owners(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Name of a checkpoint's tensor -> the weight that it belongs to, and what of it; a moment may have several tensors."""
+        found = {}
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            if owner not in self._parameters and owner.rpartition(".")[0] in self._parameters:
+                owner, _, outer = owner.rpartition(".")
+                key = f"{outer}.{key}"
+            if owner not in self._parameters:
+                raise ModelError(
+                    f"optimiser state of {owner!r}, which the student does not train. Is it another model?"
+                )
+            found[name] = owner, key
+        return found
 
     @classmethod
     def _hook(cls, half: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
@@ -316,13 +438,15 @@ def learning_rate(step: int, spec: Train) -> float:
     return spec.lr
 
 
-# AdamW over weights that are spread over ranks: each rank keeps masters and moments of its own part alone.
+# The same over weights that are spread over ranks: each rank keeps masters and moments of its own part alone.
 #
 # Masters are plain tensors, the rank's rows of each weight: what is done to every weight one by one takes no detour through
 # the bookkeeping of distributed tensors, which for hundreds of weights costs more than the arithmetic.
 
 
 class ShardedOptimiser(Optimiser):
+    sharded = True
+
     @staticmethod
     def _here(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -357,16 +481,27 @@ class ShardedOptimiser(Optimiser):
         """As distributed ones, for whoever gathers them."""
         return {key: self._spread(key.rpartition(".")[0], tensor) for key, tensor in super().tensors().items()}
 
+    def _whole(self, name: str, rows: Tensor) -> Tensor:
+        return whole_of(self._spread(name, rows))
+
     def _spread(self, name: str, tensor: Tensor) -> Tensor:
         owner = self._parameters[name]
         if not tensor.ndim:
             return tensor
         assert isinstance(owner, DTensor)
+        shape = torch.Size(
+            (owner.shape[0], *tensor.shape[1:])
+        )  # rows are its own, and may be shorter than the weight's
         return DTensor.from_local(
-            tensor, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+            tensor, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=_stride(shape)
         )
 
     def _mesh(self) -> dist.DeviceMesh:
         owner = next(iter(self._parameters.values()))
         assert isinstance(owner, DTensor)
         return owner.device_mesh
+
+
+def _stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -104,7 +104,7 @@ class TrainedStep:
         rows = torch.cat(
             [part.float().flatten() for part in parts.optimiser.gradients(last_layer(student.trainable()))]
         )
-        parts.optimiser.discard()
+        parts.trainer.learner.discard()
         return rows[:: -(-rows.numel() // COMPARED) or 1]
 
     def _by_domain(self, answers: int) -> dict[str, list[Rollout]]:

@@ -7,7 +7,7 @@ process, and knows nothing of `torch.distributed`; `loop.distributed` has the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from opd.common.context import OneProcess, StopRequests
@@ -75,10 +75,13 @@ class Ranks(OneProcess):
 
         return load_model(name, dtype=dtype, device=device, revision=revision)
 
-    def optimiser(self, parameters: Mapping[str, torch.nn.Parameter], train: Train) -> Optimiser:
+    def optimiser(self, student: LanguageModel, train: Train) -> Optimiser:
         from opd.loop.learner import Optimiser
 
-        return Optimiser(parameters, train)
+        return Optimiser(student.trainable(), train, student.outer())
+
+    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum the gradients of weights that every rank has whole, so that all have the sum."""
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of an optimiser as a checkpoint holds them; only the leader's are used."""

@@ -50,6 +50,8 @@ class LanguageModel:
 
     stays = True  # whether its weights lie where they are, so that passes may be recorded
 
+    has_modules = False  # whether trainable modules read its hidden states, and need no gradient of it
+
     graphs: PassGraphs | None = None  # of passes that are recorded; a copy has none
 
     lora: Lora | None = None  # settings of its adapters; a copy to sample with has them merged
@@ -119,6 +121,13 @@ class LanguageModel:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def outer(self) -> set[str]:
+        """Names of weights that train and are no hidden layer's: embeddings and the output head."""
+        parts = {
+            name for name, child in self.module.named_modules() if isinstance(child, nn.Embedding) or child is self.head
+        }
+        return {name for name in self.trainable() if name.rpartition(".")[0] in parts or ".lora_embedding_" in name}
 
     def finite(self) -> bool:
         """Whether all weights that training changes are numbers."""

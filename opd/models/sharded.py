@@ -111,8 +111,12 @@ class ShardedModel(LanguageModel):
         return self.module.inside(lambda: self._joined(compute()))
 
     def _joined(self, found: Any) -> Any:
-        """A loss that trains on nothing still takes part in the backward pass, which gathers and reduces with the others."""
-        if torch.is_grad_enabled() and isinstance(found, tuple) and not found[0].requires_grad:
+        """A loss that trains on nothing still takes part in the backward pass, which gathers and reduces with the others.
+
+        So does one that may train a module alone.
+        """
+        joins = torch.is_grad_enabled() and isinstance(found, tuple)
+        if joins and (self.has_modules or not found[0].requires_grad):
             found = (found[0] + self._zero(), *found[1:])
         self._last = None
         return found

@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema
 
 from opd import registry
 from opd.common.short_forms import SHORT_FORMS
-from opd.objective.batch import Batch, beside, require_per_token
+from opd.objective.batch import Batch, ByRollout, beside, require_per_token
 from opd.records import Rollout
 from opd.registry import (
     SETTINGS,
@@ -67,6 +67,14 @@ class SampledTokens:
     def counted(self) -> list[np.ndarray]:
         """(T,) bool per rollout: tokens that gates leave something of."""
         return [self.prepared.factor[rollout.id] != 0 for rollout in self.rollouts]
+
+
+@dataclass(frozen=True)
+class AdvantageEstimate:
+    """Of every response token, by rollout id; 0 at tokens that the student did not write."""
+
+    advantages: ByRollout
+    returns: ByRollout  # what values should be
 
 
 class AdvantagePart(Choice):
@@ -110,6 +118,15 @@ class AdvantagePart(Choice):
     def leaves_out(self, batch: Batch) -> set[str]:
         """Ids of rollouts that the term must not train on."""
         return set()
+
+    @property
+    def values_of(self) -> str | None:
+        """Name of the module whose values it compares returns with, if it does: then it has `estimate`."""
+        return None
+
+    def estimate(self, batch: Batch) -> AdvantageEstimate:
+        """Advantages and returns of a whole batch."""
+        raise NotImplementedError
 
     def prepare(self, tokens: SampledTokens) -> Any:
         """What has to see the whole batch before it is cut up; handed back to `values`."""

@@ -28,6 +28,7 @@ class FirstPass:
     accepted: dict[tuple[str, int], ByRollout] = field(
         default_factory=dict
     )  # by role and k: argmax in the teacher's top k
+    modules: dict[str, ByRollout] = field(default_factory=dict)  # by name: what each module gave, (T,) or (T, K)
 
 
 @dataclass

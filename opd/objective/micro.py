@@ -32,6 +32,19 @@ class TeacherHead(Protocol):
     def project(self, hidden: Tensor) -> Source: ...
 
 
+class HeadModule(Protocol):
+    """Maps hidden states (N, width) to (N,) or (N, K) numbers."""
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+def apply_module(module: HeadModule, hidden: Tensor) -> Tensor:
+    """In full precision, whatever the student computes in."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    with torch.autocast(hidden.device.type, enabled=False):
+        return module(hidden.to(wide))
+
+
 @dataclass
 class TokenStatistics:
     """Detached per-token values of one micro-batch, in the order of its rollouts; NaN where nothing was computed.
@@ -79,6 +92,11 @@ class MicroBatch:
     temperature: float  # of sampling
     teacher_mix: float  # the teacher's part in the distribution sampled from
     statistics: TokenStatistics
+    modules: Mapping[str, HeadModule] = field(default_factory=dict)  # trainable ones, by name
+
+    def module(self, name: str, rows: np.ndarray) -> Tensor:
+        """What a trainable module gives for some rows, with gradients. It reads the state that predicts the row's token."""
+        return apply_module(self.modules[name], self.rows(rows).hidden)
 
     @property
     def device(self) -> torch.device:

@@ -20,9 +20,11 @@ from opd.divergences.projection import MergeGroups, Source, log_probs, source_lo
 from opd.objective.batch import Batch, ByRollout, Signals, require_per_token
 from opd.objective.gates import GateView
 from opd.objective.micro import (
+    HeadModule,
     MicroBatch,
     TeacherHead,
     TokenStatistics,
+    apply_module,
     autocast_head,
     teacher_projections,
     token_ids,
@@ -94,7 +96,9 @@ class Objective:
         stop_ids: tuple[int, ...] | None = None,
         seed: int = 0,
     ) -> None:
-        self.terms: list[Term] = by_hand("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
+        given: list[Term] = by_hand("objective", Annotated[list[AnyTerm], SHORT_FORMS["objective"]], terms)
+        self.terms = [term.joined(given) for term in given]
+        self.modules: Mapping[str, HeadModule] = {}  # trainable ones by name, which a trainer opens
         teachers = teachers if teachers is not None else {}
         self.teachers = teachers if isinstance(teachers, Mapping) else {teachers.name: teachers}
         self.drawing: Drawing = drawing or PlainDrawing()
@@ -153,7 +157,7 @@ class Objective:
         asked = self._needs(step, updates).student
         if asked:
             packs, merge = cut(batch.rollouts), self._merge(student)
-            take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature)
+            take_first_pass(student, packs, batch, asked, self.teachers, merge, self.drawing.temperature, self.modules)
             complete(batch)
         terms = [
             prepare_term(
@@ -179,6 +183,7 @@ class Objective:
             self.drawing.temperature,
             self.drawing.teacher_mix,
             TokenStatistics.empty(projection.count),
+            self.modules,
         )
         total = projection.hidden.new_zeros((), dtype=torch.float32)
         for term, by_rollout in zip(prepared.terms, weights, strict=True):
@@ -278,6 +283,7 @@ def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[np.ndarray]) -> By
 # ("entropy",)             the student's
 # ("comparison", role)     both sides' entropy and their reverse KL
 # ("accepted", role, k)    whether the student's likeliest token is among the k likeliest of the teacher
+# ("module", name)         what a trainable module gives
 
 
 CHUNK = 512  # rows whose logits are held at once when ranking
@@ -293,6 +299,7 @@ def take_first_pass(
     teachers: Mapping[str, TeacherHead],
     merge: MergeGroups,
     temperature: float,
+    modules: Mapping[str, HeadModule] | None = None,
 ) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
     result = batch.first_pass
@@ -312,6 +319,9 @@ def take_first_pass(
             _spread(result.proximal, pack, tempered)
         if ("entropy",) in needs:  # of all tokens, whatever a teacher was shown
             _spread(result.entropy, pack, statistics(projection, merge=merge).entropy)
+        for name in sorted(str(need[1]) for need in needs if need[0] == "module"):
+            found = apply_module((modules or {})[name], projection.hidden)
+            _spread(result.modules.setdefault(name, {}), pack, found)
         for role in sorted(compared | ranked):
             _compare(projection, pack, batch, role, needs, teachers, merge)
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from opd.divergences.kinds import AnyDivergence, ReverseKL
-from opd.objective.advantages import Advantage, SampledTokens
+from opd.objective.advantages import Advantage, AdvantagePart, SampledTokens
 from opd.objective.batch import Batch, concatenated
 from opd.objective.corrections import LOG_LIMIT, TIS, segment_mean
 from opd.objective.term import CorrectedTerm, Term
@@ -215,6 +215,10 @@ class PolicyGradient(CorrectedTerm):
         return set().union(*(part.leaves_out(batch) for part in self.advantage.parts))
 
     # The advantage
+
+    @property
+    def advantages(self) -> Sequence[AdvantagePart]:
+        return self.advantage.parts
 
     def prepare(self, prepared: PreparedTerm) -> list[Any]:
         rollouts = prepared.batch.rollouts

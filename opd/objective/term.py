@@ -28,6 +28,7 @@ from opd.registry import SETTINGS, Choice, Family, Needs, Positive, StageView, c
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from opd.objective.advantages import AdvantagePart
     from opd.objective.batch import Batch
     from opd.objective.micro import MicroBatch
     from opd.objective.objective import PreparedTerm
@@ -212,6 +213,19 @@ class Term(Choice):
     def form_needs(self, updates: int) -> Needs:
         return Needs()
 
+    def modules(self) -> tuple[str, ...]:
+        """Names of the trainable modules that it uses."""
+        return self.needs().modules
+
+    @property
+    def advantages(self) -> Sequence[AdvantagePart]:
+        """Parts of the advantage that it weighs tokens by, if it does."""
+        return ()
+
+    def joined(self, terms: Sequence[Term]) -> Term:
+        """The term as one of these, the whole objective: where it takes something over from another."""
+        return self
+
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that have to score its tokens."""
@@ -353,3 +367,20 @@ def refusals(view: StageView) -> list[str]:
     """Every mistake of an objective that the recipe alone can show."""
     where = ["objective" if len(view.terms) == 1 else f"objective term {number}" for number in range(len(view.terms))]
     return [f"{place}: {text}" for place, term in zip(where, view.terms, strict=True) for text in term.refuse(view)]
+
+
+def module_mistakes(terms: Sequence[Term], modules: Collection[str]) -> list[str]:
+    """Modules that a term names and that are not there, and those that no term uses."""
+    used = dict.fromkeys(name for term in terms for name in term.modules())
+    known = ", ".join(modules) or "none"
+    missing = [
+        f"objective: a term uses the module {name!r}, and the recipe's modules are: {known}. Add modules: {{{name}: …}}."
+        for name in used
+        if name not in modules
+    ]
+    idle = [
+        f"modules.{name}: no term of the objective uses it. Remove it, or add a term."
+        for name in modules
+        if name not in used
+    ]
+    return missing + idle

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from opd.common.errors import RecipeError
 from opd.data.prompts import DOMAIN
-from opd.objective.term import present_authors, refusals
+from opd.objective.term import module_mistakes, present_authors, refusals
 from opd.recipe.graph import STAGE_PREFIX
 from opd.recipe.stage import Recipe, Stage
 from opd.registry import StageView, changed
@@ -181,6 +181,7 @@ def _coefficients(stage: Stage) -> Iterator[str]:
 def _objective(stage: Stage) -> Iterator[str]:
     """What the terms and their parts find themselves."""
     yield from refusals(StageView.of(stage))
+    yield from module_mistakes(stage.objective, stage.modules)
 
 
 def _choices(stage: Stage) -> Iterator[str]:

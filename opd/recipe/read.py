@@ -24,7 +24,7 @@ from opd.plugins import load_plugins
 from opd.recipe.checks import refuse_recipe, refuse_stage
 from opd.recipe.graph import STAGE_PREFIX, in_order
 from opd.recipe.overrides import STAGE, apply_overrides, merge
-from opd.recipe.paths import anchored, folded, name_of_file
+from opd.recipe.paths import anchored, folded, name_of_file, read_resolved
 from opd.recipe.places import Place, below, fields_at
 from opd.recipe.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.recipe.stage import Recipe, Stage
@@ -41,7 +41,7 @@ EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
     "bool_type": "expected true or false", "bool_parsing": "expected true or false",
 }  # fmt: skip
 IGNORED = "x-"  # keys at the top that hold anchors, for aliases elsewhere
-CLEARED = ("teachers", "rewards")  # mappings whose keys are the user's own: `{}` in a stage clears them
+CLEARED = ("teachers", "rewards", "modules")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
 def load_recipe(

@@ -17,6 +17,8 @@ from opd.data.shares import SelectionRule, Shares, StaticShares
 from opd.data.sources import SOURCES, PromptSource
 from opd.engines.kinds import SAMPLERS, BuiltInSampler, SamplerKind
 from opd.models.merging import Merge
+from opd.models.modules import AnyModule
+from opd.models.optimisers import AdamW, AnyOptimiser
 from opd.models.settings import Lora
 from opd.monitors.monitor import Monitors
 from opd.objective.forms import Direct
@@ -176,6 +178,7 @@ class Train(BaseModel):
         None,
         description="end after the step that brings the stage's response tokens to this many; null: `steps` alone say",
     )
+    optimiser: AnyOptimiser = Field(AdamW(), description="adamw, muon, adamw8bit, or one of your own")
     lr: float = Field(1e-4, gt=0, le=1e9)
     warmup: Count = Field(0, description="steps")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -312,6 +315,9 @@ class Stage(BaseModel):
     data: Data = Data()
     rollout: Rollouts = Rollouts()
     sampler: Annotated[SamplerKind, SAMPLERS] = BuiltInSampler()
+    modules: dict[Word, AnyModule] = Field(
+        default_factory=dict, max_length=100, description="name -> trainable module that terms use: a value head"
+    )
     objective: Annotated[list[AnyTerm], SHORT_FORMS["objective"]] = Field(default_factory=usual_objective, min_length=1)
     rewards: AnyRewards = Rewards()
     train: Train = Train()
@@ -431,6 +437,11 @@ class Stage(BaseModel):
     @classmethod
     def _name(cls, value: str) -> str:
         return check_name(value)
+
+    @field_validator("modules")
+    @classmethod
+    def _modules(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {check_name(name): kind for name, kind in value.items()}  # checkpoints have a folder for each
 
 
 class Recipe(BaseModel):

@@ -1,7 +1,8 @@
 """Checkpoints: a Hugging Face model directory plus the trainer's state and a manifest, all there or not there at all.
 
 checkpoints/STAGE/step-000100/   model, optimiser.safetensors, trainer.json, manifest.json with the sha256 of every file;
-                                 teachers/weights.safetensors, where teachers follow the student
+                                 teachers/weights.safetensors, where teachers follow the student;
+                                 modules/NAME/{weights,optimiser}.safetensors of trainable modules
 checkpoints/latest               a link to the newest one, replaced in one move
 """
 
@@ -41,8 +42,10 @@ from opd.common.files import (
     write_whole,
 )
 from opd.common.text import inline_code
+from opd.loop.learner import Optimiser
 from opd.loop.metrics import StepReport
 from opd.loop.parts import StageParts
+from opd.models.optimisers import OPTIMISERS
 from opd.recipe import Recipe, Stage
 from opd.recipe.paths import RESULT, output_of
 from opd.recipe.run_changes import changes_of, parts_of
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 NAME = re.compile(r"step-(?:[0-9]{6}|[1-9][0-9]{6,})")
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "optimiser.safetensors"
 TEACHERS = "teachers/weights.safetensors"  # of teachers that follow the student
+MODULES, WEIGHTS = "modules", "weights.safetensors"  # of each module a folder with these and its optimiser's
 
 
 def checkpoint_directory(root: Path, stage: str, step: int) -> Path:
@@ -69,20 +73,22 @@ def save_checkpoint(
     student: LanguageModel,
     stop_ids: tuple[int, ...],
     card: str,
-    tensors: dict[str, Any],
+    tensors: Mapping[str, Any],
     state: dict[str, Any],
-    teachers: dict[str, Any] | None = None,
+    further: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name."""
+    """Write under a temporary name, sync, then rename: a half-written checkpoint never has its final name.
+
+    `further`: file -> tensors, in folders of their own: the model's is read by others.
+    """
     from safetensors.torch import save_file
 
     partial = fresh_directory(directory.with_name(f".{directory.name}.partial"))
     student.save(partial, stop_ids)
     (partial / "README.md").write_text(card, encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
-    if teachers:  # in a folder of their own: the model's is read by others
-        (partial / TEACHERS).parent.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in teachers.items()}, partial / TEACHERS)
+    for file, held in {TENSORS: tensors, **(further or {})}.items():
+        (partial / file).parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, partial / file)
     (partial / STATE).write_text(json_text(state), encoding="utf-8")
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in [*files, *(path for path in partial.rglob("*") if path.is_dir())]:
@@ -226,14 +232,19 @@ class StageCheckpoints:
         self._parts, self._result, self._root, self._saver = parts, result, root, saver
         self._callbacks, self._started = callbacks, started
         self._recipe = recipe
-        self._boundary = Boundary.of(parts)
+        self._durable = durable_parts(parts)
+        self._boundary = self._states()
         self._untold: list[Path] = []  # saved or being saved, and not yet announced
         self.metrics: dict[str, Any] = {}  # of the newest step
         self.unreported: StepReport | None = None  # the same step, until it is evaluated and written
         self.lines: Callable[[int], dict[str, int]] = lambda _: {}  # file -> lines of the stage up to a step
 
+    def _states(self) -> dict[str, Any]:
+        """What a complete step leaves, apart from tensors: from here the next step can begin again."""
+        return {key: value for part in self._durable for key, value in part.state().items()}
+
     def step_ended(self, report: StepReport) -> None:
-        self._boundary = Boundary.of(self._parts)
+        self._boundary = self._states()
         self.metrics, self.unreported = report.metrics, report
 
     def check(self) -> None:
@@ -278,9 +289,9 @@ class StageCheckpoints:
             return last
         if not result.steps:
             return "no step was finished, so the student is unchanged; what was sampled is in the store"
-        if parts.optimiser.updates != self._boundary.updates:
+        if parts.optimiser.updates != self._boundary["updates"]:
             return f"step {result.steps + 1} was only half done, so it is not saved; {last}"
-        if not all(ranks.gather(parts.student.finite())):
+        if not all(ranks.gather(parts.student.finite() and parts.trainer.learner.finite())):
             return f"the weights are not finite; {last}"
         seconds = self._save_seconds()
         if preempted and ranks.share(lambda: self._saver.busy or seconds > grace_left() / 2):
@@ -299,28 +310,29 @@ class StageCheckpoints:
         result.saved, result.seconds = result.steps, time.monotonic() - self._started
         copied = background or parts.ranks.sharded
         student = parts.student.snapshot() if copied else parts.student
-        tensors, teachers = parts.ranks.whole(parts.optimiser.tensors()), teacher_tensors(parts.teachers)
+        files = {file: tensors for part in self._durable for file, tensors in part.files().items()}
         if not parts.ranks.leads:
             return where
         state = {
             "step": result.steps,
             "stage": parts.spec.name,
             "seed": parts.spec.seed,
-            **vars(self._boundary),
+            **{key: self._boundary[key] for key in FIRST},
             "store": parts.store.position.to_json(),
             "unreported": None if self.unreported is None else self.unreported.metrics,
             "lines": self.lines(result.steps - (self.unreported is not None)),
             "newest": self.unreported.written.ids if self.unreported else [],  # whose samples are not written yet
             "result": result.state(),
-            "teachers": {name: teacher.version for name, teacher in parts.teachers.items()},
+            **{key: value for key, value in self._boundary.items() if key not in FIRST},
         }
         if copied:
-            teachers, tensors = _copied(teachers), tensors if parts.ranks.sharded else _copied(tensors)
+            files = {file: _copied(tensors) for file, tensors in files.items()}
+        own = files.pop(TENSORS)
         card, best = model_card(parts.spec, result.steps, self.metrics), result.best
 
         def write() -> None:
             sync_lines(self._root)
-            save_checkpoint(where, student, parts.stop_ids, card, tensors, state, teachers)
+            save_checkpoint(where, student, parts.stop_ids, card, own, state, files)
             point_latest(where)
             drop_before(where.parent)
             retain(where.parent, spec.keep, spec.keep_every, best)
@@ -355,12 +367,140 @@ class StageCheckpoints:
         if self._saver.seconds is not None:
             return self._saver.seconds
         parts = self._parts
-        beside = (*parts.optimiser.tensors().values(), *teacher_tensors(parts.teachers).values())
+        beside = [*parts.optimiser.tensors().values(), *teacher_tensors(parts.teachers).values()]
+        beside += [
+            tensor for module in parts.trainer.learner.modules.values() for tensor in module.module.state().values()
+        ]
         return sum(tensor.nbytes for tensor in (*parts.student.module.parameters(), *beside)) / SAVE_RATE
 
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+# What a checkpoint holds: parts, each with its state, its files and a way back.
+
+
+FIRST = ("stream", "updates", "version", "rollouts", "random")  # of the trainer's state, in this order
+
+
+@dataclass(frozen=True)
+class DurablePart:
+    """One thing of a stage that outlives its process. `state` is noted after every step, `files` when one is saved."""
+
+    parts: StageParts
+
+    def state(self) -> dict[str, Any]:
+        """Its keys in the trainer's state: numbers and texts."""
+        return {}
+
+    def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """File -> tensors. On ranks all have to ask, and the leader's are written."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        raise NotImplementedError
+
+
+class StudentPart(DurablePart):
+    """Weights, which `LanguageModel.save` writes as a model of their own, and their optimiser."""
+
+    def state(self) -> dict[str, Any]:
+        kind = self.parts.optimiser.kind
+        named = {} if kind.by_default else {"optimiser": kind.name}  # older checkpoints name none
+        return {"updates": self.parts.optimiser.updates, **named}
+
+    def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        return {TENSORS: self.parts.ranks.whole(self.parts.optimiser.tensors())}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        require_optimiser(self.parts.optimiser, state.get("optimiser"), f"checkpoint {checkpoint}", "train.optimiser")
+        self.parts.student.restore(checkpoint)
+        with safe_open(checkpoint / TENSORS, "pt") as stored:
+            self.parts.optimiser.restore(StoredTensors(stored), state["updates"])
+
+
+class ModulesPart(DurablePart):
+    """Trainable modules: weights and optimiser of each."""
+
+    def state(self) -> dict[str, Any]:
+        modules = self.parts.trainer.learner.modules
+        return {"modules": {name: module.optimiser.updates for name, module in modules.items()}} if modules else {}
+
+    def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        found = {}
+        for name, module in self.parts.trainer.learner.modules.items():
+            found[f"{MODULES}/{name}/{WEIGHTS}"] = self.parts.ranks.whole(module.module.state())
+            found[f"{MODULES}/{name}/{TENSORS}"] = self.parts.ranks.whole(module.optimiser.tensors())
+        return found
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        for name, module in self.parts.trainer.learner.modules.items():
+            folder = checkpoint / MODULES / name
+            module.module.restore(load_file(folder / WEIGHTS))
+            module.optimiser.restore(load_file(folder / TENSORS), state["modules"][name])
+
+
+class TeachersPart(DurablePart):
+    """Teachers that follow the student."""
+
+    def state(self) -> dict[str, Any]:
+        return {"teachers": {name: teacher.version for name, teacher in self.parts.teachers.items()}}
+
+    def files(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        tensors = teacher_tensors(self.parts.teachers)
+        return {TEACHERS: tensors} if tensors else {}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
+        restore_teachers(self.parts.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none
+
+
+class StreamPart(DurablePart):
+    """The prompt stream, and how many rollouts have been trained on so far, earlier stages included."""
+
+    def state(self) -> dict[str, Any]:
+        return {"stream": self.parts.stream.state(), "rollouts": self.parts.rollouter.consumed}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        self.parts.stream.restore(state["stream"])
+        if self.parts.rollouter.consumed is not None:
+            self.parts.rollouter.consumed = min(state["rollouts"], len(self.parts.store))
+
+
+class SamplersPart(DurablePart):
+    """Their weights are the student's, which is restored by now."""
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.parts.samplers.version}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        self.parts.publish(version=state["version"])
+
+
+class RandomPart(DurablePart):
+    def state(self) -> dict[str, Any]:
+        return {"random": random_state(self.parts.device)}
+
+    def restore(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        set_random_state(state["random"], self.parts.device)
+
+
+DURABLE = (StudentPart, ModulesPart, TeachersPart, StreamPart, SamplersPart, RandomPart)  # in the order of restoring
+
+
+def durable_parts(parts: StageParts) -> list[DurablePart]:
+    return [kind(parts) for kind in DURABLE]
+
+
+def require_optimiser(optimiser: Optimiser, saved: str | None, where: str, key: str) -> None:
+    """Refuse moments of another kind of optimiser. Checkpoints of the usual one do not name it."""
+    own, saved = optimiser.kind.name, saved or OPTIMISERS.default
+    if own != saved:
+        raise RunDirectoryError(
+            f"{where} was saved with {key} {saved}, and the recipe has {own}: moments of one mean nothing to the other. Set "
+            f"{key}: {saved}, or start a new run from this model."
+        )
 
 
 def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
@@ -390,24 +530,6 @@ def model_card(spec: Stage, step: int, metrics: Mapping[str, Any]) -> str:
 
 BEFORE = "before.json"
 TEMPORARY = re.compile(rf"\.{NAME.pattern}\.(partial|old)")
-
-
-@dataclass
-class Boundary:
-    """What a complete step leaves behind, apart from tensors: from here the next step can begin again."""
-
-    stream: dict[str, Any]
-    updates: int
-    version: int
-    rollouts: int | None  # trained on so far, earlier stages included
-    random: dict[str, Any]
-
-    @classmethod
-    def of(cls, parts: StageParts) -> Boundary:
-        rollouts = parts.rollouter.consumed
-        return cls(
-            parts.stream.state(), parts.optimiser.updates, parts.samplers.version, rollouts, random_state(parts.device)
-        )
 
 
 @dataclass
@@ -631,21 +753,13 @@ def drop_before(folder: Path) -> None:
 
 
 def restore(parts: StageParts, checkpoint: Path) -> list[str]:
-    """Student, optimiser, teachers, sampler, prompt stream and random state, as they were when the checkpoint was saved.
+    """Every durable part, as it was when the checkpoint was saved.
 
     Returns the rollouts of a step whose samples were not written yet.
     """
     state = read_state(checkpoint)
-    parts.student.restore(checkpoint)
-    with safe_open(checkpoint / TENSORS, "pt") as stored:
-        parts.optimiser.restore(StoredTensors(stored), state["updates"])
-    followed = load_file(checkpoint / TEACHERS) if (checkpoint / TEACHERS).exists() else {}
-    restore_teachers(parts.teachers, state.get("teachers", {}), followed)  # older checkpoints know of none that move
-    parts.stream.restore(state["stream"])
-    if parts.rollouter.consumed is not None:
-        parts.rollouter.consumed = min(state["rollouts"], len(parts.store))
-    parts.publish(version=state["version"])
-    set_random_state(state["random"], parts.device)
+    for part in durable_parts(parts):
+        part.restore(state, checkpoint)
     return list(state.get("newest", ()))  # older checkpoints do not say
 
 

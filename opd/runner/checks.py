@@ -78,6 +78,8 @@ def check_stage(
     device = pick_device(spec.device)
     for tracker in spec.log.to:
         tracker.require()
+    for optimiser in (spec.train.optimiser, *(module.optimiser for module in spec.modules.values())):
+        optimiser.require()
     require_access(spec, make=False)
     _require_places(spec, device)
     refs = dict.fromkeys(ref for kind in spec.teachers.values() for ref in kind.reads())

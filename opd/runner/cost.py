@@ -18,7 +18,6 @@ from opd.teachers.kinds import ModelRef
 
 BYTES = {"float32": 4, "bfloat16": 2}
 QUANTISED = {"int8": 1.0, "fp8": 1.0, "int4": 0.53, "mxfp4": 0.53}  # bytes per weight, scales included
-MOMENTS = 8  # bytes of AdamW's two, per weight that is trained
 CHUNKS = 5 * (64 << 20)  # of logits that the loss looks at, at most
 
 
@@ -127,13 +126,18 @@ def memory(
     activations += min(CHUNKS, 5 * tokens * student.vocabulary * 4)
     # On its way to the sampler, after the activations have gone: all of it; on ranks layer by layer.
     merged = student.parameters * each if lora and not spread.sharded else 0
+    optimiser, matrices = stage.train.optimiser, trained if lora else min(student.parameters - student.outside, trained)
+    moments = optimiser.state_bytes(max(matrices, 0), trained - max(matrices, 0))
     found = {
         "weights": student.parameters * each // spread.group,
-        "gradients and AdamW": trained * (gradient + kept + MOMENTS) // spread.group,
+        f"gradients and {optimiser.title}": (trained * (gradient + kept) + moments) // spread.group,
         "teachers": teachers,
         "activations": max(activations, merged),
         "sampler": _sampler(stage, student, own, longest, spread),
     }
+    if stage.modules:  # weights, gradients and moments, all of them on every rank
+        sizes = ((kind.size(student.width), kind.optimiser) for kind in stage.modules.values())
+        found["modules"] = sum(8 * size + optimiser.state_bytes(size, 0) for size, optimiser in sizes)
     if spread.sharded:
         # the root while it passes, a few layers and the next, or all where a group is one rank; gradients before they are summed,
         # or a layer that is merged

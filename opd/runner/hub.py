@@ -10,7 +10,12 @@ from opd.common.hub import errors
 from opd.common.text import first_line
 from opd.recipe import Hub, Stage
 
-LEFT_HERE = ("optimiser.safetensors", "trainer.json", "teachers/*")  # of a checkpoint; the rest is the model
+LEFT_HERE = (
+    "optimiser.safetensors",
+    "trainer.json",
+    "teachers/*",
+    "modules/*",
+)  # of a checkpoint; the rest is the model
 
 
 def require_access(stage: Stage, *, make: bool = True) -> None:

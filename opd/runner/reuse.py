@@ -72,13 +72,13 @@ def _settings(stage: Stage) -> dict[str, Any]:
     return stage.model_dump(mode="json", exclude=WITHOUT_EFFECT)
 
 
-def _changed(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
+def changed_settings(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
     """Keys whose values differ, the innermost of them."""
     found = []
     for key in (key for key in {**here, **there} if here.get(key) != there.get(key)):
         one, other, name = here.get(key), there.get(key), f"{path}{key}"
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += _changed(one, other, f"{name}.")
+            found += changed_settings(one, other, f"{name}.")
         else:
             found.append(name)
     return found
@@ -114,7 +114,7 @@ class EarlierStages:
         if self._version != this_version():
             return "opd itself has changed"
         before = self._inputs[stage.name]
-        changed = _changed(_settings(stage), _settings(there))
+        changed = changed_settings(_settings(stage), _settings(there))
         changed += [name for name in {**inputs, **before} if inputs.get(name) != before.get(name)]
         if not changed and changed_course(there, parts_of(self._changes, there.name)):
             return "its settings were changed while it ran"

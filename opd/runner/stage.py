@@ -85,8 +85,9 @@ def open_stage(
     objective = Objective(spec.objective, teachers, spec.rollout, stop_ids, spec.seed)
     told = partial(told_of_memory, directory, spec.name, context.say)
     trainer = Trainer(
-        student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, told=told
-    )
+        student, objective, spec.train, seed=spec.seed, check_stop=context.check_stop, ranks=ranks, told=told,
+        modules=spec.modules,
+    )  # fmt: skip
     scorer = Scorer(
         spec, teachers, checked.routes, checked.templates, objective, store, ranks, context, models.pager, models.kept
     )

@@ -1,0 +1,257 @@
+"""What updates weights by their gradients: the family `optimiser`. A kind holds its settings and opens optimisers of torch.
+
+Masking, masters, clipping and checkpoints are `opd.loop.learner.Optimiser`'s, whatever the kind. No torch at import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from opd.common.errors import RecipeError
+from opd.registry import Choice, Family, Fraction, Positive
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    Gather = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class OptimisedWeights:
+    """What an optimiser is opened for. On ranks `masters` are this rank's rows of each weight, and `shapes` are of whole ones.
+
+    `whole` gathers the rows of a weight from all ranks, which all have to ask; `rows` takes this rank's rows of a whole tensor.
+    """
+
+    masters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, tuple[int, ...]]
+    outer: frozenset[str]  # names of embeddings and the output head
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    sharded: bool
+    whole: Gather
+    rows: Gather
+
+    def hidden_matrices(self) -> list[str]:
+        return [name for name, shape in self.shapes.items() if len(shape) == 2 and name not in self.outer]
+
+    def groups(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Groups of parameters for torch: norms and biases are not decayed. `names`: of these weights; None: of all."""
+        chosen = [self.masters[name] for name in (self.masters if names is None else names)]
+        decayed = [parameter for parameter in chosen if parameter.ndim > 1]
+        others = [parameter for parameter in chosen if parameter.ndim <= 1]  # norms and biases
+        found = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in found if group["params"]]
+
+    def adamw(self, names: Sequence[str] | None = None) -> list[Optimizer]:
+        """AdamW for some weights, or for all; none for no weights."""
+        import torch
+
+        groups = self.groups(names)
+        if not groups:
+            return []
+        fused = True  # one pass over weights, moments and gradients
+        return [torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)]
+
+
+class OptimiserKind(Choice):
+    """One of your own is a subclass with `open`."""
+
+    family = "optimiser"
+    title: ClassVar[str]  # in plans
+
+    @abstractmethod
+    def open(self, weights: OptimisedWeights) -> list[Optimizer]:
+        """Optimisers of torch that update every weight once. Their state is tensors by name, as torch keeps it."""
+        raise NotImplementedError
+
+    def state_bytes(self, matrices: int, others: int) -> int:
+        """Of the moments of so many numbers of hidden matrices, and of other weights."""
+        return 8 * (matrices + others)
+
+    def to_plain(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The state of one weight as plain tensors and numbers, for a checkpoint."""
+        yield from state.items()
+
+    def from_plain(self, state: dict[str, Tensor], weight: Tensor) -> dict[str, Any]:
+        """What `to_plain` gave, as the optimiser keeps it."""
+        return dict(state)
+
+    def require(self) -> None:
+        """Raise what is not installed, before anything is loaded."""
+
+
+OPTIMISERS = Family("optimiser", default="adamw")
+AnyOptimiser = Annotated[OptimiserKind, OPTIMISERS]
+
+
+class AdamW(OptimiserKind):
+    """With `train.betas`, `train.eps` and `train.weight_decay`."""
+
+    name = "adamw"
+    title = "AdamW"
+    by_default = True
+
+    def open(self, weights: OptimisedWeights) -> list[Optimizer]:
+        return weights.adamw()
+
+
+class Muon(OptimiserKind):
+    """torch's Muon for matrices of hidden layers; embeddings, the head, norms, biases and experts are AdamW's.
+
+    The direction of an update is orthogonalised as a whole, so ranks gather it; momentum and masters stay in parts.
+    """
+
+    name = "muon"
+    title = "Muon"
+    momentum: Fraction = Field(0.95, description="of muon: how much of the last updates' direction stays")
+    nesterov: bool = Field(True, description="of muon: look ahead along the momentum")
+    ns_steps: Positive = Field(5, le=99, description="of muon: Newton-Schulz iterations that orthogonalise an update")
+    adjust: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="of muon: how `lr` is scaled by a matrix's shape; match_rms_adamw: updates as large as AdamW's",
+    )
+
+    def open(self, weights: OptimisedWeights) -> list[Optimizer]:
+        import torch
+
+        names = weights.hidden_matrices()
+        others = [name for name in weights.masters if name not in set(names)]
+        if not names:
+            return weights.adamw()
+        group = {"params": [weights.masters[name] for name in names], "weight_decay": weights.weight_decay}
+        if weights.sharded:
+            parted = parted_muon()(group, names, weights, self)
+            return [parted, *weights.adamw(others)]
+        muon = torch.optim.Muon(
+            [group], lr=weights.lr, momentum=self.momentum, nesterov=self.nesterov, ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust,
+        )  # fmt: skip
+        return [muon, *weights.adamw(others)]
+
+    def state_bytes(self, matrices: int, others: int) -> int:
+        return 4 * matrices + 8 * others
+
+
+def parted_muon() -> Any:
+    """Muon for matrices of which each rank has some rows. A function, so that torch is imported when it is needed."""
+    import torch
+
+    class PartedMuon(torch.optim.Optimizer):
+        """Each rank keeps the momentum of its rows; the matrix that is orthogonalised is gathered from all of them."""
+
+        def __init__(self, group: dict[str, Any], names: list[str], weights: OptimisedWeights, kind: Muon) -> None:
+            super().__init__([group], {"lr": weights.lr})
+            self._names, self._weights, self._kind = names, weights, kind
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            (group,) = self.param_groups
+            for name, rows in zip(self._names, group["params"], strict=True):
+                if rows.grad is None:
+                    continue
+                state = self.state[rows]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(rows.grad)
+                momentum = state["momentum_buffer"]
+                momentum.lerp_(rows.grad, 1 - self._kind.momentum)
+                update = rows.grad.lerp(momentum, self._kind.momentum) if self._kind.nesterov else momentum
+                change = self._weights.rows(name, self._orthogonalised(self._weights.whole(name, update)))
+                rows.mul_(1 - group["lr"] * group["weight_decay"])
+                rows.add_(change.to(rows.dtype), alpha=group["lr"])
+
+        def _orthogonalised(self, update: Tensor) -> Tensor:
+            """What torch's Muon without momentum adds to a matrix of zeros at a learning rate of 1."""
+            stand_in = torch.nn.Parameter(torch.zeros_like(update))
+            stand_in.grad = update
+            torch.optim.Muon(
+                [stand_in], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=self._kind.ns_steps,
+                adjust_lr_fn=self._kind.adjust,
+            ).step()  # fmt: skip
+            return stand_in.detach()
+
+    return PartedMuon
+
+
+BLOCK = 256  # weights that share one scale of 8-bit moments
+LEAST = 4096  # weights of a matrix whose moments are worth 8 bits
+
+
+class AdamW8bit(OptimiserKind):
+    """torchao's AdamW with moments of 8 bits, in blocks of 256 along a weight's rows.
+
+    Weights whose rows are no multiple of 256 long, and small ones, keep moments of 32 bits.
+    """
+
+    name = "adamw8bit"
+    title = "8-bit AdamW"
+
+    def require(self) -> None:
+        if importlib.util.find_spec("torchao") is None:
+            raise RecipeError("train.optimiser adamw8bit needs the torchao package: pip install torchao")
+
+    def open(self, weights: OptimisedWeights) -> list[Optimizer]:
+        self.require()
+        names = [name for name, shape in weights.shapes.items() if math.prod(shape[1:]) % BLOCK == 0 and len(shape) > 1]
+        names = [name for name in names if math.prod(weights.shapes[name]) >= LEAST]
+        others = [name for name in weights.masters if name not in set(names)]
+        if not names:
+            return weights.adamw()
+        small = small_moments()(weights.groups(names), lr=weights.lr, betas=weights.betas, eps=weights.eps)
+        return [small, *weights.adamw(others)]
+
+    def state_bytes(self, matrices: int, others: int) -> int:
+        return 2 * (matrices + others) + 8 * (matrices + others) // BLOCK
+
+    def to_plain(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        for key, value in state.items():
+            if isinstance(value, OptimState8bit):  # scales by row, so that they are spread over ranks as the weight is
+                yield f"{key}.codes", value.codes
+                yield f"{key}.scale", value.scale.view(value.codes.shape[0], -1)
+            else:
+                yield key, value
+
+    def from_plain(self, state: dict[str, Tensor], weight: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            name, _, part = key.partition(".")
+            if not part:
+                found[key] = value
+            elif part == "codes":
+                moment = eight_bits(weight, signed=name == "exp_avg")
+                moment.codes.copy_(value)
+                moment.scale.copy_(state[f"{name}.scale"].reshape(-1))
+                found[name] = moment
+        return found
+
+
+def eight_bits(weight: Tensor, signed: bool) -> Any:
+    """A moment of a weight, or of this rank's rows of one; all zeros."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit.zeros(weight.shape, signed, BLOCK, weight.device, weight.dtype)
+
+
+def small_moments() -> Any:
+    """torchao's class, which decides by what a rank holds; here the whole weight has been looked at."""
+    import torch
+    from torchao.optim import AdamW8bit as Torchao
+
+    class SmallMoments(Torchao):
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            found: Tensor = eight_bits(p, signed) if p.numel() else torch.zeros_like(p)
+            return found
+
+    return SmallMoments
