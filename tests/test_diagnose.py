@@ -154,7 +154,7 @@ def test_a_weaker_teacher_is_turned_away_and_the_better_one_chosen() -> None:
 
 def test_other_stop_tokens(tmp_path: Path) -> None:
     unnamed = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "unnamed", ends=2)})
-    assert (only(unnamed).rule.number, only(unnamed).rule.verdict) == (3, "mend the stops")
+    assert (only(unnamed).rule.number, only(unnamed).rule.verdict) == (3, "fix the stops")
     assert "it says id 2 ('<unk>') there" in only(unnamed).because
     assert "generation_config.json" in only(unnamed).rule.remedy
     assert unnamed.recommendation.settings is None
@@ -173,7 +173,7 @@ OTHER_TEMPLATE = TEMPLATE.replace("{{ message['content'] }}", "Q: {{ message['co
 
 def test_another_template_of_the_teacher(tmp_path: Path) -> None:
     found = diagnosed("tiny/generalist", {"sums": variant(tmp_path / "other", template=OTHER_TEMPLATE)})
-    assert (only(found).rule.number, only(found).rule.verdict) == (2, "mend the template")
+    assert (only(found).rule.number, only(found).rule.verdict) == (2, "fix the template")
     assert found.pairs[0].template > 0.05
     assert found.pairs[0].own_template < found.pairs[0].answers.accuracy
     assert "view" not in found.recommendation.settings["teachers"]["sums"]
@@ -239,8 +239,8 @@ TABLE: list[tuple[int, str, dict[str, Any]]] = [
     (1, "do not", {"ids_differ": 5, "aligned": 0.5}),
     (1, "do not", {"ids_differ": 5, "aligned": 0.5, "crosses": True}),
     (9, "opd", {"ids_differ": 5, "aligned": 0.95, "crosses": True}),
-    (2, "mend the template", {"template": 0.3}),
-    (3, "mend the stops", {"stops": StopProbe(0.1, 0.2)}),
+    (2, "fix the template", {"template": 0.3}),
+    (3, "fix the stops", {"stops": StopProbe(0.1, 0.2)}),
     (9, "opd", {"stops": StopProbe(0.1, 0.95, 0.9, 50)}),  # cut off, but it knows where an answer ends
     (4, "cold start", {"stops": StopProbe(0.99, 0.99, 0.05, 50)}),
     (5, "do not", {"gap": 0.03, "auroc": 0.5}),
@@ -278,7 +278,7 @@ def test_the_rest_of_the_table() -> None:
     assert useful_depth(noise) == 80
     refined = decide(Case(answers(), measured(takeover=noise), target=0.95, rivals=2)).refined
     assert [one.number for one, _ in refined] == [10, 11, 12]
-    assert "behind 80 tokens" in refined[0][1]
+    assert "after 80 tokens" in refined[0][1]
     assert not decide(Case(answers(), measured(), target=0.8)).refined  # the teacher has that already
     assert [rule.number for rule in RULES] == [1, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert [one.number for one in REFINEMENTS] == [10, 11, 12]
@@ -333,7 +333,7 @@ def test_what_cannot_be_left_out_of_a_file_is_said() -> None:
         pair = PairMeasures(**{**vars(measured(**values)), "domain": domain})
         advice.append(Advice(domain, pair, decide(Case(answers(), pair)), (("t", pair.signal),)))
     told = recommend(spec.stages[0], advice, {0: {"good", "bad"}}, 30, given=False).left_out["bad"]
-    assert told.endswith("mixed.jsonl': take them out of it first")
+    assert told.endswith("mixed.jsonl': remove them from it first")
     apart = recommend(spec.stages[0], advice[1:], {0: {"bad"}}, 30, given=False).left_out["bad"]
     assert "mixed.jsonl" not in apart
 
@@ -446,7 +446,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*NAMED, "rewards=numerik"], "numerik"),
     ([*NAMED, "quickstart"], "either RECIPE or --student"),
     (["labs/qwen3", "--stage", "on-policy"], "takes student from stage:off-policy, which has not run"),
-    (["methods/sft"], "there is no teacher to look at"),
+    (["methods/sft"], "there is no teacher to measure"),
     (["quickstart", "teachers.arithmetic=/no/such/model"], "model '/no/such/model'"),
     (["quickstart", "--page", "/no/such/place/x.html"], "there is no directory"),
     (
@@ -460,7 +460,7 @@ MISTAKES: list[tuple[list[str], str]] = [
             "--prompts",
             "task:sort",
         ],
-        "two of the name",
+        "two teachers are called",
     ),
 ]
 
@@ -494,7 +494,7 @@ def test_rows_without_answers_are_looked_at_all_the_same(tmp_path: Path) -> None
     }
     found = diagnose(load_recipe(settings).stages[0], prompts=4, samples=2, given=False)
     text = "\n".join(diagnosis_lines(found))
-    for word in ("nothing says which are right", "begin alike", "overlap@16", "KL ", "1.00 at the student's"):
+    for word in ("not rewarded", "begin alike", "overlap@16", "KL ", "1.00 at the student's"):
         assert word in text
     assert "dataset" not in text
 

@@ -417,7 +417,11 @@ def test_a_remedy_takes_the_stage_up_and_leaves_its_start_where_it_was(tmp_path:
     start, base = (str(next((run.directory / "checkpoints" / name).glob("step-*"))) for name in ("first", "second"))
 
     def remedied(student: Mapping[str, Any]) -> opd.Recipe:
-        watched = {**second, "student": student, "monitors": {"watch": {"kind": "shortening", "window": 1}}}
+        watched = {
+            **second,
+            "student": student,
+            "monitors": {"action": "warn", "watch": {"kind": "shortening", "window": 1}},
+        }
         found = load_recipe({**recipe, "stages": [{"name": "first"}, watched, {"name": "third"}]})
         told: list[str] = []
         watch = StageWatch(found, found.stages[1], run.directory, StageResult("second"), told.append, lambda: None)

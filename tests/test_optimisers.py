@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import opd
-from opd.common.errors import RecipeError, RunDirectoryError
+from opd.common.errors import RecipeError, RunDirectoryError, UserError
 from opd.loop.learner import Optimiser, learning_rate
-from opd.models.optimisers import AdamW8bit
+from opd.models.optimisers import AdamW, AdamW8bit, OptimisedWeights
 from opd.recipe import Lora, Train, load_recipe
 from opd.runner.checkpoint import require_optimiser
 from opd.runner.plan import make_plan
@@ -148,7 +148,7 @@ def test_8_bit_moments_name_the_package_that_is_missing(
 def test_another_optimiser_is_not_resumed_with(models: dict[str, str], tmp_path: Path) -> None:
     opd.run(small(models, "muon", steps=1), out=tmp_path / "run")
     for other in ("adamw", {"kind": "muon", "momentum": 0.9}):
-        with pytest.raises(RunDirectoryError, match=r"differs in train\.optimiser"):
+        with pytest.raises(RunDirectoryError, match=r"different recipe .*train\.optimiser"):
             opd.run(small(models, other, steps=1), out=tmp_path / "run", resume=True)
     student = tiny_model()
     adamw, muon = (
@@ -184,3 +184,48 @@ def test_lora_factors_are_hidden_matrices(models: dict[str, str]) -> None:
     filled(model.trainable())
     optimiser.step(1)
     assert {name.rpartition(".")[2] for name in optimiser.tensors()} == {"momentum_buffer"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_a_rank_without_rows_has_moments_without_rows() -> None:
+    """So that all ranks gather the same tensors, in the same order."""
+    spec = Train.model_validate({"lr": 1e-2, "optimiser": "adamw8bit"})
+    kind = spec.optimiser
+    found = []
+    for rows in (32, 0):
+        weight = nn.Parameter(torch.zeros(rows, 256))
+        whole = {"w": (32, 256)}
+        settings = OptimisedWeights(
+            {"w": weight},
+            whole,
+            frozenset(),
+            1e-2,
+            spec.betas,
+            spec.eps,
+            0.0,
+            True,
+            lambda name, part: part,
+            lambda name, part: part,
+        )
+        (rule,) = kind.open(settings)
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            rule.step()
+        plain = dict(kind.to_plain(rule.state[weight]))
+        again = dict(kind.to_plain(kind.from_plain(plain, weight)))
+        assert list(again) == list(plain)
+        assert all(torch.equal(again[key], plain[key]) for key in plain)
+        found.append({key: value.shape[1:] if value.ndim else None for key, value in plain.items()})
+    assert list(found[0].items()) == list(found[1].items())
+
+
+def test_an_optimiser_that_leaves_weights_out_is_named() -> None:
+    class Half(AdamW):
+        name = "half"
+
+        def open(self, weights: OptimisedWeights) -> list[torch.optim.Optimizer]:
+            return weights.adamw(list(weights.masters)[::2])
+
+    weights = {name: nn.Parameter(torch.ones(2, 2)) for name in "abcd"}
+    with pytest.raises(UserError, match="optimiser half updates 2 of 4 weights"):
+        Optimiser(weights, Train(optimiser=Half()))

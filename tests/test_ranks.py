@@ -54,7 +54,7 @@ def test_messages_come_out_as_they_went_in() -> None:
 
 
 def test_messages_hold_no_objects() -> None:
-    with pytest.raises(TypeError, match="cannot tell each other a Ranks"):
+    with pytest.raises(TypeError, match="cannot send each other a Ranks"):
         write_message(Ranks())
 
 
@@ -111,7 +111,7 @@ def test_groups_have_to_be_of_one_size() -> None:
     [
         (["eval.prompts=5"], "eval.teachers needs all weights"),
         (["eval.prompts=0", "rollout.teacher_share=0.5"], "rollout.teacher_share needs all weights"),
-        (["eval.prompts=0", "pool.resident=2"], "come and go. Choose one"),
+        (["eval.prompts=0", "pool.resident=2"], "or paged. Choose one"),
     ],
 )
 def test_spread_teachers_only_score(settings: list[str], why: str) -> None:

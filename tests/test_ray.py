@@ -307,7 +307,7 @@ def test_a_server_that_cannot_start_tells_why(ray: Any) -> None:
         assert ray.get(worker.address.remote()).startswith("http://127.0.0.1:")
         code, said = ray.get(worker.wait.remote(f"http://127.0.0.1:{taken.getsockname()[1]}"))
         assert code == 2
-        assert "cannot be listened on" in said
+        assert "is not available" in said
         assert ray.get(worker.wait.remote("http://127.0.0.9:1"))[0] == MOVED  # it was started again on another machine
     ended = server_ended(code, said)
     assert (ended.exit_code, "has ended (2)" in str(ended)) == (2, True)

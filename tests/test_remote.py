@@ -116,7 +116,7 @@ def test_refusals_come_at_once_and_say_what_was_asked_without_the_token(monkeypa
 
 def test_a_request_that_a_server_always_fails_at_ends() -> None:
     with serving(lambda path, body: plainly("broken", 500)) as server:
-        with pytest.raises(RemoteError, match="fails at this request"):
+        with pytest.raises(RemoteError, match="fails to answer this request"):
             Remote(server.address, retries=2, say=lambda line: None).json("GET", "/x")
         assert len(server.asked) == 3
 
@@ -214,6 +214,6 @@ def test_a_token_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         Remote("http://127.0.0.1:1", "sk-hidden")
     assert "hidden" not in str(caught.value)
     monkeypatch.setenv("MY_TOKEN", "two\nlines")
-    with pytest.raises(RemoteError, match="no token") as caught:
+    with pytest.raises(RemoteError, match="not a token") as caught:
         Remote("http://127.0.0.1:1", "MY_TOKEN")
     assert "lines" not in str(caught.value)

@@ -77,12 +77,12 @@ def test_what_came_of_a_run_in_words(tmp_path: Path) -> None:
     assert "1 step on 40 tokens" in short
     assert "The divergence from the teacher is 0.428 nats per token." in short
     live = make_run(tmp_path / "live", ended=False)
-    assert "at work" in run_facts(live)["words"]
+    assert "still running" in run_facts(live)["words"]
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (live / "run.lock").write_text(json.dumps(myself() | {"pid": dead.pid}), encoding="utf-8")
     assert run_facts(live)["status"] == "cut off"
-    assert "cut off; `opd resume` goes on with it" in run_facts(live)["words"]
+    assert "cut off; `opd resume` continues it" in run_facts(live)["words"]
     elsewhere = myself() | {"pid": dead.pid, "host": "elsewhere", "boot": "another"}
     (live / "run.lock").write_text(json.dumps(elsewhere), encoding="utf-8")
     assert run_facts(live)["status"] == "running"  # which nobody can tell from here
@@ -158,7 +158,7 @@ def test_only_monitors_that_had_what_they_read_are_said_to_have_watched(tmp_path
     unread = {"token": "kl_top, kl_one, kl_largest", "together": "eval/DOMAIN", "not-here": "its plugin is not loaded"}
     assert facts["unread"] == unread
     assert (
-        "No alarm was raised; 1 of 4 monitors had all that they read (not token, together and not-here)."
+        "No alarm was raised; 1 of 4 monitors had all their metrics (not token, together and not-here)."
         in facts["words"]
     )
     with (root / "metrics.jsonl").open("a", encoding="utf-8") as file:

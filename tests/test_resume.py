@@ -176,7 +176,7 @@ def test_a_stop_during_an_evaluation_repeats_the_evaluation(
     assert {line["step"] for line in reference.samples} == {1, 2, 3, 4}
     for call in (1, 3, 4):  # before, after step 2 (behind the teacher's), at the end
         with monkeypatch.context() as patch:
-            strike(patch, "opd.runner.evaluate:measure_answers", call, Stopped)
+            strike(patch, "opd.runner.evaluate:Evaluator._measure", call, Stopped)
             with pytest.raises(Stopped):
                 opd.run(spec, out=tmp_path / f"run{call}")
         same_run(opd.resume(tmp_path / f"run{call}"), reference)

@@ -318,7 +318,7 @@ def children(log: Path) -> set[int]:
             command, environment = path.read_bytes(), path.with_name("environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"sampler_process" in command and f"PRINTS_TO={log}".encode() in environment:
+        if b"opd.engines.alongside" in command and f"PRINTS_TO={log}".encode() in environment:
             found.add(int(path.parent.name))
     return found
 

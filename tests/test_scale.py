@@ -71,7 +71,10 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "untied": ("quickstart", LITTLE),
     "muon": ("quickstart", [*LITTLE, "train.optimiser=muon"]),
     "ppo": ("methods/ppo", CUT),
-    "ppo, lora": ("methods/ppo", [*CUT, "student.lora.rank=4", "student.lora.alpha=8"]),
+    "ppo, lora": (  # values alone at first
+        "methods/ppo",
+        [*CUT, "student.lora.rank=4", "student.lora.alpha=8", "objective.0.coefficient.after=1"],
+    ),
     "led": ("quickstart", [*LITTLE, "sampler={engine: led}", "log.start_table=true"]),  # one rank samples for all
     "mix": ("quickstart", [*LITTLE, "rollout.teacher_mix=0.3"]),
     "spread teachers": ("quickstart", [*LITTLE, "cluster.teachers=shard", "log.start_table=true"]),

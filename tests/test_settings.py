@@ -62,7 +62,7 @@ def checks(path: Path) -> set[int]:
     skipped += [
         item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body if is_value(item)
     ]
-    outside = [node for node in tree.body if "config" in path.parts and not isinstance(node, ast.ClassDef)]
+    outside = [node for node in tree.body if "recipe" in path.parts and not isinstance(node, ast.ClassDef)]
     return {line for node in [*skipped, *outside] for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 

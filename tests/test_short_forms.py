@@ -168,7 +168,7 @@ def test_every_mark_is_a_row_of_the_table() -> None:
     assert {id(form) for _, form in found} == rows, [path for path, form in found if id(form) not in rows]
 
 
-@pytest.mark.parametrize("path", PLACES, ids=".".join)
+@pytest.mark.parametrize("path", [path for path, family in PLACES.items() if family.names()], ids=".".join)
 def test_a_text_in_place_of_a_choice_is_short_for_one_key(path: tuple[str, ...]) -> None:
     family = PLACES[path]
     name = family.names()[0]

@@ -234,7 +234,7 @@ def test_what_gives_back_too_much() -> None:
     for changes, message in (
         ({"checkpoint": {"every": 0}}, "checkpoint.every is 0"),
         ({"train": {"learn": False}, "objective": {"form": "direct"}}, "train.learn false"),
-        ({"stages": stages}, "but store.retain gives it back"),
+        ({"stages": stages}, "but store.retain deletes them"),
         ({"stages": some}, "for all of them"),
     ):
         with pytest.raises(RecipeError, match=message):

@@ -1,10 +1,9 @@
 """`opd run X --on ray`: the parts of a run as workers of a Ray cluster, placed as the recipe's `cluster` says.
 
-The cluster is one of this machine, made for the run, or the one at RAY_ADDRESS, of any number of machines.
+The cluster is a local one, made for the run, or the one at RAY_ADDRESS with any number of machines.
 
-The trainer's ranks are the ranks of torchrun: they find each other by the same variables and carry out the same pipeline. One that
-dies ends its group, which starts again from the last checkpoint and the store. Samplers and servers are started again by
-themselves, and whoever waits for them goes on.
+The trainer's ranks use the same variables and the same pipeline as under torchrun. If a rank dies, all ranks restart from the last
+checkpoint and the store. A sampler or server that dies is restarted alone, and the ranks that wait for it continue.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from opd.teachers.pool import movable
 from opd.teachers.served import ServedTeacher
 
 MODE, ADDRESS, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"
-PLACED = 120.0  # seconds for the workers to have their places
+PLACED = 120.0  # seconds until the workers are placed
 
 
 def run_on_ray(
@@ -59,12 +58,12 @@ def run_on_ray(
     whole: bool = True,
     say: Say = to_stderr,
 ) -> None:
-    """Carry it out in `out`; with `resume` it goes on with what has begun there. `whole`: all stages are asked for."""
+    """Run in `out`; with `resume`, continue the run there. `whole`: all stages were requested."""
     out = (Path("runs") / loaded.name if out is None else out).absolute()
     if not whole:
-        raise UserError("--only, --from, --until and --reuse are for runs in one process or of torchrun, not for --on.")
+        raise UserError("--only, --from, --until and --reuse work in one process or under torchrun, not with --on.")
     if out.exists() and not resume:
-        raise UserError(f"{out} exists. Go on with it (--resume), or choose another directory (--out).")
+        raise UserError(f"{out} exists. Continue it (--resume), or choose another directory (--out).")
     placed = RayPlaces.of(loaded)
     named = str(Path(recipe).absolute()) if Path(recipe).is_file() else recipe
     arguments = RunArguments(named, tuple(overrides), str(out), os.getcwd())
@@ -79,10 +78,10 @@ def run_on_ray(
 
 @dataclass(frozen=True)
 class RayPlaces:
-    """What a recipe asks of a cluster, after refusing what cannot be placed."""
+    """The resources that a recipe needs from a cluster."""
 
     cluster: Cluster
-    dealt: tuple[tuple[str, ...], ...]  # models of frozen teachers, of each server
+    dealt: tuple[tuple[str, ...], ...]  # models of frozen teachers, per server
 
     @classmethod
     def of(cls, loaded: Recipe) -> RayPlaces:
@@ -107,7 +106,7 @@ class RayPlaces:
 def carry_out_on(
     ray: Any, arguments: RunArguments, loaded: Recipe, placed: RayPlaces, say: Say, *, joined: bool = False
 ) -> None:
-    """`joined`: it may have machines that this process knows nothing of."""
+    """`joined`: an existing cluster, which may have other machines."""
     cluster, workers = placed.cluster, placed.workers
     devices = gpus(loaded) if not joined else gpus_of(ray, loaded)
     dtype = _dtype(loaded, "cuda" if devices else "cpu")
@@ -118,7 +117,7 @@ def carry_out_on(
     try:
         if not group.wait(PLACED):
             raise UserError(
-                f"{workers} workers with {each} each have no place in this cluster. Lower cluster: in the recipe."
+                f"{workers} workers with {each} each do not fit into this cluster. Lower the numbers of `cluster` in the recipe."
             )
         machines = look_around(ray, group, workers, arguments, loaded) if joined else 1
         token = secrets.token_urlsafe(32)
@@ -133,7 +132,9 @@ def carry_out_on(
         if placed.teachers and any(
             stage.eval.prompts and (stage.eval.teachers or stage.eval.weight_average) for stage in loaded.stages
         ):
-            say("ray: teachers and the average of their weights are not evaluated: the weights are with the servers")
+            say(
+                "ray: teachers and the average of their weights are not evaluated, because the weights are on the servers"
+            )
         started.train(arguments, token, variables_of(loaded))
     finally:
         started.close()
@@ -141,7 +142,7 @@ def carry_out_on(
 
 
 def commits_of(models: Sequence[str], run: Path) -> dict[str, str]:
-    """Of those on the hub: what the run began with, or begins with now."""
+    """Commits of models on the hub, recorded when the run started or looked up now."""
     from opd.models.load import hub_commit, locate, require_hub
     from opd.runner.inputs import revision_begun_with
 
@@ -156,12 +157,12 @@ def commits_of(models: Sequence[str], run: Path) -> dict[str, str]:
 
 
 def look_around(ray: Any, group: Any, places: int, arguments: RunArguments, loaded: Recipe) -> int:
-    """Refuse machines that do not see what this one sees. Returns how many get a worker."""
+    """Check that all machines see the same files. Returns the number of machines that get a worker."""
     from ray.exceptions import RayTaskError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    first = {nodes[place]: place for place in reversed(range(places))}  # one place of each machine
+    first = {nodes[place]: place for place in reversed(range(places))}  # one worker per machine
     with marked(Path(arguments.out).parent) as mark:
         files = [arguments.recipe] if Path(arguments.recipe).is_absolute() else []
         paths = [str(mark), arguments.folder, *files, *paths_of(loaded)]
@@ -179,12 +180,12 @@ def look_around(ray: Any, group: Any, places: int, arguments: RunArguments, load
 
 
 def require_ray(recipe: Recipe) -> Cluster:
-    """Refuse what would be open to others, or cannot be placed, before anything is started."""
+    """Reject insecure settings and impossible placements before anything is started."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("--on ray needs the ray package: pip install 'opd[ray]'.")
     if os.environ.get(MODE, "token") != "token":
         raise UserError(
-            f"{MODE}={os.environ[MODE]}: without its token anybody who reaches this machine can run programs on it. Unset it."
+            f"{MODE}={os.environ[MODE]}: without a token anybody who can reach this machine can run programs on it. Unset it."
         )
     address = os.environ.get(ADDRESS, "")
     if address.startswith("ray://"):
@@ -193,18 +194,18 @@ def require_ray(recipe: Recipe) -> Cluster:
         )
     if address and os.environ.get(MODE) != "token":
         raise UserError(
-            f"{ADDRESS}={address} without {MODE}=token: a cluster without a token runs the programs of anybody who reaches it. Start it "
+            f"{ADDRESS}={address} without {MODE}=token: a cluster without a token runs programs for anybody who can reach it. Start it "
             f"with {MODE}=token on every machine (docs/scale.md), and set the same here."
         )
     path = os.environ.get(TOKEN_FILE)
     if address and path and Path(path).is_file() and Path(path).stat().st_mode & 0o077:
         raise UserError(
-            f"{TOKEN_FILE}={path}: others may read this file, and with it run programs. Mend it: chmod 600 {path}"
+            f"{TOKEN_FILE}={path}: other users can read this file, and use it to run programs. Fix it: chmod 600 {path}"
         )
     clusters = [stage.cluster for stage in recipe.stages]
     if any(other.placement != clusters[0].placement for other in clusters):
         raise RecipeError(
-            "cluster: trainers, samplers, servers and rewards are those of the whole run. Give them once."
+            "cluster: trainers, samplers, servers and rewards are for the whole run. Set them at the top."
         )
     found = clusters[0]
     if found.samplers > found.trainers:
@@ -212,12 +213,12 @@ def require_ray(recipe: Recipe) -> Cluster:
             f"cluster.samplers {found.samplers}: each is asked by one of the {found.trainers} trainers. Lower it, or raise trainers."
         )
     if found.samplers and any(stage.sampler.led for stage in recipe.stages):
-        raise RecipeError("cluster.samplers: a sampler of this engine has processes of its own. Set samplers: 0.")
+        raise RecipeError("cluster.samplers: this engine has its own processes. Set samplers: 0.")
     return found
 
 
 def gpus(recipe: Recipe) -> int:
-    """Of this machine, where the recipe may use them."""
+    """GPUs of this machine, if the recipe may use them."""
     if recipe.stages[0].device == "cpu":
         return 0
     import torch
@@ -226,16 +227,16 @@ def gpus(recipe: Recipe) -> int:
 
 
 def gpus_of(ray: Any, recipe: Recipe) -> int:
-    """Of all machines, where the recipe may use them."""
+    """GPUs of all machines, if the recipe may use them."""
     return 0 if recipe.stages[0].device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
 
 
 def _dtype(recipe: Recipe, device: str) -> str:
-    """Of teachers that are served: that of the student's weights, as it is where they are loaded beside it."""
+    """The dtype of served teachers: that of the student's weights, as without servers."""
     found = {WEIGHTS[stage.train.precision_on(device)] for stage in recipe.stages if served_models(stage)}
     if len(found) > 1:
         raise RecipeError(
-            "train.precision: a server keeps a teacher in one precision for the whole run, and the stages differ. Give it once, or "
+            "train.precision: a server has a teacher in one precision for the whole run, but the stages differ. Use one precision, or "
             "set cluster.servers: 0."
         )
     return next(iter(found), "float32")
@@ -243,7 +244,7 @@ def _dtype(recipe: Recipe, device: str) -> str:
 
 @contextmanager
 def local_cluster(cpus: int, gpus: int) -> Iterator[Any]:
-    """A cluster of this machine alone, for as long as the run lasts: a token that nobody else can read, no dashboard."""
+    """A local cluster for this run, with a private token and without a dashboard."""
     with tempfile.TemporaryDirectory(prefix="opd-ray-") as folder:
         path = Path(folder) / "token"
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
@@ -269,48 +270,48 @@ def local_cluster(cpus: int, gpus: int) -> Iterator[Any]:
 
 @contextmanager
 def joined_cluster(address: str) -> Iterator[Any]:
-    """A cluster that is there already, and stays. Its token is in RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH names."""
+    """Join an existing cluster. Its token is in RAY_AUTH_TOKEN, or in the file that RAY_AUTH_TOKEN_PATH names."""
     import ray
     from ray.exceptions import RayError
 
     try:
         ray.init(address=address, namespace="opd", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise UserError(f"{ADDRESS}={address}: no cluster can be joined there ({first_line(error)}).") from None
+        raise UserError(f"{ADDRESS}={address}: the cluster cannot be joined ({first_line(error)}).") from None
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-# The workers of a run on Ray: started in their places, watched, told to stop, and the trainer's group started again.
+# Workers: start, watch, stop, and restart the trainer's ranks
 
 
-RESTARTS = 20  # of the trainer's group in one run, and of each sampler and server
-STUCK = 5  # of them in a row without a step that is new
+RESTARTS = 20  # restarts per run, of the trainer's ranks and of each sampler and server
+STUCK = 5  # restarts in a row without a new step
 STOPS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 POLL = 0.5  # seconds
-PATIENT = 60.0  # seconds before it is said that a trainer has no place
+PATIENT = 60.0  # seconds before a message that a trainer is not placed
 STOPPED = 5.0  # seconds for servers to end
-LOST = -1  # in place of an exit code: the rank was lost, or lost touch with another
-REASON = 600  # characters of why
+LOST = -1  # in place of an exit code: the rank was lost, or lost its connection to another
+REASON = 600  # characters of the reason
 Say = Callable[[str], None]
 
 
 class RunArguments(NamedTuple):
-    """As the ranks are told them."""
+    """Arguments of the ranks."""
 
     recipe: str
     overrides: tuple[str, ...]
     out: str
-    folder: str  # in which relative paths of `overrides` begin
+    folder: str  # base of relative paths in `overrides`
 
 
 class WorkerGroup:
-    """In the places of one placement group: trainers, then samplers, then servers.
+    """The workers in one placement group: trainers, then samplers, then servers.
 
-    `host`: where they listen for each other; None: on the addresses of their machines.
+    `host`: the address where they listen; None: the addresses of their machines.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class WorkerGroup:
         self._host = host
         self._ray, self._group, self._cluster, self._say = ray, group, cluster, say
         self._gpus = each.get("GPU", 0)
-        self._samplers: list[Any] = []  # Ray ends a worker that nobody holds
+        self._samplers: list[Any] = []  # Ray ends a worker without references
         self._servers: list[Server] = []
 
     def _start(self, kind: type, place: int, *arguments: Any, restarts: int, calls: int = 1) -> Any:
@@ -341,7 +342,7 @@ class WorkerGroup:
     def start_servers(
         self, dealt: Sequence[Sequence[str]], token: str, device: str, dtype: str, commits: Mapping[str, str]
     ) -> None:
-        """One for each part of the teachers' models."""
+        """One server for each part of the teachers' models."""
 
         first = self._cluster.trainers + self._cluster.samplers
         for number, models in enumerate(dealt):
@@ -350,7 +351,7 @@ class WorkerGroup:
             self._servers.append(Server(worker, models))
 
     def close(self) -> None:
-        """Nobody is started again."""
+        """Stop restarting workers."""
         over = [server.worker.stop.remote() for server in self._servers]
         over += [server.task for server in self._servers if server.task is not None]
         if over:
@@ -359,7 +360,7 @@ class WorkerGroup:
             self._ray.kill(worker)
 
     def train(self, arguments: RunArguments, token: str, variables: Mapping[str, str]) -> None:
-        """Until all ranks are through. A rank that is lost takes the others with it, and all begin again."""
+        """Wait until all ranks end. If one is lost, all restart."""
         from ray.exceptions import RayActorError
 
         from opd.cluster.ray_ranks import TrainerWorker
@@ -395,7 +396,7 @@ class WorkerGroup:
                     self._ray.kill(rank)
 
     def _nodes(self) -> list[str]:
-        """Of the trainers' places; one that went with its machine gets another where there is room."""
+        """The nodes of the trainers. A trainer of a lost machine is placed on another one."""
         told = False
         while True:
             found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -403,26 +404,27 @@ class WorkerGroup:
             if all(nodes):
                 return nodes
             if not told:
-                self._say("ray: waiting for room for the trainers")
+                self._say("ray: waiting for free resources for the trainers")
             told = True
             time.sleep(POLL)
 
     def _when_placed(self, tasks: Sequence[Any]) -> list[int]:
         _, left = self._ray.wait(tasks, num_returns=len(tasks), timeout=PATIENT)
         if left:
-            self._say(f"ray: {len(left)} of {len(tasks)} trainers have no place yet")
+            self._say(f"ray: {len(left)} of {len(tasks)} trainers are not placed yet")
         found: list[int] = self._ray.get(tasks)
         return found
 
     def _numbers(self, rank: int, machines: Sequence[str]) -> dict[str, str]:
-        """As torchrun sets them. Where machines have unequally many ranks, groups of a size that fits into each are local."""
+        """Environment variables as torchrun sets them. If machines have different numbers of ranks, local groups fit into each."""
         local = machines[:rank].count(machines[rank])
         together = math.gcd(*(machines.count(machine) for machine in set(machines)))
         names = {"RANK": rank, "LOCAL_RANK": 0 if self._gpus else local, "WORLD_SIZE": len(machines)}
         return {name: str(value) for name, value in {**names, "LOCAL_WORLD_SIZE": together}.items()}
 
     def _wait(self, pending: Sequence[Any], started: Sequence[tuple[int, str]], serving: Sequence[Any]) -> None:
-        """`started`: processes and their nodes (two machines may use one number). Ctrl-C and SIGTERM go on to the ranks, which stop at the same point and save; a second Ctrl-C leaves at once."""
+        """Forward Ctrl-C and SIGTERM to the ranks, which stop at the same point and save; a second Ctrl-C quits at once. `started`: processes
+        and their nodes, since two machines may use the same process id."""
         heard: list[int] = []
 
         def hear(number: int, frame: FrameType | None) -> None:
@@ -438,14 +440,14 @@ class WorkerGroup:
                 if heard and not told:
                     told = True
                     self._say(
-                        "ray: stopping; a checkpoint is saved first, where that fits into half of checkpoint.grace (press Ctrl-C again "
+                        "ray: stopping; a checkpoint is saved first, if it fits into half of checkpoint.grace (press Ctrl-C again "
                         "to quit at once)"
                     )
-                    send_signal(self._ray, started, signal.SIGTERM)  # Ray's workers do not hear SIGINT
+                    send_signal(self._ray, started, signal.SIGTERM)  # Ray's workers ignore SIGINT
                 for one in done:
                     if one in watched and not heard:
                         raise server_ended(*self._answer(one))
-                    if one in watched:  # ranks that save need none
+                    if one in watched:  # ranks that save need no samplers
                         watched.remove(one)
                         continue
                     left.remove(one)
@@ -460,7 +462,7 @@ class WorkerGroup:
             raise wrong or (Preempted() if heard[0] == signal.SIGTERM else Stopped())
 
     def _answer(self, task: Any) -> tuple[int, str]:
-        """What a task that is over gave: an exit code, and what there is to say. An error that nobody expected is told whole."""
+        """The exit code and message of a finished task. An unexpected error is raised."""
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
@@ -474,7 +476,7 @@ class WorkerGroup:
 
 @dataclass
 class Server:
-    """A worker with some of the teachers, and what it is waited for by."""
+    """A worker with some of the teachers, and the task that waits for it."""
 
     worker: Any
     models: Sequence[str]
@@ -482,7 +484,7 @@ class Server:
     task: Any = None
 
     def listen(self, ray: Any) -> str:
-        """Where it listens; one that has moved, or has not begun, is asked where it can."""
+        """Its address. A worker that has moved or not started yet is asked for a free one."""
         if self.task is None or ray.wait([self.task], timeout=0)[0]:
             self.address = ray.get(self.worker.address.options(max_task_retries=-1).remote())
             self.task = self.worker.wait.options(max_task_retries=-1).remote(self.address)
@@ -490,7 +492,7 @@ class Server:
 
 
 class WorkerEnded(OpdError):
-    """What a worker had to say, with its exit code."""
+    """The message of a worker, with its exit code."""
 
     def __init__(self, said: str, code: int) -> None:
         super().__init__(said)
@@ -498,8 +500,8 @@ class WorkerEnded(OpdError):
 
 
 def why_ended(found: Sequence[tuple[int, str]], over: bool) -> OpdError | None:
-    """The error that one of the ranks tells of, before that of ranks which were lost by it; the others end without a word,
-    often before it. `over`: all have ended.
+    """The error that a rank reports, rather than that of ranks which were lost because of it. Other ranks end without a message,
+    often earlier. `over`: all have ended.
     """
     errors = [(code, said) for code, said in found if code]
     for code, said in errors:
@@ -514,7 +516,7 @@ def why_ended(found: Sequence[tuple[int, str]], over: bool) -> OpdError | None:
 
 
 def server_ended(code: int, said: str) -> OpdError:
-    """A server whose teachers nobody has any more, or not where the ranks look for them."""
+    """Raise if a server has ended for good."""
     if code == MOVED:
         return RanksLost(said)
     if code == LOST:
@@ -523,7 +525,7 @@ def server_ended(code: int, said: str) -> OpdError:
 
 
 class Restarts:
-    """Of the trainer's group. An end that comes again and again at the same step is no accident: it is told."""
+    """Restarts of the trainer's ranks. Repeated failures at the same step are an error."""
 
     def __init__(self, run: Path) -> None:
         self._metrics = run / "metrics.jsonl"
@@ -537,32 +539,32 @@ class Restarts:
         self._furthest = max(self._furthest, steps)
         if self._stuck == STUCK:
             raise RanksLost(
-                f"the trainer's ranks were lost {STUCK} times in a row, and did not come further than {self._furthest} steps: {why}"
+                f"the trainer's ranks were lost {STUCK} times in a row, without getting past {self._furthest} steps: {why}"
             )
         if self.done > RESTARTS:
-            raise RanksLost(f"the trainer's ranks were lost {self.done} times. Go on: opd resume. The last: {why}")
+            raise RanksLost(
+                f"the trainer's ranks were lost {self.done} times. Continue: opd resume. The last reason: {why}"
+            )
 
 
-# The machines of a Ray cluster: where a worker is, and whether a machine sees what the run reads and writes.
-#
-# Nothing is sent to them but the recipe's words: files, models and the run directory have to be at the same paths on every machine
-# that gets a worker, which is looked at before anything is started there.
+# Machines: only the recipe is sent to them, so files, models and the run directory must have the same paths on all of them. This is
+# checked before anything is started.
 
 
 PACKAGES = ("torch", "transformers")
-MOST_FILES = 10_000  # of a directory, that are compared
+MOST_FILES = 10_000  # files of a directory that are compared
 
 
 class Machine(NamedTuple):
-    """As one of its processes sees it."""
+    """A machine, as one of its processes sees it."""
 
     name: str
     versions: dict[str, str]
-    seen: dict[str, str]  # path -> what is there; nothing: no such path
+    seen: dict[str, str]  # path -> description of the file; empty: no such path
 
 
 def node_address() -> str:
-    """Of the machine of this process, as the others reach it."""
+    """The address of this machine, as other machines reach it."""
     import ray
 
     found: str = ray.util.get_node_ip_address()
@@ -570,7 +572,7 @@ def node_address() -> str:
 
 
 def free_port(host: str) -> int:
-    """Above Ray's own and below those that kernels give to connections, one of which might take it before it is used."""
+    """A free port above Ray's own and below the ephemeral ones, which a connection might take first."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
@@ -589,8 +591,8 @@ def look(paths: Sequence[str]) -> Machine:
 
 
 def _fingerprint(path: Path) -> str:
-    """A short file's content; the names of files in a directory, and their sizes where it is a model: files of other directories may grow
-    meanwhile. Not their times: copies have others.
+    """A short file's content; the names of files in a directory, and for a model their sizes, because files of other directories may
+    grow. Not their times, because copies have different ones.
     """
     if path.is_dir():
         files, model = sorted(path.iterdir())[:MOST_FILES], (path / "config.json").is_file()
@@ -603,13 +605,15 @@ def _fingerprint(path: Path) -> str:
 
 
 def paths_of(recipe: Recipe) -> list[str]:
-    """Every path that it names: they are absolute by now."""
+    """Every path in a recipe. They are absolute here."""
     found = dict.fromkeys(text for text in _texts(recipe.model_dump(mode="json")) if os.path.isabs(text))
-    return [text for text in found if os.path.exists(text)]  # Path's would stumble over a long text that begins with /
+    return [
+        text for text in found if os.path.exists(text)
+    ]  # `Path.exists` would raise for a long text that begins with /
 
 
 def variables_of(recipe: Recipe) -> dict[str, str]:
-    """Those that the recipe names (`token_env: NAME`), as this process has them."""
+    """Environment variables that the recipe names (`token_env: NAME`)."""
     names = {text for key, text in _pairs(recipe.model_dump(mode="json")) if key.endswith("_env")}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
@@ -630,7 +634,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def marked(directory: Path) -> Iterator[Path]:
-    """A file that only a machine with this very directory sees."""
+    """A file in the run directory, to see whether other machines have the same directory."""
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / f".opd-{secrets.token_hex(8)}"
     with mark.open("x", encoding="ascii") as file:
@@ -643,7 +647,7 @@ def marked(directory: Path) -> Iterator[Path]:
 
 
 def refuse_others(mine: Machine, others: Sequence[Machine], mark: str) -> None:
-    """Name the machine and the path, or the package."""
+    """Raise an error that names the machine and the path or package."""
     for other in others:
         for path, found in mine.seen.items():
             if other.seen.get(path) == found:
@@ -663,13 +667,13 @@ def refuse_others(mine: Machine, others: Sequence[Machine], mark: str) -> None:
 
 
 def by_machine(nodes: Sequence[str]) -> list[int]:
-    """Places in an order in which those of one machine stand together, the first one first."""
+    """Order places by machine, with the first place first."""
     first = {node: place for place, node in reversed(list(enumerate(nodes)))}
     return sorted(range(len(nodes)), key=lambda place: (first[nodes[place]], place))
 
 
 def send_signal(ray: Any, where: Sequence[tuple[int, str]], number: signal.Signals) -> None:
-    """`where`: processes and their nodes. Those of other machines get it from a task there, which nobody waits for."""
+    """Send a signal. `where`: processes and their nodes. Processes of other machines get it from a task there."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
@@ -682,22 +686,22 @@ def send_signal(ray: Any, where: Sequence[tuple[int, str]], number: signal.Signa
 
 
 def _signal_here(process: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended by itself
+    with suppress(ProcessLookupError):  # it has already ended
         os.kill(process, number)
 
 
-# `opd serve` below a process that Ray has started: it goes with it, and is there again at the same address.
+# Servers of teachers: `opd serve` as a child of a Ray worker. If it dies, Ray restarts both at the same address.
 
 
 SET_PDEATHSIG = 1
-STARTS = 2  # of a server that ends by itself: the port may still be that of one which was killed
+STARTS = 2  # starts of a server, whose port may still be in use by one that was killed
 PAUSE = 1.0  # seconds between them
-LAST_WORDS = 4000  # bytes of what it said last
-MOVED = -2  # in place of an exit code: this process was started again on another machine
+LAST_WORDS = 4000  # last bytes of its output
+MOVED = -2  # in place of an exit code: this worker was restarted on another machine
 
 
 class ServerWorker:
-    """Two calls at once: `wait` lasts as long as the server. `host`: where it listens; None: on its machine's own address.
+    """Handles two calls at once, because `wait` lasts as long as the server. `host`: where it listens; None: the machine's address.
     `commits`: of models on the hub.
     """
 
@@ -718,7 +722,7 @@ class ServerWorker:
             if model in commits:
                 self._command += ["--revision", f"{served_name(model)}={commits[model]}"]
         self._environment = {**os.environ, TOKEN: token}
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 — for as long as this process lives
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 — open while this process lives
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False
 
@@ -726,13 +730,13 @@ class ServerWorker:
         return os.getpid()
 
     def address(self) -> str:
-        """Where it could listen."""
+        """A free address to listen on."""
         host = self._host or node_address()
         return f"http://{f'[{host}]' if ':' in host else host}:{free_port(host)}"
 
     def wait(self, address: str) -> tuple[int, str]:
-        """Listen there until the server ends by itself: its exit code, and what it said last. One that is killed takes this process
-        along, and Ray starts both again, with the same address.
+        """Run the server until it ends, and return its exit code and last output. If it is killed, this process ends too, and Ray
+        restarts both at the same address.
         """
         place = urlsplit(address)
         if place.hostname != (here := self._host or node_address()):
@@ -756,7 +760,7 @@ class ServerWorker:
         return code, self._said.read().decode(errors="replace").strip()
 
     def stop(self) -> None:
-        """Nobody needs it any more."""
+        """Stop the server."""
         self._over = True
         if self._process is not None:
             self._process.kill()
@@ -764,11 +768,11 @@ class ServerWorker:
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # it died earlier
         os._exit(1)
 
 
-# A stage whose frozen teachers are served by other workers: the recipe stays as it is, and the ranks ask them over HTTP.
+# Stages with served teachers: the recipe stays the same, and the ranks ask the servers over HTTP
 
 
 TOKEN = "OPD_CLUSTER_TOKEN"  # the variable that holds the token of all servers of a run
@@ -776,7 +780,7 @@ TeacherPlaces = Mapping[str, str]  # model -> address
 
 
 def served_models(stage: Stage) -> list[str]:
-    """Models that a server can score with as they are named in the recipe, and that are there when it starts."""
+    """Models that a server can load as the recipe names them."""
     return [ref.model for ref in movable(stage.teachers) if _plain(ref)]
 
 
@@ -785,13 +789,13 @@ def _plain(ref: ModelRef) -> bool:
 
 
 def served_name(model: str) -> str:
-    """Its own among all models, whatever letters they have."""
+    """A unique name for a model on a server."""
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model).strip("-")
     return f"{letters[-80:]}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
 def served_stage(stage: Stage, places: TeacherPlaces) -> Stage:
-    """Evaluations of the teachers' own weights, which are elsewhere then, are left out."""
+    """The stage without evaluations that need the teachers' weights, which are on the servers."""
     teachers = {name: _served(kind, places) for name, kind in stage.teachers.items()}
     if teachers == stage.teachers:
         return stage

@@ -1,4 +1,4 @@
-"""`opd cluster plan`: placement, memory, bytes and seconds of a step on so many GPUs, on paper. No torch, and no network."""
+"""`opd cluster plan`: estimate placement, memory, traffic and time of a step on so many GPUs. No torch and no network."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from opd.runner.cost import (
 )
 from opd.teachers.kinds import ModelRef
 
-PROMPT = 512  # tokens, where the recipe has no limit
+PROMPT = 512  # tokens of a prompt, if the recipe has no limit
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
     """Of one stage."""
 
-    gpus: int  # that there are
+    gpus: int  # available
     task: PaperStage
     placed: Placement
     memory: dict[str, int]  # part -> bytes, of one rank of the trainer
     others: dict[str, int]  # sampler and teachers on devices of their own -> bytes of one device
-    moved: dict[str, float]  # what -> bytes of a step
+    moved: dict[str, float]  # kind of traffic -> bytes per step
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -69,17 +69,13 @@ class ClusterPlan:
             *(f"  memory     about {bytes_in_words(size)} per GPU: {name}" for name, size in self.others.items()),
             *(f"  moved      {bytes_in_words(size)} a step: {what}" for what, size in self.moved.items()),
             f"  time       about {total:,.1f} s a step: {', '.join(f'{name} {value:,.1f}' for name, value in self.seconds.items())}",
-            *(
-                []
-                if placed.together
-                else [f"  time       about {slowest:,.1f} s where sampling goes on beside the rest"]
-            ),
+            *([] if placed.together else [f"  time       about {slowest:,.1f} s if sampling runs alongside the rest"]),
         ]
 
     def _placement(self) -> list[str]:
         placed, shard = self.placed, self.task.stage.cluster.shard
         groups = f", shard {shard}" + (f" in groups of {placed.group}" if placed.group < placed.ranks else "")
-        rewards = "  rewards    processes beside the trainer's first rank, on CPUs"
+        rewards = "  rewards    processes next to the trainer's first rank, on CPUs"
         if placed.together:
             return [f"  trainer    {placed.ranks} ranks, which also sample and score{groups}", rewards]
         own = [
@@ -113,8 +109,8 @@ def cluster_plan(
     device: Device = DEVICES["h100"],
     prompt: int | None = None,
 ) -> list[ClusterPlan]:
-    """Every stage by itself: a later one may have other teachers."""
-    known: dict[str, str] = {}  # stage -> the model it starts from: same shapes as the one it will save
+    """Plan every stage separately, because a later one may have other teachers."""
+    known: dict[str, str] = {}  # stage -> its start model, which has the shapes of its result
 
     def resolve(name: str) -> str:
         return known[name.removeprefix(STAGE_PREFIX)] if name.startswith(STAGE_PREFIX) else name
@@ -146,7 +142,7 @@ def task_of(
 
 
 def adapters(student: ModelShape, rank: int) -> int:
-    """Of every linear layer: about seven per decoder layer, whose sides add up to 24 widths where the inner one is three."""
+    """LoRA parameters of all linear layers: about seven per decoder layer, with sides of 24 widths in total."""
     return student.layers * rank * 24 * student.width
 
 
@@ -173,23 +169,23 @@ def planned(task: PaperStage, placed: Placement, gpus: int, sharded: bool | None
     return ClusterPlan(gpus, task, placed, rank_memory(task, placed, sharded), others, moved, seconds(task, placed))
 
 
-# Which devices do what: everything on every rank where that fits, else trainer, samplers and teachers on devices of their own.
+# Placement: everything on every rank if it fits, else separate devices for trainer, samplers and teachers
 
 
-MACHINE = 8  # devices of one
+MACHINE = 8  # devices per machine
 PAGES = 50e9  # bytes per second from a host's memory to one device
 
 
 @dataclass(frozen=True)
 class PaperStage:
-    """A stage with the shapes of its models."""
+    """A stage and the shapes of its models."""
 
     stage: Stage
     precision: str
     student: ModelShape
     trained: int
-    teachers: Mapping[str, tuple[ModelRef, ModelShape]]  # those that have a model of their own; mixtures: NAME/0, …
-    owners: Mapping[str, str]  # -> the recipe's teacher
+    teachers: Mapping[str, tuple[ModelRef, ModelShape]]  # teachers with their own model; parts of mixtures: NAME/0, …
+    owners: Mapping[str, str]  # -> the teacher in the recipe
     prompt: int  # tokens
     device: Device
 
@@ -203,7 +199,7 @@ class PaperStage:
 
     @property
     def sampled(self) -> int:
-        """Bytes of a weight in the sampler."""
+        """Bytes per weight in the sampler."""
         return BYTES[self.stage.sampler.dtype or self.usual]
 
     def teacher_bytes(self, name: str) -> int:
@@ -211,14 +207,14 @@ class PaperStage:
         return shape.stored(BYTES[ref.dtype or self.usual], ref.quantise)
 
     def share(self, name: str) -> float:
-        """Of the tokens, as far as the recipe alone says it: teachers of a role have equal parts."""
+        """The share of tokens per teacher, as far as the recipe says: equal parts within a role."""
         role = self.stage.teachers[self.owners[name]].role
         return 1 / sum(self.stage.teachers[other].role == role for other in set(self.owners.values()))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`together`: every rank samples, scores and trains. Else each part has devices of its own."""
+    """`together`: every rank samples, scores and trains. Otherwise each part has its own devices."""
 
     together: bool
     ranks: int
@@ -243,7 +239,7 @@ def group_of(stage: Stage, ranks: int) -> int:
 
 
 def even(stage: Stage, ranks: int) -> bool:
-    """Whether groups are of one size."""
+    """Whether all groups have the same size."""
     return ranks % group_of(stage, ranks) == 0
 
 
@@ -268,7 +264,7 @@ def rank_memory(task: PaperStage, placed: Placement, sharded: bool | None = None
 
 
 def seconds(task: PaperStage, placed: Placement) -> dict[str, float]:
-    """Of the phases of a step."""
+    """Seconds of the phases of a step."""
     work, device, student = task.work, task.device, task.student
     samplers, gpus = (placed.ranks, 1) if placed.together else (placed.samplers, placed.sampler_gpus)
     spread = placed.spread(task.stage)
@@ -298,7 +294,7 @@ def scoring_gpus(task: PaperStage, placed: Placement, name: str) -> int:
 
 
 def place(task: PaperStage, gpus: int) -> Placement:
-    """The simplest that fits; what is left over goes where it saves most time."""
+    """The simplest placement that fits. Remaining GPUs go where they save most time."""
     together = Placement(True, gpus, group_of(task.stage, gpus))
     if even(task.stage, gpus) and sum(rank_memory(task, together).values()) <= task.device.usable:
         return together
@@ -310,7 +306,7 @@ def place(task: PaperStage, gpus: int) -> Placement:
         if fewest is not None and fewest.gpus <= gpus:
             return _grown(task, fewest, gpus)
     least = _fewest_ranks(task, sampler, own, most, 1 << 20)
-    needed = "more than can be had" if least is None else str(least.gpus)
+    needed = "more than is available" if least is None else str(least.gpus)
     raise UserError(
         f"{gpus} GPUs of {bytes_in_words(task.device.memory)} are too few: one of the trainer's does not fit, or what trains, "
         f"samples and scores needs {needed} at least. Give more --gpus, or set student.gradient_checkpointing, a lower "
@@ -319,7 +315,7 @@ def place(task: PaperStage, gpus: int) -> Placement:
 
 
 def _devices(task: PaperStage, size: int) -> int:
-    """Of one model: a power of two within a machine, then whole machines."""
+    """GPUs per model: a power of two within a machine, then whole machines."""
     count = -(-size // task.device.usable)
     return 1 << (count - 1).bit_length() if count <= MACHINE else MACHINE * -(-count // MACHINE)
 
@@ -337,7 +333,7 @@ def _fewest_ranks(
 
 
 def _grown(task: PaperStage, placed: Placement, gpus: int) -> Placement:
-    """One more unit at a time, to the part that becomes faster by most per device."""
+    """Add one unit at a time, to the part with the largest speed-up per device."""
     while True:
         now, best, gain = sum(seconds(task, placed).values()), placed, 0.0
         for more in _larger(task, placed, gpus):
@@ -367,7 +363,7 @@ def _larger(task: PaperStage, placed: Placement, gpus: int) -> list[Placement]:
 
 
 def _faster(task: PaperStage, placed: Placement) -> dict[str, tuple[int, int]]:
-    """As many replicas of each teacher as it takes for all to be done in three quarters of the time."""
+    """Add replicas of teachers until all need at most three quarters of the time."""
     assert placed.teachers is not None
 
     def scoring(name: str, gpus: int) -> float:
@@ -380,12 +376,11 @@ def _faster(task: PaperStage, placed: Placement) -> dict[str, tuple[int, int]]:
     }
 
 
-# Shapes of models for a plan on paper: of what is on this machine, of the hub's cache, or as they are given. Nothing is asked
-# of a network, and no torch is needed.
+# Shapes of models: from this machine, from the hub's cache, or as given
 
 
-VOCABULARY = 151_936  # of a model that says nothing about it
-TIED = 4e9  # parameters below which the head usually is the embedding
+VOCABULARY = 151_936  # for a model that does not say
+TIED = 4e9  # smaller models usually have tied embeddings
 KEY_VALUES = 2048  # eight heads of 128, keys and values
 
 
@@ -402,7 +397,7 @@ def given_sizes(options: list[str]) -> dict[str, ModelSize]:
 
 
 def guessed(size: ModelSize) -> ModelShape:
-    """What a model of so many parameters usually looks like, where it was not told."""
+    """The usual shape of a model of this size, for values that were not given."""
     active = size.active or size.parameters
     width = size.width or max(64, 128 * round((active * 80 / 12) ** (1 / 3) / 128))
     vocabulary = size.vocabulary or VOCABULARY
@@ -414,7 +409,7 @@ def guessed(size: ModelSize) -> ModelShape:
 
 
 def shape_of(model: str, revision: str | None, sizes: Mapping[str, ModelSize], called: str) -> ModelShape:
-    """`called`: the part that the model plays, by which --size may name it, too."""
+    """`called`: the role of the model, which --size may name as well."""
     size = sizes.get(called) or sizes.get(model)
     if size is not None:
         return guessed(size)
@@ -431,7 +426,7 @@ def shape_of(model: str, revision: str | None, sizes: Mapping[str, ModelSize], c
 
 
 def of_directory(directory: Path) -> ModelShape:
-    """Of its config, and of the headers of its weight files where they are here."""
+    """The shape from the config, and from the headers of weight files if they are on this machine."""
     raw = read_json(directory / "config.json")
     raw = raw.get("text_config", raw)
     names = {"hidden_size": ("n_embd", "d_model"), "num_hidden_layers": ("n_layer", "num_layers"), "vocab_size": ()}
@@ -449,7 +444,7 @@ def of_directory(directory: Path) -> ModelShape:
 
 
 def _counted(config: Any) -> tuple[int, int]:
-    """Parameters, and those that one token goes through, of a decoder with gated layers."""
+    """All parameters and the parameters per token of a decoder with gated layers."""
 
     def number(*names: str) -> int:
         return next((int(value) for name in names if isinstance(value := vars(config).get(name), int) and value), 0)

@@ -1,4 +1,4 @@
-"""The trainer's ranks on Ray: those that torchrun starts, with samplers and teachers in other workers."""
+"""The trainer's ranks on Ray: as under torchrun, with samplers and teachers in other workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opd.models.language_model import LanguageModel
 from opd.recipe import Stage
 from opd.records import TokenSampler
 
-LEASE = 20.0  # seconds between two attempts at a lock that may be that of a machine which is gone
+LEASE = 20.0  # seconds between attempts to take a lock that may belong to a lost machine
 
 
 class RayRanks(DistributedRanks):
@@ -43,7 +43,7 @@ class RayRanks(DistributedRanks):
         max_length: int,
         stop_ids: tuple[int, ...],
     ) -> TokenSampler:
-        """The first ranks have a worker each, and the others wait for what it draws."""
+        """The first ranks have one sampling worker each, and the others wait for its rollouts."""
         if not self._samplers:
             return super().student_sampler(sampler, led, spec, model, max_length, stop_ids)
         facts: Mapping[str, Any] = {
@@ -67,7 +67,7 @@ class TrainerWorker:
         return os.getpid()
 
     def meeting_point(self, host: str | None) -> tuple[str, int]:
-        """Where the first rank can be met by the others: there, or on its machine's own address."""
+        """The address where the other ranks find the first one."""
         host = host or node_address()
         return host, free_port(host)
 
@@ -79,7 +79,7 @@ class TrainerWorker:
         teachers: TeacherPlaces,
         again: bool = False,
     ) -> tuple[int, str]:
-        """The exit code of `opd run X --resume --out DIR`, and what it had to say. `again`: after ranks that were lost."""
+        """The exit code and message of `opd run X --resume --out DIR`. `again`: after lost ranks."""
         os.environ.update(environment)
         os.chdir(arguments.folder)
         from opd.common.errors import RESUME_ME, AnotherRank, OpdError, RanksLost, RunLocked, Stopped
@@ -93,13 +93,11 @@ class TrainerWorker:
         try:
             run(recipe, overrides=overrides, out=out, resume=True, join=lambda: joined_ranks(make))
         except RanksLost as error:
-            return LOST, str(error)  # the whole group is started again
+            return LOST, str(error)  # all ranks are restarted
         except AnotherRank as error:
-            return error.exit_code, ""  # that one tells of it
+            return error.exit_code, ""  # the other rank reports it
         except RunLocked as error:
-            time.sleep(
-                LEASE if again else 0
-            )  # a file server gives back the lock of a machine that is gone after a while
+            time.sleep(LEASE if again else 0)  # a file server releases the lock of a lost machine after a while
             return LOST if again else error.exit_code, str(error)
         except Stopped:
             return RESUME_ME, "stopped; a checkpoint is saved"

@@ -1,7 +1,7 @@
-"""A sampler in a process of its own, on Ray: the trainer sends it weights and requests, and gets tokens back.
+"""A sampler in its own Ray worker: the trainer sends weights and requests, and gets tokens back.
 
-Draws are keyed by the request, so they are those of a sampler beside the trainer. A worker that died is started again by Ray; it
-gets the newest weights once more, and goes on behind the tokens that had come.
+Draws are keyed by the request, so they are the same as in the trainer's process. A worker that dies is restarted by Ray, gets the
+newest weights again, and continues after the tokens that have arrived.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 
-ROUND = 256  # events in one message
+ROUND = 256  # events per message
 AWAY = 600.0  # seconds that a worker may be away
-OTHER_WEIGHTS = ("other weights",)  # in place of events
+OTHER_WEIGHTS = ("other weights",)  # sent in place of events
 
 
 class SamplerWorker:
@@ -39,17 +39,17 @@ class SamplerWorker:
         return os.getpid()
 
     def load(self, facts: Mapping[str, Any], weights: tuple[int, Mapping[str, tuple[str, np.ndarray]]]) -> None:
-        """`facts`: the model whose weights these are, and how it samples; a later stage has others."""
+        """`facts`: the model of these weights, and how it samples. A later stage has other facts."""
         if self._sampler is None or facts != self._facts:
-            self._sampler = None  # its memory is free before the next one takes some
+            self._sampler = None  # frees its memory before the next one is loaded
             self._sampler, self._facts = _opened(facts), facts
         version, arrays = weights
         self._sampler.load(WeightsRef(version, {name: _tensor(*array) for name, array in arrays.items()}))
         self._version = version
 
     def sample(self, message: bytes, version: int) -> Iterator[bytes]:
-        """The end of an answer comes with its last token: who goes on behind what has come must not draw behind an end.
-        A worker that has been started again since has other weights than are asked for, or none.
+        """The end of an answer arrives with its last token, so that sampling never resumes after an end.
+        A restarted worker has other weights, or none.
         """
         if self._sampler is None or self._version != version:
             yield write_message([OTHER_WEIGHTS])
@@ -87,15 +87,15 @@ def _annotated(family: Any) -> Any:
 
 
 class WorkerStartedAgain(Exception):
-    """It has not the weights that are asked for."""
+    """The worker does not have the requested weights."""
 
 
 class RemoteSampler:
-    """What a rank of the trainer has of a worker."""
+    """A rank's view of a worker."""
 
     def __init__(self, worker: Any, facts: Mapping[str, Any]) -> None:
         self._worker, self._facts = worker, dict(facts)
-        self._weights: Any = None  # in Ray's store, for as long as they are the newest
+        self._weights: Any = None  # in Ray's store, while they are the newest
         self._version = -1
 
     def load(self, weights: WeightsRef) -> None:
@@ -106,7 +106,7 @@ class RemoteSampler:
         self._publish()
 
     def _publish(self) -> None:
-        """Also to a worker that has just been started again."""
+        """Send the newest weights, also to a restarted worker."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -156,7 +156,7 @@ def _behind(request: SampleRequest, ids: list[int]) -> SampleRequest:
 
 
 def _array(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
-    """numpy has no bfloat16: bytes, and what they are. A single number has no shape, and gets none back."""
+    """A tensor as bytes with its type and shape, because numpy has no bfloat16."""
     import torch
 
     plain = tensor.detach().cpu().contiguous()

@@ -1,10 +1,9 @@
-"""A model that gives text alone: asked through an OpenAI-compatible chat endpoint, many questions at once, within a budget.
+"""A client for a model behind an OpenAI-compatible chat endpoint: many questions at once, within a budget.
 
     chat = Chat(Endpoint(address="http://127.0.0.1:8000/v1", model="big"), calls)
-    chat.ask([ChatQuestion("main/p/0/0", "Is this right? …")])      # answers in order; one that failed says why
+    chat.ask([ChatQuestion("main/p/0/0", "Is this right? …")])      # answers in order; failed ones have an error
 
-Every answered call is logged with the rollout it is about, so that a resumed run does not ask again. What comes back is text, and
-stays text. No httpx before the first question.
+Every answered call is logged with its rollout, so a resumed run does not ask again. httpx is imported with the first question.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ COUNTED = ("calls", "prompt_tokens", "completion_tokens", "failures")
 
 
 class Price(BaseModel):
-    """Of a million tokens, in whatever currency."""
+    """Per million tokens, in any currency."""
 
     model_config = SETTINGS
-    input: float = Field(ge=0, description="of a million tokens of prompts")
-    output: float = Field(ge=0, description="of a million tokens of answers")
+    input: float = Field(ge=0, description="per million tokens of prompts")
+    output: float = Field(ge=0, description="per million tokens of answers")
 
 
 class Endpoint(BaseModel):
-    """Where a model answers, how it is asked, and what it may cost."""
+    """The address of a model, how it is asked, and its budget."""
 
     model_config = SETTINGS
     address: HttpAddress = Field(description="up to the version: http://127.0.0.1:8000/v1")
@@ -49,7 +48,7 @@ class Endpoint(BaseModel):
     timeout: float = Field(120.0, gt=0, le=86_400, description="seconds for one answer")
     patience: float = Field(600.0, gt=0, le=604_800, description="seconds that the server may be away")
     price: Price | None = Field(
-        None, description="of a million tokens: {input: …, output: …}; without it, cost is not counted"
+        None, description="per million tokens: {input: …, output: …}; without it, cost is not counted"
     )
     max_calls: Positive | None = Field(None, description="calls after which the run stops")
     max_cost: float | None = Field(None, gt=0, description="money after which the run stops")
@@ -57,13 +56,13 @@ class Endpoint(BaseModel):
     @model_validator(mode="after")
     def _countable(self) -> Endpoint:
         if self.max_cost is not None and self.price is None:
-            raise ValueError("max_cost needs a `price`: {input: …, output: …} of a million tokens")
+            raise ValueError("max_cost needs a `price`: {input: …, output: …} per million tokens")
         return self
 
 
 @dataclass(frozen=True)
 class ChatQuestion:
-    """`about`: the rollout that the call is logged with; None: it is not logged."""
+    """`about`: the rollout that the call is logged with; None: the call is not logged."""
 
     about: str | None
     text: str
@@ -91,9 +90,9 @@ class CallLog(Protocol):
 
 
 class Chat:
-    """One endpoint. `drain` gives what it did since it was last called, and what it has cost in all.
+    """One endpoint. `drain` returns its counts since the last call, and the total cost.
 
-    `purpose`: what it is asked for; what others asked of the same endpoint for another one is not counted as its own.
+    `purpose`: what the calls are for. Calls to the same endpoint for another purpose are counted separately.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Chat:
                 self._worked = True
 
     def ask(self, questions: Sequence[ChatQuestion]) -> list[Answer]:
-        """Answers in order. Where nothing has ever been answered and nothing is now, that is the error."""
+        """Answers in order. It is an error if all fail and none has ever succeeded."""
         bodies = [self._call(question) for question in questions]
         known = [
             None if self._calls is None or question.about is None else self._calls.find(question.about, body)
@@ -149,7 +148,7 @@ class Chat:
         self._remote.close()
 
     def _call(self, question: ChatQuestion) -> dict[str, Any]:
-        """What a call is: logged as it is, so the token is no part of it."""
+        """The request as it is logged, without the token."""
         messages = [{"role": "user", "content": question.text}]
         if question.system is not None:
             messages.insert(0, {"role": "system", "content": question.system})
@@ -177,13 +176,13 @@ class Chat:
         return Answer(result["text"])
 
     def _read(self, answer: Any) -> dict[str, Any]:
-        """The text and what it took. Whatever else a server says is not looked at."""
+        """The text and its token counts. Other parts of the answer are ignored."""
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise RemoteError(f"{self.endpoint.address}: the answer of {self.endpoint.model!r} holds no text.")
+            raise RemoteError(f"{self.endpoint.address}: the answer of {self.endpoint.model!r} has no text.")
         usage = answer.get("usage")
         tokens = [
             usage.get(name) if isinstance(usage, Mapping) else None for name in ("prompt_tokens", "completion_tokens")
@@ -208,7 +207,7 @@ class Chat:
         spec = self.endpoint
         if spec.max_calls is not None and more and self.total["calls"] + more > spec.max_calls:
             raise TrainingError(
-                f"{spec.model} at {spec.address}: {self.total['calls']} calls are made, {more} more are wanted, and max_calls is "
+                f"{spec.model} at {spec.address}: {self.total['calls']} calls were made, {more} more are needed, and max_calls is "
                 f"{spec.max_calls}. Raise it in a new run."
             )
         if spec.max_cost is not None and self._cost(self.total) >= spec.max_cost:

@@ -1,4 +1,4 @@
-"""What every part of a run is given: where it may keep files, the ranks it runs on, whom it tells, and what ends a wait."""
+"""The context of a run, which every part gets: its directory, its ranks, where messages go, and how waits end."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """The ranks of a run, as far as a part may ask them something. All of them have to make each call."""
+    """The ranks of a run, as a part sees them. All ranks have to make each call."""
 
     rank: int
     size: int
 
     @property
     def leads(self) -> bool:
-        """Whether this process owns the run directory: lock, store, rewards, metrics, what is shown."""
+        """Whether this process owns the run directory: lock, store, rewards, metrics, progress."""
 
     @property
     def sharded(self) -> bool:
         """Whether the student's weights are spread over the ranks."""
 
     def share(self, make: Callable[[], T]) -> T:
-        """What the leader makes, on every rank."""
+        """Return the leader's value on every rank."""
 
     def gather(self, part: T) -> list[T]:
-        """Every rank's part, in their order, on every rank."""
+        """Return the parts of all ranks, in order, on every rank."""
 
     def barrier(self) -> None:
-        """Return once every rank is here."""
+        """Wait for all ranks."""
 
     def deal(self, rollouts: Sequence[Any]) -> list[Any]:
         """This rank's rollouts of a batch. Groups and pairs stay whole."""
 
     def answering(self) -> AbstractContextManager[None]:
-        """While the others wait for what this rank samples."""
+        """A context in which the other ranks wait for this one to sample."""
 
     def holding(self) -> AbstractContextManager[None]:
-        """No rank leaves in here."""
+        """A context in which no rank stops."""
 
     def poll_stop(self) -> None:
         """Raise if a stop has been asked for."""
@@ -88,7 +88,7 @@ class OneProcess:
 
 
 class StopRequests(Protocol):
-    """Where signals to stop arrive."""
+    """Receives signals to stop."""
 
     @property
     def asked(self) -> int:
@@ -98,7 +98,7 @@ class StopRequests(Protocol):
         """Raise if one has arrived."""
 
     def obey(self, number: int) -> None:
-        """Take over a signal that another rank was sent."""
+        """Take a signal that was sent to another rank."""
 
 
 def say_nothing(line: str) -> None:
@@ -107,7 +107,7 @@ def say_nothing(line: str) -> None:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Passed down to every part; no part knows the run that made it.
+    """Passed to every part. No part knows the run that made it.
 
     >>> RunContext(say=print).say("main: 200 steps")
     main: 200 steps
@@ -117,7 +117,7 @@ class RunContext:
     stage: str = ""
     ranks: Peers = field(default_factory=OneProcess)
     say: Callable[[str], None] = to_stderr
-    on_phase: Callable[[str], None] = say_nothing  # is told what the run is doing now
+    on_phase: Callable[[str], None] = say_nothing  # gets a line about what the run is doing
     check_stop: Callable[[], None] = nothing  # raises if the run is to stop
 
     def say_of_stage(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """Errors a user can see. Each says what was wrong, the value given, and what to do.
 
-    OpdError                      exit code 1: the run could not go on
+    OpdError                      exit code 1: the run could not continue
     ├── UserError (ValueError)    exit code 2: a mistake in what was asked for
     │   ├── RecipeError           a key, type or value in a recipe
     │   ├── ModelError            a model that is missing, not a causal LM, or not usable here
@@ -11,8 +11,8 @@
     │   └── RunDirectoryError     a run directory that is missing, damaged or unreadable: names the place
     │       └── RunLocked         another live process writes there: names it
     ├── TrainingError             non-finite loss, out of memory: names the place and the knob
-    ├── RanksLost                 of several ranks, another has ended without a word
-    ├── DiskError                 the disk is full or failed: names the file; `opd resume` goes on once there is room
+    ├── RanksLost                 another rank ended without an error message
+    ├── DiskError                 the disk is full or failed: names the file; `opd resume` continues once there is space
     └── StoreError                the rollout log is damaged: names the file and the offset
 
 `Stopped` is not an error: Ctrl-C asked the run to end, and it ended cleanly. `Preempted` says that SIGTERM did: resume it.
@@ -74,11 +74,11 @@ class StoreError(OpdError):
 
 
 class RanksLost(OpdError):
-    """Another rank of the run has ended, and took no leave."""
+    """Another rank of the run ended without an error message."""
 
 
 class AnotherRank(OpdError):
-    """Another rank has told of the error that ends them all: nothing is left to say."""
+    """Another rank has already reported the error that ends all ranks."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -93,4 +93,4 @@ RESUME_ME = 75  # exit code of a preempted run; EX_TEMPFAIL of sysexits.h: try a
 
 
 class Preempted(Stopped):
-    """SIGTERM: the machine is wanted back. What is durable is enough to go on from."""
+    """SIGTERM: the machine is needed for something else. The run can resume from its durable state."""

@@ -1,10 +1,10 @@
-"""Files that are there whole or not at all, and JSON that is valid and cannot change unnoticed.
+"""Files that are written completely or not at all, and valid JSON with checksums.
 
-json_text({"loss": float("nan")})      # {"loss": null}: what is not finite is null, so that every parser can read it
+json_text({"loss": float("nan")})      # {"loss": null}: numbers that are not finite become null, so every parser can read it
 write_sealed(path, {"step": 8})        # {"step": 8, "sha256": "…"}: temporary name, fsync, rename, fsync of the folder
-read_sealed(path)                      # {"step": 8}, or RunDirectoryError where a single bit differs
+read_sealed(path)                      # {"step": 8}, or RunDirectoryError if a single bit differs
 line_of({"step": 8})                   # {"step": 8, "crc": "…"}: a line of metrics.jsonl or samples.jsonl
-read_lines(path, checked=True)         # the lines whose checksum holds, and the numbers of those whose does not
+read_lines(path, checked=True)         # the intact lines, and the numbers of the damaged ones
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from opd.common.errors import DiskError, RunDirectoryError
 
-SEALS = "run.json"  # checksums of what a run carries out, and of all it reads; once it is there, the run has begun
+SEALS = "run.json"  # checksums of the recipe and of all inputs; written when the run starts
 FORMAT = 2  # of run directories; from 2 on, the lines of metrics.jsonl and samples.jsonl have checksums
 SEAL, CRC = "sha256", "crc"
 CRC_TAIL = len(f', "{CRC}": "00000000"}}')
@@ -42,15 +42,15 @@ DENIED = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-PARTIAL_BYTES = 8  # random ones in a temporary name
+PARTIAL_BYTES = 8  # random bytes in a temporary name
 PARTIAL = re.compile(rf"\.(?P<name>.+?)(?:\.[0-9a-f]{{{2 * PARTIAL_BYTES}}})?\.partial", re.S)
-STALE = 3600.0  # seconds after which a temporary file counts as left behind by a writer that was killed
+STALE = 3600.0  # seconds after which a temporary file is taken to be from a writer that was killed
 HASH_CHUNK = 16 << 20
-HASH_CACHED = 16 << 20  # bytes; smaller files are read each time, which takes no time and cannot be fooled
+HASH_CACHED = 16 << 20  # bytes; smaller files are always read, which is fast and cannot be fooled
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON as the standard has it. Python would write NaN and Infinity, which other parsers refuse."""
+    """JSON as the standard has it. Python would write NaN and Infinity, which other parsers reject."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -64,11 +64,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# Whole files
+# Atomic writes
 
 
 def cache_directory() -> Path | None:
-    """Where things are kept that can be made again: `$XDG_CACHE_HOME/opd`, else `~/.cache/opd`. None: there is no home."""
+    """The cache directory: `$XDG_CACHE_HOME/opd`, else `~/.cache/opd`. None if there is no home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd"
     except RuntimeError:
@@ -76,7 +76,7 @@ def cache_directory() -> Path | None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or a folder's list of names."""
+    """fsync a file, or a directory's list of names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,9 +85,9 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """A reader, now or after a power cut, sees what was there before or all of the new, never a part.
+    """A reader sees the old content or all of the new content, even after a power cut.
 
-    The temporary name is random and the file must be new, so a link that somebody has put there is never followed.
+    The temporary name is random and the file must be new, so an existing link is never followed.
     """
     remove_partials(path.parent, {path.name}, older=STALE)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(PARTIAL_BYTES)}.partial")
@@ -105,7 +105,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(name: str) -> str | None:
-    """The file that a temporary name of `write_whole` stands for; earlier versions put no random part into it.
+    """The file that a temporary name of `write_whole` belongs to. Names from earlier versions have no random part.
 
     >>> partial_of(".run.json.0123456789abcdef.partial"), partial_of(".run.json.partial"), partial_of("run.json")
     ('run.json', 'run.json', None)
@@ -115,17 +115,17 @@ def partial_of(name: str) -> str | None:
 
 
 def remove_partials(folder: Path, names: Collection[str], *, older: float = 0.0) -> None:
-    """Remove what killed writers of these files left in a folder, if it is `older` than so many seconds."""
+    """Remove temporary files of killed writers that are `older` than so many seconds."""
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if partial_of(entry.name) in names]
     for entry in found:
-        with suppress(OSError):  # another user's, or a process was faster
+        with suppress(OSError):  # it belongs to another user, or another process removed it
             if not older or time.time() - entry.stat(follow_symlinks=False).st_mtime > older:
                 os.unlink(entry.path)
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add to the end of a file, which is made if need be. A link in its place is refused: the text would go elsewhere."""
+    """Append to a file, which is created if necessary. A symbolic link is an error, because the text would go elsewhere."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -139,7 +139,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def fresh_directory(path: Path) -> Path:
-    """An empty directory of one's own. What is there under this name, such as the rest of an earlier attempt, is removed."""
+    """Make an empty directory that only this user can read. Anything of this name is removed first."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -154,7 +154,7 @@ def sha256(path: Path) -> str:
 
 
 def sealed(value: Mapping[str, Any]) -> str:
-    """JSON text of a mapping with a checksum of the rest inside. Older files may hold NaN, so it is not refused here."""
+    """JSON text of a mapping with a checksum of the rest inside. Older files may hold NaN, so NaN is allowed here."""
     digest = hashlib.sha256(json.dumps(dict(value)).encode()).hexdigest()
     return json.dumps({**value, SEAL: digest}, indent=1) + "\n"
 
@@ -164,7 +164,7 @@ def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What was sealed. Rendering it again has to give the file byte for byte, so even a changed space is found."""
+    """Read a sealed file. Its content must render to the same bytes, so even a changed space is found."""
     with reading(path):
         data = path.read_bytes()
     try:
@@ -178,16 +178,16 @@ def read_sealed(path: Path) -> dict[str, Any]:
     raise RunDirectoryError(f"{path} was altered or cut: its checksum does not match.")
 
 
-# Lines
+# Files of JSON lines
 
 
 @dataclass
 class Lines:
-    """A file of lines. A torn one at the end is what a killed writer leaves."""
+    """A file of lines. A writer that was killed may leave half a line at the end."""
 
     whole: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)  # their numbers, from 1
-    torn: int = 0  # bytes behind the last line end
+    torn: int = 0  # bytes after the last line end
 
 
 def line_of(values: Mapping[str, Any]) -> str:
@@ -202,7 +202,7 @@ def lines_checked(run: Path) -> bool:
 
 
 def read_lines(path: Path, *, checked: bool) -> Lines:
-    """Every line, verified. Runs begun before lines had checksums are read with `checked` off: there, they may lack one."""
+    """Read and verify every line. `checked=False`: lines may lack a checksum, as in runs of earlier versions."""
     found = Lines()
     if not path.exists():
         return found
@@ -219,7 +219,7 @@ def read_lines(path: Path, *, checked: bool) -> Lines:
 
 
 def _line(raw: bytes, checked: bool) -> dict[str, Any] | None:
-    """What the line holds, without its checksum; None where it is damaged."""
+    """The content of a line, without its checksum; None if it is damaged."""
     body, tail = raw[:-CRC_TAIL] + b"}", raw[-CRC_TAIL:]
     marked = tail.startswith(f', "{CRC}": "'.encode())
     if marked and tail != f', "{CRC}": "{zlib.crc32(body):08x}"}}'.encode():
@@ -238,9 +238,9 @@ def _line(raw: bytes, checked: bool) -> dict[str, Any] | None:
 
 
 def content_hash(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
-    """sha256 of a file's bytes; of a large one, kept in the user's cache by its path, size and times.
+    """sha256 of a file. The hash of a large file is cached by its path, size and times.
 
-    `advance` is told how many bytes were dealt with. The cache is `$XDG_CACHE_HOME/opd/hashes`; delete it at will.
+    `advance` gets the number of bytes that were read. The cache is `$XDG_CACHE_HOME/opd/hashes`, which may be deleted.
     """
     facts = path.stat()
     if facts.st_size < HASH_CACHED:
@@ -251,7 +251,7 @@ def content_hash(path: Path, advance: Callable[[int], None] = lambda _: None) ->
     kept = root / "hashes" / hashlib.sha256(key.encode()).hexdigest() if root is not None else None
     try:
         known = read_sealed(kept)["content"] if kept is not None else None
-    except (RunDirectoryError, KeyError):  # not there, or damaged: read the file itself
+    except (RunDirectoryError, KeyError):  # missing or damaged: read the file itself
         known = None
     if known is not None:
         advance(facts.st_size)
@@ -262,18 +262,18 @@ def content_hash(path: Path, advance: Callable[[int], None] = lambda _: None) ->
             digest.update(chunk)
             advance(len(chunk))
     if kept is not None:
-        with suppress(OSError):  # a cache that cannot be written is only slower
+        with suppress(OSError):  # without a cache it is only slower
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(kept, {"key": key, "content": digest.hexdigest()})
     return digest.hexdigest()
 
 
-# Errors of the disk, in one sentence
+# Disk errors
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A file that is missing or may not be read is named, with the reason."""
+    """Turn an error while reading a file into a RunDirectoryError with the reason."""
     try:
         yield
     except FileNotFoundError:
@@ -284,7 +284,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(directory: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """A disk that is full, failing or closed to us ends the run with one message. Writers in Rust only leave a text."""
+    """Turn a disk error into a DiskError. Writers in Rust raise errors that have only a text."""
     try:
         yield
     except Exception as error:
@@ -309,11 +309,11 @@ def _number(error: Exception) -> int | None:
     return next((code for code in (*DISK, *DENIED) if f"(os error {code})" in str(error)), None)
 
 
-# Whether something is there
+# Existence checks
 
 
 def is_directory(path: Path) -> bool:
-    """False, too, for names that no file system takes."""
+    """Whether a file exists. False for invalid names."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -328,7 +328,7 @@ def is_file(path: Path) -> bool:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """What a file of a run directory says; it holds one JSON object."""
+    """Read a file of a run directory that holds one JSON object."""
     with reading(path):
         data = path.read_bytes()
     try:

@@ -1,4 +1,4 @@
-"""One small HTTP client for everything that is asked of another machine: teachers and judges behind an address.
+"""A small HTTP client for teachers and judges on other machines.
 
     remote = Remote("http://127.0.0.1:8200", token_env="OPD_TOKEN")
     remote.json("POST", "/v1/score", {"text": "…"})                     # an answer in JSON
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Body = bytes  # inside the class that is a method
+Body = bytes  # because the class has a method `bytes`
 AWAY = {408, 425, 429, 502, 503, 504}  # try again later: the server is busy, ending or starting
-BUSY = {408, 425, 429}  # of these, what says that it is there
+BUSY = {408, 425, 429}  # the part of these that shows that the server is running
 FIRST, LONGEST = 0.25, 15.0  # seconds between two tries
-SLICE = 0.5  # seconds after which a wait looks whether it should end
+SLICE = 0.5  # seconds between checks whether a wait should end
 QUOTED = 600  # characters of an answer that an error quotes
 UNSAFE = re.compile(r"//[^\s'\"]*@")  # name and password in an address
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
@@ -53,27 +53,27 @@ def to_stderr(line: str) -> None:
 
 
 def nothing() -> None:
-    """There is nobody who could end a wait."""
+    """Never ends a wait."""
 
 
 def address_of(text: str) -> str:
-    """An address as it is asked: http or https, a host, no name and password in it."""
+    """A valid address: http or https, a host, no user name or password."""
     shown = plain(UNSAFE.sub("//…@", text))
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError:
-        raise RecipeError(f"address {shown!r}: it has no port that can be. Such as http://127.0.0.1:8200.") from None
+        raise RecipeError(f"address {shown!r}: its port is not valid. Example: http://127.0.0.1:8200.") from None
     wrong = [
-        port == 0 and "port 0 is nobody's",
+        port == 0 and "port 0 is not valid",
         parts.scheme not in ("http", "https") and "it has to begin with http:// or https://",
         not parts.hostname and "it names no host",
-        (parts.username or parts.password) is not None and "a password does not belong there: name it by `token_env`",
+        (parts.username or parts.password) is not None and "it has a password: use `token_env` instead",
         bool(parts.query or parts.fragment) and "it has to end with a path",
         bool(re.search(r"[\s\x00-\x1f]", text)) and "it holds blanks",
     ]
     for reason in filter(None, wrong):
-        raise RecipeError(f"address {shown!r}: {reason}. Such as http://127.0.0.1:8200.")
+        raise RecipeError(f"address {shown!r}: {reason}. Example: http://127.0.0.1:8200.")
     return text.rstrip("/")
 
 
@@ -85,7 +85,7 @@ def _is_a_variable(value: str) -> str:
 
 def _apart(values: list[str]) -> list[str]:
     if len(set(values)) < len(values):
-        raise ValueError("an address comes twice")
+        raise ValueError("an address is listed twice")
     return values
 
 
@@ -107,29 +107,31 @@ def token_of(variable: str | None, address: str) -> str | None:
     if not token:
         raise RemoteError(f"token_env {variable!r}: this variable is not set. Put the token of {address} into it.")
     if not (token.isascii() and token.isprintable()):
-        raise RemoteError(f"token_env {variable!r}: what it holds is no token: only visible ASCII characters are.")
+        raise RemoteError(
+            f"token_env {variable!r}: its value is not a token: tokens have only visible ASCII characters."
+        )
     return token
 
 
 @dataclass(eq=False)
 class OneServer:
-    """One of the servers that serve the same."""
+    """One of several servers that serve the same models."""
 
     address: str
     client: httpx.Client | None = None
-    load: int = 0  # of what it is asked at this moment
-    done: int = 0  # of all that it was asked
+    load: int = 0  # of requests under way
+    done: int = 0  # of all requests
     away: bool = False
-    again: float = 0.0  # when it is worth another look
-    used: bool = False  # since somebody looked whether it still is the same
-    refused: bool = False  # it came back as another
+    again: float = 0.0  # when to try it again
+    used: bool = False  # since it was last checked
+    refused: bool = False  # it came back with other models
 
 
 class Remote:
-    """`patience`: seconds that a server may be away; `retries`: how often a request that it fails at (500) is asked again.
+    """`patience`: seconds that a server may be away; `retries`: retries of a request that fails with status 500.
 
-    `say` is told when a wait begins and ends; `check` is called during waits and may raise to end them. Of several addresses
-    each gets `concurrency` requests at once.
+    `say` gets a message when a wait begins and ends; `check` is called during waits and may raise to end them. With several
+    addresses each gets `concurrency` requests at once.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Remote:
         self.concurrency, self._say, self._check = concurrency * len(self.places), say, check
         self._lock, self._here = threading.Lock(), threading.local()
         self._waiting = False
-        self.returns = 0  # how often the server was away and came back
+        self.returns = 0  # how often the server came back
 
     @property
     def address(self) -> str:
@@ -173,9 +175,9 @@ class Remote:
     def bytes(
         self, method: str, path: str, body: Any = None, accept: str = "application/octet-stream", load: int = 1
     ) -> tuple[bytes, Mapping[str, str]]:
-        """The answer's body and headers. Bytes are sent as they are, everything else as JSON.
+        """The body and headers of the answer. Bytes are sent as they are, everything else as JSON.
 
-        `load`: how much work it is, by which several servers are balanced.
+        `load`: the amount of work, for balancing between servers.
         """
         headers = {"Accept": accept}
         content = body
@@ -190,12 +192,12 @@ class Remote:
                 method,
                 path,
                 f"{response.status_code}: {self._quoted(response.content)}",
-                hint.get(response.status_code, "Mend the request or the server."),
+                hint.get(response.status_code, "Fix the request or the server."),
             )
         return response.content, response.headers
 
     def map(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Results in order; at most `concurrency` at once. The first error ends all of them."""
+        """Results in order, with at most `concurrency` calls at once. The first error ends all calls."""
         if len(calls) <= 1 or self.concurrency == 1:
             return [call() for call in calls]
         errors: list[BaseException] = []
@@ -214,7 +216,7 @@ class Remote:
             try:
                 return [future.result() for future in futures]
             except BaseException as error:
-                errors.append(error)  # Ctrl-C: whoever waits gives up
+                errors.append(error)  # Ctrl-C: waiting calls give up
                 raise errors[0] from None
 
     def close(self) -> None:
@@ -224,11 +226,11 @@ class Remote:
                     place.client.close()
                 place.client = None
 
-    # Of several servers
+    # Several servers
 
     @contextmanager
     def only(self, place: OneServer) -> Iterator[None]:
-        """Ask this one alone, without waiting for it where there are others."""
+        """Ask only this server, without waiting for it if there are others."""
         self._only = place
         try:
             yield
@@ -237,11 +239,11 @@ class Remote:
 
     @property
     def looked_at(self) -> OneServer | None:
-        """The one that alone is asked now."""
+        """The only server that is asked now."""
         return self._only
 
     def check_used(self, check: Callable[[], None]) -> list[OneServer]:
-        """Each that answered since the last time has to pass. Found: those that are away, for whose answers nobody can vouch."""
+        """Check each server that has answered since the last check. Returns those that are away, which cannot be checked."""
         away = []
         for place in [place for place in self.places if place.used]:
             try:
@@ -256,11 +258,11 @@ class Remote:
 
     @property
     def answered_by(self) -> OneServer | None:
-        """Who answered the last question of this thread."""
+        """The server that answered the last request of this thread."""
         return vars(self._here).get("place")
 
     def take_back(self, check: Callable[[], None]) -> None:
-        """Those that were away are looked at again. Who passes works with the others; who does not is left alone."""
+        """Check the servers that were away. A server that passes is used again."""
         if len(self.places) == 1 or self._only is not None:
             return
         for place in self.places:
@@ -273,10 +275,10 @@ class Remote:
                 continue
             except (OpdError, ValueError) as error:
                 place.refused, place.used = True, False
-                self._say(f"{place.address} is back as another one, and is left alone: {first_line(error)}")
+                self._say(f"{place.address} is back with other models, and is not used: {first_line(error)}")
 
     def _pick(self, load: int) -> OneServer:
-        """The one with the least to do. If all are away, they are tried in turn."""
+        """The server with the least work. If all are away, they are tried in turn."""
         with self._lock:
             place = self._only
             if place is None:
@@ -286,7 +288,7 @@ class Remote:
             place.load, place.done = place.load + load, place.done + load
             return place
 
-    # One request until it is answered
+    # Retries of one request
 
     def _ask(
         self, method: str, path: str, content: Body | None, headers: Mapping[str, str], load: int
@@ -320,7 +322,7 @@ class Remote:
             since = since or time.monotonic()
             waited = time.monotonic() - since
             if failures > self._retries:
-                raise self._error(method, path, reason, "The server fails at this request: see its log.")
+                raise self._error(method, path, reason, "The server fails to answer this request: see its log.")
             if waited >= self._patience or (self._only is not None and len(self.places) > 1):
                 advice = f"Asked again for {waited:.0f} s. Is it running? Raise the patience if it is slow."
                 raise ServerAway(str(self._error(method, path, reason, advice)))
@@ -339,7 +341,7 @@ class Remote:
                     timeout=httpx.Timeout(self._timeout, connect=min(self._timeout, 10.0), pool=None),
                     limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
                     trust_env=not LOOPBACK.fullmatch(host),  # a proxy cannot reach what listens here
-                    follow_redirects=False,  # the token is for this address alone
+                    follow_redirects=False,  # the token is only for this address
                 )
             return place.client
 
@@ -351,7 +353,7 @@ class Remote:
             time.sleep(min(left, SLICE))
 
     def _is_away(self, place: OneServer, reason: str) -> bool:
-        """Whether others are there to take its work."""
+        """Whether other servers can take its work."""
         with self._lock:
             first, place.away = not place.away, True
             place.again = time.monotonic() + LONGEST
@@ -365,7 +367,7 @@ class Remote:
             first, self._waiting = not self._waiting, True
         if first:
             self._say(
-                f"waiting for {self.address} ({reason}); going on when it is back, for up to {self._patience:g} s"
+                f"waiting for {self.address} ({reason}); continuing when it is back, for up to {self._patience:g} s"
             )
 
     def _is_back(self, place: OneServer) -> None:
@@ -375,7 +377,7 @@ class Remote:
         with self._lock:
             first = place.away or self._waiting
             if place.away:
-                place.done = max(other.done for other in self.places)  # it has nothing to catch up on
+                place.done = max(other.done for other in self.places)  # it has been checked
             place.away = self._waiting = False
             self.returns += first
         if first:
@@ -388,7 +390,7 @@ class Remote:
         return RemoteError(f"{self.address}: {method} {plain(path, 200)} was answered with {found}. {advice}")
 
     def _quoted(self, body: Body) -> str:
-        """What a server said, without the token should it repeat it."""
+        """The message of a server, without the token in case it repeats it."""
         text = body[: 4 * QUOTED].decode("utf-8", "replace")
         return plain(text if self._token is None else text.replace(self._token, "…"), QUOTED) or "nothing"
 

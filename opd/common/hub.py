@@ -1,4 +1,4 @@
-"""The Hugging Face hub from a distance: whether it answers at all, and what its client raises where it does not.
+"""The Hugging Face hub: whether it answers, and what its client raises if it does not.
 
 The client tries for half a minute per file before it says that there is no network. Asking once, briefly, says so at once.
 """
@@ -13,14 +13,14 @@ PATIENCE = 5.0  # seconds for one small answer
 
 
 def errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What the client raises. Its own errors are of the first two kinds, those of its HTTP library have a root of their own."""
+    """The errors that the client raises: its own are of the first two kinds; those of its HTTP library have another base class."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return OSError, ValueError, HfHubHTTPError.__bases__[0], *others
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked for anything now, or None where it answers."""
+    """Why the hub does not answer, or None if it does."""
     from huggingface_hub import constants
 
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_answer(constants.ENDPOINT)

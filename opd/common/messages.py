@@ -1,6 +1,6 @@
-"""What ranks tell each other: plain values, arrays and a few records, as bytes that hold no code.
+"""Messages between ranks: plain values, arrays and a few records, as bytes without code.
 
-JSON first, then the arrays that it names, back to back. Floats come out as they went in, bit for bit.
+JSON first, then the arrays that it names, back to back. Floats are exact, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_message(message: bytes) -> Any:
 
 
 def _plain(value: Any, arrays: bytearray) -> Any:
-    """JSON has numbers, texts and lists; everything else is an object with one key, which says what it is."""
+    """Numbers, texts and lists are JSON; everything else is an object whose only key names its type."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -53,7 +53,7 @@ def _taken_apart(value: Any, arrays: bytearray) -> tuple[str, Iterable[Any]]:
         return "array", [value.dtype.str, list(value.shape), start, len(arrays)]
     name = type(value).__name__
     if RECORDS.get(name) is not type(value):
-        raise TypeError(f"ranks cannot tell each other a {name}")
+        raise TypeError(f"ranks cannot send each other a {name}")
     return name, [getattr(value, field.name) for field in fields(value)]
 
 

@@ -1,6 +1,6 @@
-"""Modules that plugins may import by the name they had in earlier versions.
+"""Old names of modules that plugins may still import.
 
-A kept run resumes with the copy of its plugin, which says what it said then. The old name works, with one warning.
+A kept run resumes with the copy of its plugin, which imports the old names. They work, with one warning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MOVED = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds a module of an old name where it is now."""
+    """Finds a module by its old name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ class MovedModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=fullname in PACKAGES) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in PACKAGES:  # the module below it that is imported says it
+        if spec.name not in PACKAGES:  # the imported submodule warns
             warnings.warn(
                 f"{spec.name} is now {MOVED[spec.name]}: import it by that name.", FutureWarning, stacklevel=2
             )
@@ -85,7 +85,7 @@ class MovedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already, and keeps its own name."""
+        """The module has run already, and keeps its own name."""
         module.__spec__ = self._spec
 
 
@@ -93,6 +93,6 @@ PACKAGES = {name.rpartition(".")[0] for name in MOVED} & set(MOVED)
 
 
 def find_moved_modules() -> None:
-    """The finder comes last, so that imports by today's names never ask it."""
+    """Add the finder at the end, so imports by current names never ask it."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

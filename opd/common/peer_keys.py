@@ -1,4 +1,4 @@
-"""Keys of other frameworks and what they are called here: one table, which errors about unknown keys and docs/coming-from.md read.
+"""Keys of other frameworks and their names here: one table for errors about unknown keys and for docs/coming-from.md.
 
 TRL: its trainers' configs and the `TrainingArguments` below them. verl: dotted paths as Hydra writes them; `NAME` in one is any name.
 tinker-cookbook: the configs of its distillation and RL scripts. ms-swift: the arguments of `swift rlhf`. No torch here.
@@ -251,7 +251,7 @@ GLOSSARY: dict[str, tuple[Translation, ...]] = {  # section of the table -> its 
 
 
 def translate(path: Sequence[str]) -> str:
-    """What a key that is unknown here is called here, in words, where other frameworks have it; else nothing.
+    """What another framework's key is called here, as a sentence; empty if no framework has it.
 
     >>> translate(["train", "num_generations"])
     '`num_generations` of TRL and ms-swift is `rollout.samples` here'
@@ -273,7 +273,7 @@ def translate(path: Sequence[str]) -> str:
 
 
 def translate_below(path: Sequence[str], value: Any) -> str:
-    """The same for a whole mapping that is unknown here, such as verl's `trainer`: key by key."""
+    """The same for every key of an unknown mapping, such as verl's `trainer`."""
     if not isinstance(value, Mapping):
         return translate(path)
     found = [sentence for leaf in _leaves(tuple(path), value) if (sentence := translate(leaf))]
@@ -301,9 +301,9 @@ def _known() -> list[tuple[str, tuple[str, ...], Translation]]:
 
 
 def _match(key: tuple[str, ...], parts: tuple[str, ...]) -> tuple[int, bool]:
-    """How well the path of an unknown key names this key: parts in common, from the end, and whether they are all of it.
+    """How well the path of an unknown key matches this key: the number of common parts from the end, and whether all match.
 
-    A word of its own (`ppo_epochs`) is enough of a dotted key; `n` and `path` are not.
+    One distinctive word (`ppo_epochs`) is enough; `n` and `path` are not.
     """
     common = 0
     for one, other in zip(reversed(key), reversed(parts), strict=False):

@@ -1,4 +1,4 @@
-"""Who writes to a run directory: `run.lock` names the process, which may have died since, and its lock ends with it. It is taken in `opd.runner.lock`."""
+"""The process that writes to a run directory. `run.lock` names it; its lock ends with the process. `opd.runner.lock` takes the lock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAME = "run.lock"
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """Who wrote `run.lock` last and did not give it back. That process may be dead."""
+    """The process that wrote `run.lock` and did not release it. It may be dead."""
     try:
         found = json.loads((directory / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, not readable for us, or being written
+    except (OSError, ValueError):  # missing, not readable, or being written
         return None
     return found if isinstance(found, dict) else None
 
@@ -37,26 +37,26 @@ def describe(directory: Path) -> str:
 
 
 def at_work(directory: Path) -> bool:
-    """Whether a process has a run in hand. On this machine its lock tells, whatever container it is in; one on another machine,
-    whose locks need not reach here, is believed."""
+    """Whether a process is running a run. On this machine the lock tells, also from other containers. A process of another machine
+    is assumed to be alive, because its locks may not be visible here."""
     found = holder(directory)
     return _locked(directory / NAME) or (found is not None and (not _this_kernel(found) or _alive(found)))
 
 
 def elsewhere(directory: Path) -> bool:
-    """Whether the holder was a process of another machine, or of this one before it was started anew."""
+    """Whether the holder was a process of another machine, or of this machine before its last boot."""
     found = holder(directory)
     return found is not None and not _this_kernel(found)
 
 
 def _locked(path: Path) -> bool:
-    """Whether some process has the kernel's lock.
+    """Whether a process has the kernel's lock.
 
-    It is asked for a moment with a shared one, which no other reader minds; a writer that comes just then tries again.
+    A shared lock is tried for a moment, which does not disturb other readers. A writer that comes at this moment tries again.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # not there, or not readable for us
+    except OSError:  # missing, or not readable
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,13 +70,13 @@ def _locked(path: Path) -> bool:
 
 
 def _this_kernel(found: Mapping[str, Any]) -> bool:
-    """Containers of one machine have names of their own, and one boot."""
+    """The boot of this machine, which all its containers share."""
     mine = myself()
     return found.get("boot") == mine["boot"] and (mine["boot"] is not None or found.get("host") == mine["host"])
 
 
 def _seen_from_here(found: Mapping[str, Any]) -> bool:
-    """Only processes of the same namespace can be looked up."""
+    """The namespace of process ids. Only its processes can be looked up."""
     return _this_kernel(found) and found.get("namespace") == myself()["namespace"]
 
 
@@ -85,7 +85,7 @@ def _alive(found: Mapping[str, Any]) -> bool:
 
 
 def myself() -> dict[str, Any]:
-    """Pids are used again: the start time (in clock ticks since boot) and the boot tell two processes apart."""
+    """Start time in clock ticks since boot. With the boot it tells two processes with one pid apart."""
     return {
         "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "started": _started(os.getpid()), "boot": _first_line(Path("/proc/sys/kernel/random/boot_id")),

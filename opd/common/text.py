@@ -1,12 +1,12 @@
-"""Text that comes from data, made fit to be shown: a prompt, a domain or a file's name may hold anything.
+"""Make text from data safe to show: a prompt, a domain or a file name may hold any character.
 
     plain("[/x]\x1b[2J\n")       one line for a terminal, a log, a table's cell or a tracker's tag
     printable("first\nsecond")   the same with line breaks kept: messages and files
     cell("[/x]")                 a cell of a table or panel: rich reads no markup in it
     inline_code("a `b`")         inline code of a Markdown page
 
-Escape sequences, other control characters, bidirectional overrides, invisible characters and lone surrogates are shown by
-their number, as Python writes them; what is long is cut.
+Escape sequences, other control characters, bidirectional overrides, invisible characters and lone surrogates are shown as
+escapes, as Python writes them. Long text is cut.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-LINE, CELL, PAGE = 2000, 60, 100_000  # characters that are shown of a line, a cell, a text of several lines
+LINE, CELL, PAGE = 2000, 60, 100_000  # limits in characters: of a line, a cell, a text of several lines
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories: control, format, surrogate, line and paragraph separator
-BLANKS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that look like nothing
+BLANKS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that are invisible
 
 
 def plain(text: object, limit: int = LINE) -> str:
-    """One line without anything that a terminal acts on.
+    """One line without control characters for a terminal.
 
     >>> plain("a\\x1b[31m\\nb")
     'a\\\\x1b[31m\\\\nb'
@@ -46,7 +46,7 @@ def shortened(value: object, limit: int = CELL) -> str:
 
 
 def printable(text: object, limit: int = PAGE) -> str:
-    """Several lines without anything that a terminal acts on. Ordinary text stays as it is, so files can be copied."""
+    """Several lines without control characters for a terminal. Ordinary text is unchanged, so files can be copied."""
     return _cut("".join(letter if letter in "\n\t" else _shown(letter) for letter in str(text)[: limit + 1]), limit)
 
 
@@ -57,14 +57,14 @@ def cell(text: object, style: str = "") -> Text:
 
 
 def inline_code(text: object) -> str:
-    """Inline code: the fence is longer than any run of backticks inside, so nothing gets out of it."""
+    """Inline code. The fence is longer than any run of backticks inside."""
     shown = plain(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     return f"{fence}{shown}{fence}" if len(fence) == 1 and shown.strip() else f"{fence} {shown} {fence}"
 
 
 class PlainFormatter(logging.Formatter):
-    """Log messages quote data too."""
+    """A log formatter that makes messages safe, since they quote data."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -81,7 +81,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What is wrong, in short: a line that ends with a colon goes on."""
+    """The first line of an error, with the next line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:300]
 

@@ -1,6 +1,6 @@
-"""Which opd this is: the release and a hash of the source that runs, since between two releases the code changes as well.
+"""The version of opd: the release and a hash of the source, because the code changes between releases.
 
-Computed where it is asked for, so a clone, an installed package and an editable one say the same of the same files, without git.
+The hash is computed on demand without git, so a clone and an installed package with the same files have the same version.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-SHOWING = ("report", "diagnose", "cli.py", "__main__.py")  # parts that no result depends on
+SHOWING = ("report", "diagnose", "cli.py", "__main__.py")  # rooms that no result depends on
 
 
 @cache
@@ -21,7 +21,7 @@ def this_version() -> str:
 
 
 def source_hash(package: Path) -> str:
-    """Of the Python files by which a run computes."""
+    """Hash of the Python files that a run computes with."""
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix()):
         name = path.relative_to(package)

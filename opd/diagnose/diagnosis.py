@@ -1,4 +1,4 @@
-"""`opd diagnose`, carried out: measure every teacher in every domain, decide, recommend, and say what the planned run would take."""
+"""Run `opd diagnose`: measure every teacher in every domain, decide, recommend, and estimate the cost of the planned run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from opd.recipe import Stage
 from opd.runner.plan import make_plan
 from opd.teachers.table import K
 
-PROMPTS, SAMPLES, BY_TEACHER = 32, 8, 4  # of each domain; answers of the student to each, and of every teacher
-PASSES = 4  # of a batch through the student and its teacher, in time: scoring, and forward and twice that backward
+PROMPTS, SAMPLES, BY_TEACHER = 32, 8, 4  # prompts per domain; answers of the student and of every teacher to each
+PASSES = 4  # time of training relative to scoring: scoring, forward, and backward at twice its cost
 
 
 def ignored(line: str) -> None:
@@ -25,7 +25,7 @@ def ignored(line: str) -> None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was measured, and what follows."""
+    """All measurements, and the conclusions."""
 
     student: str
     models: dict[str, str]  # teacher -> model
@@ -34,8 +34,8 @@ class Diagnosis:
     decisions: dict[tuple[str, str], Decision]  # (domain, teacher)
     advice: list[Advice]
     recommendation: Recommendation
-    plan: list[str] = field(default_factory=list)  # of the recommended recipe, in words
-    seconds: float | None = None  # of its training, on this machine
+    plan: list[str] = field(default_factory=list)  # memory of the recommended recipe, in words
+    seconds: float | None = None  # of training on this machine
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def diagnose(
     given: bool = True,
     say: Callable[[str], None] = ignored,
 ) -> Diagnosis:
-    """`given`: the stage is a user's own, and what it says about training stays; else it was made up around some models."""
+    """`given`: the stage is the user's, and its training settings are kept; otherwise it was made for the named models."""
     with tempfile.TemporaryDirectory(prefix="opd-diagnose-") as scratch:
         bench = open_bench(spec, prompts, Path(scratch), say)
         try:
@@ -134,7 +134,7 @@ def _decisions(
 
 
 def _advice(domain: str, pairs: Sequence[PairMeasures], decisions: dict[tuple[str, str], Decision]) -> Advice:
-    """Of the best teacher that is not turned away; where all are, of the best."""
+    """The verdict on the best accepted teacher; if none is accepted, on the best."""
     order = ranked(pairs)
     useful = [pair for pair in order if decisions[domain, pair.teacher].rule.verdict != "do not"]
     best = (useful or order)[0]
@@ -142,7 +142,7 @@ def _advice(domain: str, pairs: Sequence[PairMeasures], decisions: dict[tuple[st
 
 
 def _plan(found: Recommendation, clock: Stopwatch, length: float) -> tuple[list[str], float | None]:
-    """Memory of the recommended run on paper; its time from what sampling and scoring took here."""
+    """Estimated memory of the recommended run, and its time from the measured sampling and scoring."""
     recipe = found.recipe()
     if recipe is None:
         return [], None

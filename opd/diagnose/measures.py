@@ -1,4 +1,4 @@
-"""What a diagnosis measures, and how numbers of tokens become numbers of a pair of models. No torch here."""
+"""The measurements of a diagnosis, and how values per token become values per pair of models. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OPENING = 12  # letters of an answer whose pattern is its opening
+OPENING = 12  # letters of an answer that are its opening
 MARKS = {  # of a format
     "thinking": r"</?think",
     "\\boxed": r"\\boxed",
@@ -21,16 +21,16 @@ MARKS = {  # of a format
     "bold": r"\*\*",
     "JSON": r"^\s*[{\[]\s*\"",
 }
-BINS = 8  # stretches of an answer that are told apart
+BINS = 8  # parts that an answer is split into
 FORK = 0.8  # quantile of the student's entropy above which a token is a fork
 
 
 class Depth(NamedTuple):
-    """What is gained where the teacher takes over behind so many tokens of the student's answers."""
+    """The gain if the teacher takes over after so many tokens of the student's answers."""
 
     depth: int
     answers: int
-    advantage: float  # right answers of the teacher's continuations less those of the student's own
+    advantage: float  # accuracy of the teacher's continuations minus the student's accuracy
     stderr: float
 
 
@@ -41,14 +41,14 @@ class Stretch(NamedTuple):
     end: int
     tokens: int
     surprise: float  # of the teacher: -log-prob
-    advantage: float  # its log-prob less the student's
-    kl: float | None  # nats, student to teacher, behind the student's own words
-    kl_teacher: float | None  # behind the teacher's words
+    advantage: float  # its log-prob minus the student's
+    kl: float | None  # nats, student to teacher, after the student's own words
+    kl_teacher: float | None  # after the teacher's words
     auroc: float | None  # of the mean advantage here: right answers of a prompt against wrong ones
 
 
 class HereAgainst(NamedTuple):
-    """The teacher at some tokens against all others."""
+    """A value at some tokens, compared with all others."""
 
     here: float | None
     elsewhere: float | None
@@ -58,11 +58,11 @@ NOWHERE = HereAgainst(None, None)
 
 
 class Form(NamedTuple):
-    """What answers look like, the student's beside the teacher's."""
+    """The form of answers: student and teacher."""
 
-    opening: float  # share of answers that begin alike: the common part of the two distributions of openings
+    opening: float  # overlap of the two distributions of openings
     lines: tuple[float, float]  # of an answer, student and teacher
-    marks: Mapping[str, tuple[float, float]]  # share of the answers that hold one, where any does
+    marks: Mapping[str, tuple[float, float]]  # share of answers with each mark that occurs
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Answering:
     truncated: float  # share cut off at the limit
     accuracy: float | None = None
     stderr: float | None = None
-    pass_at: float | None = None  # of all its samples at least one is right
+    pass_at: float | None = None  # at least one of all samples is right
     by_prompt: Mapping[str, float] = field(default_factory=dict, repr=False)  # share of right ones
 
     def to_json(self) -> dict[str, Any]:
@@ -89,9 +89,11 @@ class Answering:
 class StopProbe:
     """Whether teacher and student agree on where an answer ends. Ids of all are one event."""
 
-    own: float | None = None  # its probability of ending where its own answers end; 0 for those that never do
-    reference: float | None = None  # where the dataset's answers end; where it has none, the student's
-    student: float | None = None  # share of the student's (right) ends at which it would end, too: above one half
+    own: float | None = None  # its probability of ending where its own answers end; 0 for answers that never end
+    reference: float | None = None  # where the dataset's answers end; if it has none, the student's
+    student: float | None = (
+        None  # share of the student's (right) ends where it would end as well (probability above one half)
+    )
     ends: int = 0  # of the student that were looked at
     instead: tuple[int, str, float] | None = None  # id, text and probability of what it says at the end instead
     given: bool = True  # the dataset has answers
@@ -99,7 +101,7 @@ class StopProbe:
 
 @dataclass(frozen=True)
 class PairMeasures:
-    """One teacher beside the student in one domain; None: it cannot be known here."""
+    """One teacher compared with the student in one domain. None: not known."""
 
     teacher: str
     domain: str
@@ -108,8 +110,8 @@ class PairMeasures:
     crosses: bool = False  # the recipe has it read its own tokens already
     aligned: float | None = None  # share of the text that spans pair, where tokenizers differ
     template: float | None = None  # nats per token that its own chat template would change
-    own_template: float | None = None  # its accuracy behind that, where it would change something
-    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # that student and teacher name
+    own_template: float | None = None  # its accuracy with that template, if it differs
+    stop_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of student and teacher
     origin: float | None = None  # cosine between weights
     memory: int | None = None
     answers: Answering | None = None  # of the teacher
@@ -127,14 +129,14 @@ class PairMeasures:
     form: Form | None = None
     stretches: tuple[Stretch, ...] = ()
     forks: HereAgainst = NOWHERE  # advantage where the student hesitates
-    errors: HereAgainst = NOWHERE  # surprise behind the worst token of wrong answers, and before it
+    errors: HereAgainst = NOWHERE  # surprise after the worst token of wrong answers, and before it
     takeover: tuple[Depth, ...] = ()
-    excess: float | None = None  # KL behind the student's words over that behind the teacher's, less 1
+    excess: float | None = None  # KL after the student's words divided by KL after the teacher's words, minus 1
     stops: StopProbe = field(default_factory=StopProbe)
 
     @property
     def signal(self) -> float | None:
-        """What teachers are ranked by: the mean take-over advantage, times the AUROC where there is something to gain."""
+        """The rank of a teacher: the mean take-over advantage, times the AUROC if the advantage is positive."""
         if not self.takeover or self.auroc is None:
             return None
         advantage = float(np.mean([depth.advantage for depth in self.takeover]))
@@ -174,7 +176,7 @@ def answers_of(
 
 
 def gap_between(student: Answering, teacher: Answering | None) -> tuple[float | None, float | None]:
-    """The teacher's accuracy less the student's, over the prompts that both answered, and its standard error."""
+    """The teacher's accuracy minus the student's over the prompts that both answered, and its standard error."""
     shared = [] if teacher is None else [name for name in student.by_prompt if name in teacher.by_prompt]
     if teacher is None or not shared:
         return None, None
@@ -203,7 +205,7 @@ def form_of(student: Sequence[str], teacher: Sequence[str]) -> Form | None:
 
 
 def _opening(text: str) -> str:
-    """Words and numbers by their kind, everything else as it is."""
+    """The pattern of an opening: words and numbers by kind, other characters unchanged."""
     return re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", text.strip()[:OPENING]))
 
 
@@ -212,7 +214,7 @@ def _stderr(values: np.ndarray) -> float:
 
 
 def within_prompt_auroc(prompt_ids: Sequence[str], marks: np.ndarray, scores: np.ndarray) -> tuple[float | None, int]:
-    """The chance that of a right and a wrong answer to one prompt the right one scores higher, and how many pairs say so.
+    """The chance that of a right and a wrong answer to one prompt the right one scores higher, and the number of pairs.
 
     >>> within_prompt_auroc(["a", "a", "b"], np.array([1.0, 0.0, 1.0]), np.array([0.2, 0.1, 9.0]))
     (1.0, 1)
@@ -228,23 +230,23 @@ def within_prompt_auroc(prompt_ids: Sequence[str], marks: np.ndarray, scores: np
 
 
 def mean_of(values: Sequence[np.ndarray]) -> float | None:
-    """Over all tokens that are known."""
+    """The mean over all known tokens."""
     whole = np.concatenate(values) if values else np.zeros(0)
     known = whole[~np.isnan(whole)]
     return float(known.mean()) if known.size else None
 
 
 def stretch_edges(lengths: Sequence[int]) -> list[int]:
-    """Where stretches of answers begin and end: at most BINS, of equal length but for rounding."""
+    """Boundaries of at most BINS parts of about equal length."""
     longest = max(lengths, default=0)
     count = min(BINS, longest)
     return sorted({round(longest * part / count) for part in range(count + 1)}) if count else []
 
 
 def excess_kl(student: Sequence[np.ndarray], teacher: Sequence[np.ndarray]) -> float | None:
-    """How much larger the KL is behind the student's own words than behind the teacher's, position by position.
+    """How much larger the KL is after the student's words than after the teacher's, per position.
 
-    The first position has nothing but the prompt behind it, whoever answers, and is left out.
+    The first position follows only the prompt in both cases, and is left out.
     """
     ours, theirs = _by_position(student), _by_position(teacher)
     shared = [at for at in ours if at and at in theirs]
@@ -280,7 +282,7 @@ def fork_places(entropy: Sequence[np.ndarray], advantage: Sequence[np.ndarray]) 
 
 
 def error_places(marks: np.ndarray, advantage: Sequence[np.ndarray], surprise: Sequence[np.ndarray]) -> HereAgainst:
-    """Of wrong answers: the teacher's surprise behind the token that it likes least, and before it."""
+    """In wrong answers: the teacher's surprise after its least likely token, and before it."""
     after, before = [], []
     for mark, ratio, row in zip(marks, advantage, surprise, strict=True):
         if mark == 0 and (~np.isnan(ratio)).any():

@@ -1,4 +1,4 @@
-"""The measuring itself: both models answer, the teacher scores, and takes over where the student has begun."""
+"""Measure: both models answer, and the teacher scores the student's answers and takes over from them."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ from opd.teachers.pool import TeacherPool, open_teachers
 from opd.teachers.table import K, Pair, Samples, compare
 from opd.teachers.views import BytesView, Group, texts_for
 
-BY_TEACHER, TAKEN_OVER = 10_000, 20_000  # numbers of draws: the student's begin at 0
-DEPTHS = (0.25, 0.5, 0.75)  # of the usual length of the student's answers
-TAKEOVERS = 128  # answers that are taken over at each depth
-COMPARED = 8  # answers that the start-up table is made of
-ENDING = 0.5  # probability of ending above which the teacher would end, too
-ENDS = 5  # right ends that say something
+BY_TEACHER, TAKEN_OVER = 10_000, 20_000  # first draw numbers; the student's begin at 0
+DEPTHS = (0.25, 0.5, 0.75)  # as shares of the usual length of the student's answers
+TAKEOVERS = 128  # answers taken over at each depth
+COMPARED = 8  # answers for the start table
+ENDING = 0.5  # probability of ending above which the teacher would end as well
+ENDS = 5  # fewest right ends that are evidence
 
 
 @dataclass
@@ -116,7 +116,7 @@ class DomainAnswers:
 
     @cached_property
     def references(self) -> list[Rollout]:
-        """The dataset's own answers, where it has any; those that fit."""
+        """The dataset's answers that fit, if it has any."""
         bench, found = self.bench, []
         for asking in self.asked:
             if not asking.prompt.fields.get("completion"):
@@ -152,13 +152,13 @@ def _reference(asking: Asking, ids: np.ndarray) -> Rollout:
 
 @dataclass
 class TeacherAnswers:
-    """A teacher's own answers to the same prompts, where it can give any: a model here that can be shown a prompt."""
+    """A teacher's answers to the same prompts, if it is a model in this process whose view needs only a prompt."""
 
     bench: Bench
     name: str
     asked: list[Asking]
     samples: int
-    own_template: bool = False  # whatever its view says
+    own_template: bool = False  # regardless of its view
 
     @property
     def model(self) -> LanguageModel | None:
@@ -175,7 +175,7 @@ class TeacherAnswers:
 
     @cached_property
     def read(self) -> dict[str, np.ndarray]:
-        """What it reads in place of each prompt; nothing where its view has to see answers first, or it has no model here."""
+        """What it reads in place of each prompt; none if its view needs answers, or if it has no model in this process."""
         kind, model = self.bench.kinds[self.name], self.model
         if model is None or not (kind.view.crosses or (kind.view.of_prompt and kind.view.reprompts)):
             return {}
@@ -197,7 +197,7 @@ class TeacherAnswers:
 
     @cached_property
     def sampler(self) -> TokenSampler:
-        """With room for the longest of what it reads, which may be more than the student does."""
+        """A sampler with room for the teacher's longest prompt, which may be longer than the student's."""
         assert self.model is not None
         length = max(ids.size for ids in self.read.values()) + self.bench.limit
         kind = self.bench.spec.sampler.beside()
@@ -215,7 +215,7 @@ class TeacherAnswers:
 
     @cached_property
     def behind_student(self) -> list[Rollout]:
-        """The same answers behind what the student reads: in ids that both know. None where tokenizers differ."""
+        """The teacher's answers after the student's prompts, in common ids. None if tokenizers differ."""
         asked = self.bench.asked
         return [] if self.crosses else [replace(one, prompt_ids=asked[one.prompt_id].ids) for one in self.rollouts]
 
@@ -285,7 +285,7 @@ def measure_pair(bench: Bench, name: str, own: DomainAnswers, samples: int, cloc
 
 
 def _own_template(theirs: TeacherAnswers, nats: float | None) -> float | None:
-    """Its accuracy behind its own chat template, where that differs: which of the two is to be mended?"""
+    """Its accuracy with its own chat template, if that differs. It shows which template has to be fixed."""
     if not nats:
         return None
     answers = replace(theirs, own_template=True).answers
@@ -304,7 +304,7 @@ def _means(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _likelihood(rows: Sequence[TokenRows], scored: Sequence[TokenRows]) -> dict[str, float]:
-    """Nats per token: whose words, under whom."""
+    """Nats per token: the words of one model under another."""
     found: Mapping[str, float | None] = {
         "student's words under the student": mean_of([row.student for row in rows]),
         "student's words under the teacher": mean_of([row.teacher for row in rows]),
@@ -331,12 +331,12 @@ def _stretches(own: DomainAnswers, rows: Sequence[TokenRows], scored: Sequence[T
 
 
 def _takeover(bench: Bench, own: DomainAnswers, theirs: TeacherAnswers) -> tuple[Depth, ...]:
-    """At several depths; only where answers can be told right from wrong, and both models know the same ids."""
+    """Take over at several depths, if answers can be rewarded and both models have the same ids."""
     if theirs.crosses or not theirs.read or np.isnan(own.marks).all():
         return ()
     usual = float(np.median([rollout.response_ids.size for rollout in own.rollouts]))
     depths = sorted({max(1, round(usual * part)) for part in DEPTHS})
-    gap, stderr = gap_between(own.answers, theirs.answers)  # which is taking over behind nothing
+    gap, stderr = gap_between(own.answers, theirs.answers)  # which is taking over at depth 0
     whole = [] if gap is None or stderr is None else [Depth(0, len(theirs.rollouts), gap, stderr)]
     deeper = [_at_depth(bench, own, theirs, depth) for depth in depths]
     return (*whole, *(found for found in deeper if found is not None))
@@ -393,7 +393,7 @@ def _stop_probe(
 
 
 def _said_instead(bench: Bench, name: str, ended: Sequence[Rollout]) -> tuple[int, str, float] | None:
-    """What the teacher says most often where an answer ends, if it is no stop id."""
+    """The teacher's most frequent token where an answer ends, if it is not a stop id."""
     signals = bench.teachers[name].score(ended, SignalNeed("topk", k=1))
     likeliest: dict[int, list[float]] = {}
     for signal in signals:
@@ -406,16 +406,16 @@ def _said_instead(bench: Bench, name: str, ended: Sequence[Rollout]) -> tuple[in
     return token, str(bench.student.tokenizer.convert_ids_to_tokens(token)), float(np.mean(masses))
 
 
-# What a diagnosis is made on: the models of a stage, open, and a few of its prompts. Nothing is trained or stored.
+# The workbench: the open models of a stage and a few of its prompts. Nothing is trained or stored.
 
 
-VISIT = -3  # keys draws that no step, evaluation or start-up table makes
-SCORED = {"hidden", "logprobs_at"}  # one of them a teacher has to offer
+VISIT = -3  # a key for draws that differ from those of steps, evaluations and start tables
+SCORED = {"hidden", "logprobs_at"}  # a teacher has to offer one of them
 
 
 @dataclass(frozen=True)
 class Asking:
-    """One prompt that both models answer."""
+    """A prompt that both models answer."""
 
     prompt: Prompt
     ids: np.ndarray  # as the student reads it
@@ -426,9 +426,9 @@ class Asking:
 class Bench:
     spec: Stage
     student: LanguageModel
-    kinds: dict[str, TeacherKind]  # with the view bytes where the tokenizer is another
+    kinds: dict[str, TeacherKind]  # with the view bytes if the tokenizer differs
     teachers: dict[str, TeacherLike]
-    differ: dict[str, int]  # teacher -> ids that mean something else to it
+    differ: dict[str, int]  # teacher -> number of ids with another meaning
     stop_ids: tuple[int, ...]
     samplers: Samplers
     rewarder: Rewarder
@@ -452,7 +452,7 @@ class Bench:
         return self.spec.rollout.max_new_tokens
 
     def sampling(self, stop_ids: tuple[int, ...] | None = None) -> Sampling:
-        """At temperature 1 from everything: what the models themselves would say."""
+        """Sampling at temperature 1 without truncation: the models' own distribution."""
         stops = self.stop_ids if stop_ids is None else stop_ids
         return Sampling(self.limit, stop_ids=stops, stop_strings=tuple(self.spec.rollout.stop))
 
@@ -462,7 +462,7 @@ class Bench:
     def groups(
         self, rollouts: Sequence[Rollout], teacher: str, rewards: Mapping[str, float | None]
     ) -> dict[str, Group]:
-        """Answers to each prompt, as the teacher's view sees them."""
+        """Rollouts of each prompt, as the teacher's view needs them."""
         members: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             members.setdefault(rollout.group, []).append(rollout)
@@ -477,7 +477,7 @@ class Bench:
         return {name: replace(group, tokenizer=model.tokenizer, student=tokenizer) for name, group in found.items()}
 
     def right(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> np.ndarray:
-        """1 right, 0 wrong, NaN where nothing rewards it."""
+        """1 right, 0 wrong, NaN without a reward."""
         marks = np.full(len(texts), np.nan)
         covered = [at for at, name in enumerate(prompt_ids) if self.rewarder.covers(self.asked[name].prompt)]
         samples = [Sample(self.asked[prompt_ids[at]].prompt, texts[at]) for at in covered]
@@ -491,7 +491,7 @@ class Bench:
     def draw(
         self, sampler: TokenSampler, wanted: Sequence[Draw], stop_ids: tuple[int, ...] | None = None
     ) -> list[Rollout]:
-        """One rollout each; they belong to their prompt, whatever was read in its place."""
+        """One rollout per answer. It belongs to its prompt, whatever was read in its place."""
         sampling = self.sampling(stop_ids)
         requests = [
             SampleRequest(
@@ -523,7 +523,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Draw:
-    """One answer to be sampled. `number` keys it; `read`: in place of what the student reads; `prefix`: how it begins."""
+    """An answer to sample. `number`: key of the draw; `read`: in place of the student's prompt; `prefix`: its first tokens."""
 
     asking: Asking
     number: int
@@ -532,12 +532,12 @@ class Draw:
 
 
 def open_bench(spec: Stage, count: int, scratch: Path, say: Callable[[str], None]) -> Bench:
-    """`count`: prompts of each domain. What cannot work is refused before weights are loaded. No teacher waits elsewhere."""
+    """Open the models. `count`: prompts per domain. Mistakes are found before weights are loaded. No teacher is paged."""
     _require_here(spec)
     for ref in (ModelRef(spec.student.model, spec.student.revision), *_read(spec)):
-        load_config(ref.model, ref.revision)  # who is not here is told of before anybody is asked again and again
+        load_config(ref.model, ref.revision)  # a missing server is an error before any retries
     rollout = spec.rollout.model_copy(update={"staleness": 0, "in_flight": "recompute"})
-    spec = spec.model_copy(update={"pool": TeacherPool(), "rollout": rollout})  # nothing is sampled ahead
+    spec = spec.model_copy(update={"pool": TeacherPool(), "rollout": rollout})  # no sampling ahead
     device = pick_device(spec.device)
     differ = {name: _differ(spec, kind) for name, kind in _teachers(spec).items()}
     kinds = {
@@ -582,13 +582,13 @@ def _require_here(spec: Stage) -> None:
         raise UserError(f"stage {spec.name!r} merges its student when it starts. Merge first, and name the result.")
     if not _teachers(spec):
         raise UserError(
-            "there is no teacher to look at: none of the role `teacher` gives log-probs of any text. Name one: "
+            "there is no teacher to measure: none of the role `teacher` gives log-probs of any text. Name one: "
             "--teacher MODEL, `teachers` in a recipe, or another stage of it (--stage NAME)."
         )
 
 
 def _teachers(spec: Stage) -> dict[str, TeacherKind]:
-    """Those that can be asked about answers that nobody has seen before."""
+    """Teachers that can score new answers."""
     return {
         name: kind
         for name, kind in spec.teachers.items()
@@ -608,7 +608,7 @@ def _differ(spec: Stage, kind: TeacherKind) -> int:
 def _asked(
     spec: Stage, sources: Sequence[Source], tokenizer: Any, count: int, room: int
 ) -> tuple[dict[str, Asking], list[str]]:
-    """Training prompts, at most `count` of each domain, of those that leave room for an answer."""
+    """At most `count` training prompts per domain that leave room for an answer."""
     found: dict[str, Asking] = {}
     taken: dict[str, int] = {}
     long, unreadable = 0, list[DataError]()
@@ -634,7 +634,7 @@ def _asked(
     return found, [f"{left:,} prompts are too long or cannot be rendered, and were left out"] if left else []
 
 
-# What student and teacher say about every token of some rollouts.
+# Values per token from student and teacher
 
 
 BUDGET = 8192  # tokens of one pass
@@ -642,7 +642,7 @@ BUDGET = 8192  # tokens of one pass
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Of one rollout, (T,) each; NaN: not known. Stop ids are one event."""
+    """Values of one rollout, (T,) each. NaN: not known. Stop ids are one event."""
 
     student: np.ndarray  # log-prob of the token
     teacher: np.ndarray
@@ -650,7 +650,7 @@ class TokenRows:
     entropy: np.ndarray  # of the student
     teacher_entropy: np.ndarray
     overlap: np.ndarray  # of the two top K
-    mass: np.ndarray  # of the teacher's probability, what lies on the student's top K
+    mass: np.ndarray  # the teacher's probability on the student's top K
     teacher_stop: np.ndarray  # its probability of ending here
 
     @classmethod
@@ -668,7 +668,7 @@ class TokenRows:
 def token_rows(
     bench: Bench, name: str, rollouts: Sequence[Rollout], rewards: Mapping[str, float | None]
 ) -> list[TokenRows]:
-    """One for each rollout; of an answer that the teacher's view shows nothing of, nothing is known."""
+    """Values of every rollout. They are NaN if the teacher's view has nothing to show."""
     teacher, view = bench.teachers[name], bench.kinds[name].view
     groups = bench.groups(rollouts, name, rewards)
     found = {rollout.id: TokenRows.unknown(rollout.response_ids.size) for rollout in rollouts}
@@ -687,7 +687,7 @@ def token_rows(
 
 
 def _exact(bench: Bench, teacher: TeacherLike, shown: Sequence[tuple[Rollout, Rendered]]) -> dict[str, TokenRows]:
-    """From hidden states: both distributions are whole."""
+    """From hidden states, with both whole distributions."""
     rollouts, student = [rollout for rollout, _ in shown], bench.student
     signals = teacher.score(rollouts, SignalNeed("hidden"), [text for _, text in shown])
     mask = np.concatenate([signal.mask for signal in signals])
@@ -716,7 +716,7 @@ def _exact(bench: Bench, teacher: TeacherLike, shown: Sequence[tuple[Rollout, Re
 
 
 def _mass(student: Projection, teacher: Projection, stop_ids: tuple[int, ...]) -> Tensor:
-    """Of the teacher's K likeliest ids, the probability of those that are among the student's; stops are one id."""
+    """The probability of those of the teacher's K likeliest ids that are among the student's. Stops are one id."""
     (ours, _, _, _), (theirs, logprobs, _, _) = (likeliest_ids(side, K) for side in (student, teacher))
     stops = torch.tensor(stop_ids, device=ours.device)
     ours, theirs = (torch.where(torch.isin(ids, stops), stops[0], ids) for ids in (ours, theirs))
@@ -732,23 +732,23 @@ def _spread(values: Tensor | None, mask: np.ndarray) -> np.ndarray:
 
 
 def _at_tokens(teacher: TeacherLike, shown: Sequence[tuple[Rollout, Rendered]]) -> dict[str, TokenRows]:
-    """From log-probs of the tokens alone, or of spans where tokenizers differ; the student's are the sampler's."""
+    """From log-probs of tokens, or of spans if tokenizers differ. The student's log-probs are the sampler's."""
     found = {}
     signals = teacher.score([rollout for rollout, _ in shown], SignalNeed("logprobs_at"), [text for _, text in shown])
     for (rollout, _), signal in zip(shown, signals, strict=True):
         nothing = TokenRows.unknown(rollout.response_ids.size)
         theirs = np.where(signal.mask, np.asarray(signal.values, dtype=np.float64), np.nan)
         ours = np.asarray(beside(rollout.logprob, signal), dtype=np.float64)
-        values = vars(nothing) | {"student": ours, "teacher": theirs, "kl": ours - theirs}  # an estimate of it
+        values = vars(nothing) | {"student": ours, "teacher": theirs, "kl": ours - theirs}  # an estimate
         found[rollout.id] = TokenRows(**values)
     return found
 
 
-# How long things took here.
+# Timings
 
 
 class Stopwatch:
-    """Seconds and tokens of what a step consists of, as they went by here."""
+    """Measured seconds and tokens of the parts of a step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -763,5 +763,5 @@ class Stopwatch:
         self.tokens[what] = self.tokens.get(what, 0) + tokens
 
     def each(self, what: str) -> float:
-        """Seconds of a token."""
+        """Seconds per token."""
         return self.seconds[what] / max(self.tokens[what], 1)

@@ -21,7 +21,7 @@ from opd.recipe import Recipe, Stage, load_recipe
 from opd.teachers.kinds import TeacherKind
 
 Verdict = Literal[
-    "span view", "mend the template", "mend the stops", "do not", "off-policy first", "cold start", "sft", "opd"
+    "span view", "fix the template", "fix the stops", "do not", "off-policy first", "cold start", "sft", "opd"
 ]
 
 ALIGNED = 0.9  # share of the text that spans pair
@@ -30,20 +30,23 @@ STOPS = 0.8  # probability of stopping at one's own stops
 AGREED = 0.3  # share of the student's ends at which the teacher would end, too
 AUROC = 0.55
 NOTHING = 0.01  # nats per token: where accuracies are not known, a KL that is none
-ERRORS, WEAKER = 2.0, 1.0  # standard errors of a gap that is one; of a teacher that is the weaker, which would do harm
+ERRORS, WEAKER = (
+    2.0,
+    1.0,
+)  # standard errors: of a significant gap; of a significantly weaker teacher, which would do harm
 LEAST_GAP = 0.02
 WEAK = 0.05  # pass@k
-OVERLAP, UNLIKE, FAR, MASS, ORIGIN = 0.7, 0.65, 0.15, 0.99, 0.5  # UNLIKE: an overlap that needs no other sign
+OVERLAP, UNLIKE, FAR, MASS, ORIGIN = 0.7, 0.65, 0.15, 0.99, 0.5  # UNLIKE: an overlap that is enough on its own
 EXCESS, SHORT = 0.1, 16  # of the KL; tokens of an answer
-TAKEOVER, MAY = 0.05, 1.0  # accuracy that taking over brings; standard errors from which on it may well be that
+TAKEOVER, MAY = 0.05, 1.0  # smallest gain in accuracy by taking over; standard errors within which it may be that
 
 
 class Case(NamedTuple):
-    """One teacher in one domain, with what the rules look at beside it."""
+    """One teacher in one domain, with the context that the rules need."""
 
     student: Answering
     pair: PairMeasures
-    target: float | None = None  # accuracy that is wanted
+    target: float | None = None  # target accuracy
     rivals: int = 0  # other teachers for this domain
 
 
@@ -54,12 +57,12 @@ class Rule:
     verdict: Verdict
     remedy: str
     evidence: str
-    found: Callable[[Case], str | None]  # the numbers that make it match; None: it does not
+    found: Callable[[Case], str | None]  # the numbers for which it matches; None: no match
 
 
 @dataclass(frozen=True)
 class Refinement:
-    """What is added to the verdict that there is something to distil."""
+    """Advice that is added to a positive verdict."""
 
     number: int
     when: str
@@ -81,10 +84,10 @@ def decide(case: Case) -> Decision:
             distils = rule.verdict in ("opd", "cold start", "off-policy first")
             some = [(one, found) for one in REFINEMENTS if distils and (found := one.found(case)) is not None]
             return Decision(rule, because, tuple(some))
-    raise AssertionError("the last row matches everything")
+    raise AssertionError("the last row always matches")
 
 
-# Conditions
+# Conditions of the table
 
 
 def _unaligned(case: Case) -> str | None:
@@ -109,11 +112,11 @@ def _other_template(case: Case) -> str | None:
     told = f"{pair.template:.2g} nats per token"
     if answers is None or answers.accuracy is None or pair.own_template is None:
         return told
-    return f"{told}; {answers.accuracy:.0%} right behind the student's template, {pair.own_template:.0%} behind its own"
+    return f"{told}; {answers.accuracy:.0%} right with the student's template, {pair.own_template:.0%} with its own"
 
 
 def _lost_stops(case: Case) -> str | None:
-    """Both where they are known: a limit that is too low cuts its own answers, and not the dataset's."""
+    """Both, if known: a limit that is too low truncates its own answers, but not the dataset's."""
     stops = case.pair.stops
     known = [value for value in (stops.own, stops.reference) if value is not None]
     if not known or max(known) >= STOPS:
@@ -130,7 +133,7 @@ def _unlike_stops(case: Case) -> str | None:
 
 
 def has_gap(pair: PairMeasures) -> bool | None:
-    """Whether the teacher is better by more than chance; None: not known."""
+    """Whether the teacher is significantly better; None: not known."""
     if pair.gap is None or pair.gap_stderr is None:
         return None
     return pair.gap > max(LEAST_GAP, ERRORS * pair.gap_stderr)
@@ -156,7 +159,7 @@ def _too_weak(case: Case) -> str | None:
 
 
 def _apart(case: Case) -> str | None:
-    """The published overlap and KL count where the teacher is far in another way, too."""
+    """The published limits on overlap and KL only count if the teacher is far in another way as well."""
     pair = case.pair
     if pair.overlap is not None and pair.overlap < UNLIKE:
         return f"{pair.overlap:.0%} of the 16 likeliest tokens agree"
@@ -176,14 +179,14 @@ def _apart(case: Case) -> str | None:
 
 
 def _short_horizon(case: Case) -> str | None:
-    """Nothing is gained behind the student's own words: neither is the teacher further away there, nor does it help to take over."""
+    """Nothing is gained after the student's own words: the teacher is not further away there, and taking over does not help."""
     pair, length = case.pair, case.student.length
     inside = [depth for depth in pair.takeover if depth.depth]
     helps = any(depth.advantage > max(TAKEOVER, MAY * depth.stderr) for depth in inside)
     if helps or not (inside or pair.excess is not None):
         return None
     if pair.excess is not None and pair.excess < EXCESS:
-        return f"the KL behind the student's words is {pair.excess:+.0%} of that behind the teacher's, and taking over gains nothing"
+        return f"the KL after the student's words is {pair.excess:+.0%} of that after the teacher's, and taking over gains nothing"
     if pair.excess is None and length < SHORT:
         return f"answers of {length:.0f} tokens, and taking over gains nothing"
     return None
@@ -201,7 +204,7 @@ def _otherwise(case: Case) -> str:
 
 
 def useful_depth(takeover: tuple[Depth, ...]) -> int | None:
-    """Tokens behind which taking over gains less than the threshold, at every depth that was tried; None: it gains everywhere."""
+    """The depth after which taking over gains less than the threshold; None: it gains at every depth."""
     deep = None
     for depth in sorted(takeover, reverse=True):
         if depth.advantage >= TAKEOVER:
@@ -211,11 +214,11 @@ def useful_depth(takeover: tuple[Depth, ...]) -> int | None:
 
 
 def _noise(case: Case) -> str | None:
-    """Shorter answers than SHORT are not worth cutting: what is left of them behind that depth is their end."""
+    """Whether there is a depth to cap at. Answers shorter than SHORT are not capped, because only their end would be cut."""
     depth = useful_depth(case.pair.takeover)
     if depth is None or depth < SHORT:
         return None
-    return f"behind {depth} tokens taking over gains less than {TAKEOVER:.2f}"
+    return f"after {depth} tokens taking over gains less than {TAKEOVER:.2f}"
 
 
 def _beyond(case: Case) -> str | None:
@@ -230,7 +233,7 @@ def _ranked(case: Case) -> str | None:
     return None if not case.rivals or signal is None else f"signal {signal:+.2f}; other teachers: {case.rivals}"
 
 
-COLD = "A stage on the teacher's own answers first (teacher_share: 1, form: cross_entropy), diagnose its result again; if it stays so, take another teacher."
+COLD = "A stage on the teacher's own answers first (teacher_share: 1, form: cross_entropy), then diagnose its result; if nothing changes, take another teacher."
 RULES = (
     Rule(
         1,
@@ -251,16 +254,16 @@ RULES = (
     Rule(
         2,
         "chat templates differ",
-        "mend the template",
-        "Put the worse of the two templates right, or let a teacher that is better behind its own read that (view: {chat_template: teacher}); diagnose again.",
+        "fix the template",
+        "Fix the worse of the two templates, or let a teacher that is better with its own template read that (view: {chat_template: teacher}); diagnose again.",
         "P",
         _other_template,
     ),
     Rule(
         3,
         f"the teacher's stop mass is below {STOPS} at its own stops",
-        "mend the stops",
-        "Name the id that it really ends with as eos_token_id in its generation_config.json (or raise max_new_tokens, if its answers are cut), and diagnose again.",
+        "fix the stops",
+        "Set the id with which it ends as eos_token_id in its generation_config.json (or raise max_new_tokens, if its answers are cut), and diagnose again.",
         "P",
         _lost_stops,
     ),
@@ -276,7 +279,7 @@ RULES = (
         5,
         f"no gap, and AUROC below {AUROC}; or a weaker teacher",
         "do not",
-        "There is nothing to distil. Take a stronger teacher; with a verifier, RL (methods/grpo) or the outcome beside the teacher (methods/mimo-objective).",
+        "There is nothing to distil. Take a stronger teacher; with a verifier, RL (methods/grpo) or the outcome together with the teacher (methods/mimo-objective).",
         "H",
         _no_gap,
     ),
@@ -310,7 +313,7 @@ REFINEMENTS = (
     Refinement(
         10,
         f"take-over below {TAKEOVER} beyond depth L",
-        "Cap rollouts at L tokens: behind them the teacher's signal is noise.",
+        "Cap rollouts at L tokens: after them the teacher's signal is noise.",
         "near P: +0.37 to +0.02",
         _noise,
     ),
@@ -331,16 +334,16 @@ REFINEMENTS = (
 )
 
 
-# What the verdicts of all domains come to: which teacher scores which domain, what is trained in which order, and the recipe of it. No torch here.
+# The recommendation: which teacher scores which domain, the order of training, and the recipe. No torch here.
 
 
-ROOM = 1.25  # over the longest answer that was seen
-NEAR = 0.9  # of the teacher's probability on the student's likeliest tokens: enough for it to be found by sampling
-FIRST = 0.25  # of the steps, before the student answers itself
-MENDED = ("mend the stops",)  # outside of any recipe
+ROOM = 1.25  # relative to the longest answer seen
+NEAR = 0.9  # the teacher's probability on the student's likeliest tokens that sampling can find
+FIRST = 0.25  # share of the steps before the student answers itself
+FIXED_FIRST = ("fix the stops",)  # to be done before any recipe
 ORDER: tuple[Verdict, ...] = (
-    "mend the stops",
-    "mend the template",
+    "fix the stops",
+    "fix the template",
     "span view",
     "off-policy first",
     "cold start",
@@ -352,7 +355,7 @@ ORDER: tuple[Verdict, ...] = (
 
 @dataclass(frozen=True)
 class Advice:
-    """Of one domain: its best teacher, and what to do with it."""
+    """The advice for one domain: its best teacher, and the decision."""
 
     domain: str
     pair: PairMeasures
@@ -368,7 +371,7 @@ class Advice:
 
 
 def ranked(pairs: Sequence[PairMeasures]) -> list[PairMeasures]:
-    """Best first: by signal on the student's answers; where it is not known, by AUROC, then by how near it is."""
+    """Rank teachers, best first: by signal on the student's answers; if not known, by AUROC, then by distance."""
 
     def worth(pair: PairMeasures) -> tuple[float, ...]:
         signal = -math.inf if pair.signal is None else pair.signal
@@ -379,7 +382,7 @@ def ranked(pairs: Sequence[PairMeasures]) -> list[PairMeasures]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The whole of it. `settings`: the recommended recipe; None: there is nothing that a recipe could do."""
+    """The whole recommendation. `settings`: the recommended recipe; None: no recipe would help."""
 
     verdict: Verdict
     teachers: dict[str, str]  # domain -> teacher
@@ -413,20 +416,20 @@ class Recommendation:
 def recommend(
     spec: Stage, advice: Sequence[Advice], sources: Mapping[int, set[str]], longest: int, given: bool
 ) -> Recommendation:
-    """`sources`: number of a source -> its domains; `longest`: tokens of an answer; `given`: the recipe says itself how it trains."""
+    """`sources`: number of a source -> its domains; `longest`: tokens of an answer; `given`: the recipe has its own training settings."""
     useful = [one for one in advice if one.verdict != "do not"]
     left_out = {one.domain: one.decision.because for one in advice if one.verdict == "do not"}
     kept = {one.domain for one in useful}
-    for at, domains in sources.items():  # a recipe takes sources, and no part of one
+    for at, domains in sources.items():  # a recipe takes whole sources
         for domain in left_out.keys() & domains if domains & kept else ():
             left_out[domain] += (
-                f"; its rows stand beside others in {spec.prompts[at].source!r}: take them out of it first"
+                f"; its rows share a source with others, {spec.prompts[at].source!r}: remove them from it first"
             )
     verdicts: list[Verdict] = [one.verdict for one in useful]
     verdict: Verdict = min(verdicts, key=ORDER.index) if verdicts else "do not"
     teachers = {one.domain: one.pair.teacher for one in useful}
     reasons = [f"{one.domain}: {one.pair.teacher}: {one.verdict}: {one.decision.because}" for one in advice]
-    if not useful or verdict in MENDED:
+    if not useful or verdict in FIXED_FIRST:
         return Recommendation(verdict, teachers, left_out, reasons)
     settings = _base(spec, useful, sources)
     reasons += _objective(settings, spec, useful, given)
@@ -435,14 +438,14 @@ def recommend(
         settings["stages"] = stages
     try:
         load_recipe(settings)
-    except RecipeError as error:  # something else in the user's recipe does not go with it
-        reasons.append(f"no recipe, since the given one has to be changed by hand first: {error}")
+    except RecipeError as error:  # it conflicts with another part of the user's recipe
+        reasons.append(f"no recipe, because the given one has to be changed by hand first: {error}")
         return Recommendation(verdict, teachers, left_out, reasons)
     return Recommendation(verdict, teachers, left_out, reasons, settings)
 
 
 def _base(spec: Stage, useful: Sequence[Advice], sources: Mapping[int, set[str]]) -> dict[str, Any]:
-    """The stage as it was given, with the teachers and prompts that are worth it."""
+    """The given stage with the recommended teachers and prompts."""
     settings: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     settings.pop("name", None)
     if spec.monitors == Monitors().completed():
@@ -471,20 +474,20 @@ def _teacher(kind: TeacherKind, domains: list[str] | None, advice: Sequence[Advi
         found["domains"] = domains
     if any(one.verdict == "span view" for one in advice):
         found["view"] = "bytes"
-    elif any(one.verdict == "mend the template" and _better_behind_its_own(one.pair) for one in advice):
+    elif any(one.verdict == "fix the template" and _better_behind_its_own(one.pair) for one in advice):
         view = kind.view.model_dump(mode="json", exclude_defaults=True)
         found["view"] = {**view, "kind": kind.view.name, "chat_template": "teacher"}
     return found
 
 
 def _better_behind_its_own(pair: PairMeasures) -> bool:
-    """Its own template; where nothing says which is better, a model knows the one that it came with."""
+    """Whether a teacher is better with its own template. Without a measurement its own is preferred."""
     known = pair.answers is not None and pair.answers.accuracy is not None and pair.own_template is not None
     return not known or pair.own_template > pair.answers.accuracy  # type: ignore[operator, union-attr]
 
 
 def _objective(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], given: bool) -> list[str]:
-    """One that the teachers can serve; a recipe's own is kept where it can stay."""
+    """An objective that the teachers support. A recipe's own is kept if possible."""
     if any(one.verdict == "span view" for one in useful):
         settings["objective"] = {"form": "gold"}
         return ["objective: spans of two tokenizers (gold)"]
@@ -492,12 +495,12 @@ def _objective(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], 
         return []
     if any("hidden" not in spec.teachers[one.pair.teacher].offers for one in useful):
         settings["objective"] = {"form": "policy_gradient"}
-        return ["objective: policy gradient, since a teacher gives log-probs of sampled tokens alone"]
+        return ["objective: policy gradient, because a teacher only gives log-probs of sampled tokens"]
     masses = [one.pair.overlap_mass for one in useful if one.pair.overlap_mass is not None]
     if masses and min(masses) < NEAR:
         settings["objective"] = {"form": "direct", "divergence": "jsd", "beta": 0.5}
         return [
-            f"objective: JSD, since {1 - min(masses):.0%} of a teacher's probability lies where the student would hardly ever look"
+            f"objective: JSD, because {1 - min(masses):.0%} of a teacher's probability is on tokens that the student hardly ever samples"
         ]
     settings["objective"] = {"form": "direct", "divergence": "reverse_kl"}
     return ["objective: exact reverse KL over the whole vocabulary"]
@@ -508,7 +511,7 @@ def _lengths(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], lo
     if all(one.refined(10) for one in useful):
         cap = max(useful_depth(one.pair.takeover) or 0 for one in useful)
         settings["rollout"] = {**rollout, "max_new_tokens": cap}
-        return [f"rollouts of at most {cap} tokens: the teacher's signal is noise behind them"]
+        return [f"rollouts of at most {cap} tokens: after them the teacher's signal is noise"]
     if given:
         return []
     wanted = min(spec.rollout.max_new_tokens, SHORT * math.ceil(ROOM * longest / SHORT))
@@ -517,7 +520,7 @@ def _lengths(settings: dict[str, Any], spec: Stage, useful: Sequence[Advice], lo
 
 
 def _stages(spec: Stage, useful: Sequence[Advice]) -> list[dict[str, Any]]:
-    """More than one, or one of another kind than the given; none: the given one is right."""
+    """The stages, if there are several or the one differs from the given; none: the given one is right."""
     verdicts = {one.verdict for one in useful}
     steps = spec.train.steps
     imitate = {"rollout": {"teacher_share": 1.0}, "objective": [{"form": "cross_entropy", "on": ["teacher"]}]}

@@ -13,8 +13,8 @@ from opd.teachers.table import K
 
 SAYS = {
     "span view": "the tokenizers differ: compare spans",
-    "mend the template": "the chat templates differ: mend that first",
-    "mend the stops": "the teacher does not stop where its answers end: mend that first",
+    "fix the template": "the chat templates differ: fix that first",
+    "fix the stops": "the teacher does not stop where its answers end: fix that first",
     "do not": "do not distil",
     "off-policy first": "off-policy first, then on-policy",
     "cold start": "a cold start, then on-policy",
@@ -24,7 +24,7 @@ SAYS = {
 
 
 def diagnosis_lines(found: Diagnosis) -> list[str]:
-    """For a terminal, a log or a page of documentation."""
+    """A diagnosis as plain text."""
     return [plain(line) for line in _lines(found)]
 
 
@@ -51,7 +51,7 @@ def _answers(found: Answering) -> str:
         f"{found.prompts} prompts {found.samples} times, {found.length:.1f} tokens each, {found.truncated:.0%} cut off"
     )
     if found.accuracy is None:
-        return f"{told}; nothing says which are right"
+        return f"{told}; not rewarded"
     return f"{told}; {found.accuracy:.0%} ± {found.stderr:.0%} right, pass@{found.samples} {found.pass_at:.0%}"
 
 
@@ -112,16 +112,14 @@ def _form(pair: PairMeasures) -> str:
 
 
 def _prefixes(pair: PairMeasures) -> str:
-    taken = ", ".join(f"{depth.advantage:+.2f} behind {depth.depth}" for depth in pair.takeover)
+    taken = ", ".join(f"{depth.advantage:+.2f} after {depth.depth}" for depth in pair.takeover)
     noise = useful_depth(pair.takeover)
     forks, errors = pair.forks, pair.errors
     return _joined(
         f"taking over gains {taken} tokens" if taken else None,
         None if noise is None else f"noise from token {noise} on",
         None if forks.here is None else f"advantage {forks.here:+.2f} at forks, {_signed(forks.elsewhere)} elsewhere",
-        None
-        if errors.here is None
-        else f"surprise {errors.here:.2f} behind errors, {_number(errors.elsewhere)} before",
+        None if errors.here is None else f"surprise {errors.here:.2f} after errors, {_number(errors.elsewhere)} before",
     )
 
 
@@ -129,7 +127,7 @@ def _horizon(pair: PairMeasures) -> str:
     if pair.excess is None:
         return ""
     by = ", ".join(f"{_number(part.kl)}/{_number(part.kl_teacher)}" for part in pair.stretches if part.kl is not None)
-    return f"KL {pair.excess:+.0%} behind the student's words over the teacher's; by position {by}"
+    return f"KL {pair.excess:+.0%} after the student's words relative to the teacher's; by position {by}"
 
 
 def _stops(pair: PairMeasures) -> str:
@@ -172,7 +170,7 @@ def _recommended(found: Diagnosis) -> Iterator[str]:
     yield from (f"  {reason}" for reason in what.reasons if reason.startswith(("objective", "rollouts")))
     yield from (f"  {line}" for line in found.plan)
     if found.seconds is not None:
-        yield f"  time       about {duration(found.seconds)} of training here, by what sampling and scoring took just now"
+        yield f"  time       about {duration(found.seconds)} of training on this machine, estimated from the sampling and scoring above"
     yield from (f"note: {note}" for note in found.notes)
 
 

@@ -278,7 +278,12 @@ class DistributedRanks(Ranks):
         return ShardedOptimiser(student.trainable(), train, student.outer())
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Weights of the loss are those of the whole batch, so gradients add up; a rank that trained none of it adds zeros."""
+        """Weights of the loss are those of the whole batch, so gradients add up; a rank that trained none of it adds zeros.
+
+        Where no rank has any there is no gradient, as in one process.
+        """
+        if not self.most(int(any(parameter.grad is not None for parameter in parameters))):
+            return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -268,6 +268,12 @@ class Optimiser:
         self.kind = spec.optimiser
         self._rules = self.kind.open(self._weights(frozenset(outer)))  # of torch: together they update every weight
         owners = {id(master): name for name, master in self._masters.items()}
+        updated = [id(master) for rule in self._rules for group in rule.param_groups for master in group["params"]]
+        if sorted(updated) != sorted(owners):
+            raise UserError(
+                f"optimiser {self.kind.name} updates {len(updated)} of {len(owners)} weights, and `open` has to give optimisers "
+                "that together update every weight once."
+            )
         self._rule_of = {
             owners[id(master)]: rule
             for rule in self._rules
@@ -479,7 +485,8 @@ class ShardedOptimiser(Optimiser):
 
     def tensors(self) -> dict[str, Tensor]:
         """As distributed ones, for whoever gathers them."""
-        return {key: self._spread(key.rpartition(".")[0], tensor) for key, tensor in super().tensors().items()}
+        found = super().tensors()
+        return {key: self._spread(owner, found[key]) for key, (owner, _) in self._owners(found).items()}
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
         return whole_of(self._spread(name, rows))

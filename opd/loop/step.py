@@ -57,7 +57,7 @@ def run_step(parts: StageParts, step: int) -> StepReport:
 
 
 class Updates(Protocol):
-    """What `train_step` asks of an optimiser: `opd.loop.learner.Optimiser` is one."""
+    """What `train_step` asks of an optimiser: `opd.loop.learner.Learner` is one, and so is its student's `Optimiser`."""
 
     def clip(self) -> float: ...
     def step(self, step: int) -> float: ...

@@ -225,6 +225,8 @@ class AdamW8bit(OptimiserKind):
 
     def from_plain(self, state: dict[str, Tensor], weight: Tensor) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        if not weight.numel():
+            return dict(state)
         for key, value in state.items():
             name, _, part = key.partition(".")
             if not part:
@@ -250,8 +252,24 @@ def small_moments() -> Any:
     from torchao.optim import AdamW8bit as Torchao
 
     class SmallMoments(Torchao):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            """A rank that has no row of a weight has nothing to update, and moments without rows."""
+            for weight in (weight for group in self.param_groups for weight in group["params"]):
+                if not weight.numel() and weight.grad is not None:
+                    weight.grad = None
+                    codes = torch.zeros_like(weight, dtype=torch.uint8)
+                    scale = weight.new_empty((0, math.prod(weight.shape[1:]) // BLOCK), dtype=torch.float32)
+                    moments = {
+                        f"{name}.{key}": part
+                        for name in ("exp_avg", "exp_avg_sq")
+                        for key, part in (("codes", codes), ("scale", scale))
+                    }
+                    self.state[weight] = {"step": torch.tensor(0.0), **moments}
+            super().step()
+
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            found: Tensor = eight_bits(p, signed) if p.numel() else torch.zeros_like(p)
+            found: Tensor = eight_bits(p, signed)
             return found
 
     return SmallMoments

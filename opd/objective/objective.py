@@ -303,7 +303,8 @@ def take_first_pass(
 ) -> None:
     """Fill `batch.first_pass` for every rollout of the packs."""
     result = batch.first_pass
-    result.entropy.clear()  # of an earlier step on the same batch
+    for earlier in (result.entropy, result.modules):  # of an earlier step on the same batch
+        earlier.clear()
     compared = {str(need[1]) for need in needs if need[0] == "comparison"}
     ranked = {str(need[1]) for need in needs if need[0] == "accepted"}
 

@@ -1,6 +1,6 @@
 """The recipe: its schema (`stage`, `objective`) and how it is read (`read`). No torch here.
 
-A recipe is YAML. Unknown keys are refused with the nearest known one named.
+A recipe is YAML. An unknown key is an error that names the most similar known key.
 """
 
 from opd.objective.term import Term

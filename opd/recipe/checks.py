@@ -1,6 +1,6 @@
-"""Recipes that make no sense as a whole: keys that would do nothing, and combinations that cannot work.
+"""Checks across keys: keys that would do nothing, and combinations that cannot work.
 
-What a key may be is said where it is declared; here are the cross-checks. All of them need the recipe alone.
+The values of one key are checked where it is declared. These checks read the recipe only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ METRIC = "pass@1"
 
 
 def refuse_recipe(recipe: Recipe) -> None:
-    """What stages say about each other."""
+    """Check what stages say about each other."""
     _refuse_retained(recipe)
     named = {stage.name: stage for stage in recipe.stages}
     for stage in recipe.stages:
@@ -36,13 +36,13 @@ def refuse_recipe(recipe: Recipe) -> None:
 
 
 def _refuse_retained(recipe: Recipe) -> None:
-    """One log holds the rollouts of all stages, and is given back from its beginning on."""
+    """All stages share one rollout log, whose oldest segments are deleted first."""
     keeping = [stage.name for stage in recipe.stages if stage.store.retain is None]
     if len(keeping) == len(recipe.stages):
         return
     if keeping:
         raise RecipeError(
-            f"stages.{keeping[0]}.store.retain: the rollouts of all stages are in one store, and others give it back. Set store.retain at the "
+            f"stages.{keeping[0]}.store.retain: all stages share one rollout store, and other stages delete from it. Set store.retain at the "
             "top, for all of them."
         )
     for stage in recipe.stages:
@@ -51,13 +51,13 @@ def _refuse_retained(recipe: Recipe) -> None:
         for key, where in read:
             if where.startswith(STAGE_PREFIX):
                 raise RecipeError(
-                    f"stages.{stage.name}.{key}: {where!r} reads what that stage left in the store, but store.retain gives it back. "
+                    f"stages.{stage.name}.{key}: {where!r} reads the rollouts of that stage, but store.retain deletes them. "
                     "Set store.retain: null."
                 )
 
 
 def refuse_stage(stage: Stage, where: str = "") -> None:
-    """Every mistake of a stage, in one message."""
+    """Raise all mistakes of a stage in one message."""
     found = [where + mistake for check in CHECKS for mistake in check(stage)]
     if found:
         raise RecipeError("\n".join(found))
@@ -91,7 +91,7 @@ def _rollouts(stage: Stage) -> Iterator[str]:
 
 
 def _staleness(stage: Stage) -> Iterator[str]:
-    """What cannot be sampled ahead of the step that trains on it."""
+    """Settings that do not work when sampling runs ahead of training."""
     rollout = stage.rollout
     if not rollout.staleness:
         return
@@ -113,7 +113,7 @@ def _staleness(stage: Stage) -> Iterator[str]:
             "Set one of them to 0."
         )
     if rollout.mixed_versions == "refuse":
-        yield f"{key} with rollout.mixed_versions refuse: a run that is interrupted could not go on. Set it to allow."
+        yield f"{key} with rollout.mixed_versions refuse: an interrupted run could not resume. Set it to allow."
     if stage.checkpoint.resume == "exact":
         yield (
             f"{key} with checkpoint.resume exact: which weights drew a token depends on how fast the two threads were. "
@@ -143,7 +143,7 @@ def _environment(stage: Stage) -> Iterator[str]:
 
 
 def _authors(stage: Stage) -> Iterator[str]:
-    """Tokens that nobody trains on."""
+    """Tokens that no term trains on."""
     trained = {author for term in stage.objective for author in term.authors}
     for key, writer in stage.rollout.writers_by_key.items():
         part = f"{writer.share:g}" if writer.share else f"{writer.name} with samples {writer.samples}"
@@ -161,7 +161,7 @@ def _demonstrations(stage: Stage) -> Iterator[str]:
     if not any("teacher" in term.authors for term in stage.objective):
         yield (
             "rollout.demonstrations, but no term of the objective trains on teacher tokens. Add one, such as {form: cross_entropy, "
-            "on: [teacher]}: terms that go by ratios cannot, since nobody knows the log-probs that the text was written with."
+            "on: [teacher]}: terms with ratios do not work, because the log-probs of the author are not known."
         )
     if spec.by is not None:
         yield from (f"rollout.demonstrations.by: {mistake}" for mistake in spec.by.refuse(StageView.of(stage)))
@@ -179,7 +179,7 @@ def _coefficients(stage: Stage) -> Iterator[str]:
 
 
 def _objective(stage: Stage) -> Iterator[str]:
-    """What the terms and their parts find themselves."""
+    """The checks of the terms and their parts."""
     yield from refusals(StageView.of(stage))
     yield from module_mistakes(stage.objective, stage.modules)
 
@@ -206,10 +206,10 @@ def _teachers(stage: Stage) -> Iterator[str]:
     for name, kind in stage.teachers.items():
         if kind.role not in asked:  # `teacher` is there for evaluation and sampling too
             yield (
-                f"teachers.{name}: nobody asks for the role {kind.role!r}; the roles asked for are {', '.join(asked)}."
+                f"teachers.{name}: no term asks for the role {kind.role!r}; the roles asked for are {', '.join(asked)}."
             )
         if kind.domains is not None and len(set(kind.domains)) < len(kind.domains):
-            yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain comes twice."
+            yield f"teachers.{name}.domains: {', '.join(kind.domains)}: a domain is listed twice."
         if kind.view.chat_template == "teacher" and not kind.reads():
             yield (
                 f"teachers.{name}.view: chat_template teacher, but a teacher of kind {kind.name} has no chat template of its own. "
@@ -229,7 +229,7 @@ def _teachers(stage: Stage) -> Iterator[str]:
 
 
 def _offers(stage: Stage) -> Iterator[str]:
-    """What teachers cannot give: a signal that a term needs, or a model to sample from."""
+    """Signals that a term needs and a teacher does not offer, and teachers without a model to sample from."""
 
     def with_hidden(role: str) -> bool:
         offers = [kind.offers for kind in stage.teachers.values() if kind.role == role]
@@ -263,12 +263,12 @@ def _offers(stage: Stage) -> Iterator[str]:
 
 
 def _crossing(stage: Stage) -> Iterator[str]:
-    """What cannot be done with a teacher that has another tokenizer."""
+    """Settings that do not work with a teacher that has another tokenizer."""
     for name, kind in stage.teachers.items():
         if not kind.view.crosses:
             continue
         if len(kind.reads()) != 1 or not kind.has_model:
-            yield f"teachers.{name}: the view bytes is for one model with a tokenizer of its own, and not for kind {kind.name}."
+            yield f"teachers.{name}: the view bytes needs a single model with its own tokenizer; kind {kind.name} is not supported."
         for number, term in enumerate(stage.objective):
             place = "objective" if len(stage.objective) == 1 else f"objective term {number}"
             needs, own = term.needs(stage.train.updates), term.form_needs(stage.train.updates)
@@ -322,11 +322,11 @@ def _selected(stage: Stage) -> Iterator[str]:
 def _files(stage: Stage) -> Iterator[str]:
     if stage.store.retain is not None and not stage.checkpoint.every:
         yield (
-            f"store.retain {stage.store.retain}: what is older than the checkpoints is given back when one is saved, but checkpoint.every is 0. "
+            f"store.retain {stage.store.retain}: rollouts older than the checkpoints are deleted when a checkpoint is saved, but checkpoint.every is 0. "
             "Set it."
         )
     if stage.store.retain is not None and not stage.train.learn:
-        yield "store.retain with train.learn false: the stage is there for what it leaves in the store. Drop retain."
+        yield "store.retain with train.learn false: the result of the stage is its rollouts in the store. Drop retain."
     if stage.checkpoint.keep_every and not stage.checkpoint.every:
         yield (
             "checkpoint.keep_every keeps some of the checkpoints that checkpoint.every makes, "
@@ -336,7 +336,7 @@ def _files(stage: Stage) -> Iterator[str]:
         yield "log.samples_every says how often samples are written, but log.samples is 0. Drop it."
     for number, tracker in enumerate(stage.log.to):
         if tracker in stage.log.to[:number]:
-            yield f"log.to: {tracker.name} comes twice with the same settings. Drop one."
+            yield f"log.to: {tracker.name} is listed twice with the same settings. Drop one."
         yield from tracker.refuse(StageView.of(stage))
 
 

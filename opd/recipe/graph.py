@@ -1,4 +1,4 @@
-"""Stages as a graph: what each of them needs of others, the order in which they can run, which of them are asked for, and a drawing."""
+"""The graph of stages: what each stage needs, the order in which they run, which ones were requested, and a drawing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from opd.common.errors import RecipeError
 from opd.recipe.stage import Recipe, Stage
 from opd.registry import nearest
 
-LONGEST = 160  # characters of a drawing's texts
+LONGEST = 160  # characters of a text in a drawing
 STAGE_PREFIX = "stage:"  # `student: stage:NAME` is the model that stage NAME saved
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What a stage takes from another one."""
+    """Something that a stage takes from another stage."""
 
     stage: str  # the one it comes from
-    key: str  # where the recipe says so
+    key: str  # the key that says so
     label: str  # in a drawing
-    rollouts: bool = False  # its rollouts or scores, not its model alone
+    rollouts: bool = False  # rollouts or scores, not only the model
 
 
 def edges(stage: Stage) -> list[Edge]:
@@ -47,12 +47,12 @@ def _start_label(stage: Stage, model: str) -> str:
 
 
 def _name(address: str) -> str:
-    """Of the stage that an address names; empty: it names none."""
+    """The stage that an address names; empty if it names none."""
     return address.removeprefix(STAGE_PREFIX) if address.startswith(STAGE_PREFIX) else ""
 
 
 def in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """Every stage behind those that it needs, and otherwise as they are listed."""
+    """Every stage after those that it needs, otherwise in the order of the recipe."""
     names = [stage.name for stage in stages]
     for number, stage in enumerate(stages):
         for edge in edges(stage):
@@ -79,19 +79,19 @@ def in_order(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def _circle(needs: dict[str, set[str]], name: str, done: set[str]) -> list[str]:
-    """Stages that wait for each other, from one of them back to it."""
+    """A cycle of stages that wait for each other."""
     path = [name]
     while path.count(path[-1]) == 1:
         path.append(min(needs[path[-1]] - done))
     return path[path.index(path[-1]) :]
 
 
-# Which of them are asked for
+# The stages to run
 
 
 @dataclass(frozen=True)
 class ChosenStages:
-    """The stages that this process is to carry out: those between two, or one; all of them unless said otherwise."""
+    """The stages that this process runs: all, a range, or one."""
 
     only: str | None = None
     start: str | None = None  # --from
@@ -99,7 +99,7 @@ class ChosenStages:
 
     @property
     def anew(self) -> bool:
-        """Whether stages were named that are to run, rather than to be taken from another run."""
+        """Whether the user named stages that must run rather than be reused."""
         return self.only is not None or self.start is not None
 
     def names(self, recipe: Recipe) -> list[str]:
@@ -120,14 +120,14 @@ class ChosenStages:
         return every[first : last + 1]
 
     def require(self, recipe: Recipe, elsewhere: bool) -> None:
-        """Refuse what no directory can make possible; with `elsewhere`, what is missing may be finished already."""
+        """Reject choices that can never work. `elsewhere`: missing stages may be finished in another run."""
         chosen = self.names(recipe)
         if not elsewhere:
             require_reachable(recipe, chosen, ())
 
 
 def require_reachable(recipe: Recipe, chosen: Sequence[str], done: Sequence[str]) -> None:
-    """Refuse stages that need another one which is neither finished nor going to run."""
+    """Reject stages that need a stage which is not finished and will not run."""
     for stage in recipe.stages:
         for edge in edges(stage) if stage.name in chosen and stage.name not in done else ():
             if edge.stage not in chosen and edge.stage not in done:
@@ -141,7 +141,7 @@ def require_reachable(recipe: Recipe, chosen: Sequence[str], done: Sequence[str]
 
 
 def mermaid(recipe: Recipe) -> str:
-    """The graph for people, in a language that GitHub and many editors draw."""
+    """The graph in Mermaid, which GitHub and many editors draw."""
     numbers = {stage.name: f"s{number}" for number, stage in enumerate(recipe.stages)}
     outside: dict[str, str] = {}
     lines = ["flowchart LR"]
@@ -176,5 +176,5 @@ def _title(stage: Stage) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Within double quotes, where Mermaid reads entities."""
+    """Text within double quotes, with Mermaid's entities."""
     return "".join(char if char.isalnum() or char in " _-.,:/@+" else f"#{ord(char)};" for char in text[:LONGEST])

@@ -21,8 +21,9 @@ RECIPE: Place = (Recipe, Stage)
 
 
 def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What of old settings stays beside new ones: all, unless those name another choice. Then it is what all choices have; where none was
-    written before, also what the new one has. One reward for every domain and rewards by domain take each other's place.
+    """The old settings that stay under new ones: all, unless the new ones name another choice. Then only keys that all choices of the
+    family have stay, and if no choice was named before, also keys that the new choice has. A single reward and rewards by domain
+    replace each other.
     """
     family = family_at(place)
     if family is not None and _other_way(place, old, new, family):
@@ -32,7 +33,7 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
         return stays
     classes = family.classes()
     before, now = family.named(old), family.named(new)
-    if family.key in new and now is None:  # `null`: the usual one
+    if family.key in new and now is None:  # `null`: the default
         now = family.default
     inherited = family.key in old and family.key not in new
     if isinstance(now, str) and now != before and not inherited:
@@ -53,7 +54,7 @@ def inherited_settings(place: Place, old: Mapping[str, Any], new: Mapping[str, A
 
 
 def _other_way(place: Place, old: Mapping[str, Any], new: Mapping[str, Any], family: Family) -> bool:
-    """Whether one of the two is a reward for every domain, and the other rewards by domain."""
+    """Whether one of the two is a single reward and the other has rewards by domain."""
     if not any(isinstance(form, ByDomain) for form in forms(place)):
         return False
     if family.key in new:
@@ -74,7 +75,7 @@ def _is_reward(entry: Any, family: Family) -> bool:
 
 
 def _common(family: Family) -> set[str]:
-    """Fields of the class that all choices of a family derive from."""
+    """Fields of the base class of a family."""
     some = next(iter(family.classes().values()), None)
     if some is None:  # all of its choices come from outside
         return set()
@@ -83,7 +84,7 @@ def _common(family: Family) -> set[str]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[str], base: Path | None = None) -> None:
-    """One after the other. One that names another choice takes the settings of the old one away, but none that an override set."""
+    """Apply overrides in order. Naming another choice removes the settings of the old one, except those that an override set."""
     written: set[tuple[str, ...]] = set()
     for override in overrides:
         written.add(apply_override(raw, override, base, written))
@@ -94,7 +95,7 @@ def apply_override(
 ) -> tuple[str, ...]:
     """Set `train.steps=50`, `prompts.0.share=2`, `objective.temperature=2` or `stages.NAME.train.lr=1e-5` in place.
 
-    A path in the value is relative to `base`, the working directory unless given. Keys at places in `written` stay. The place that was set.
+    A path in the value is relative to `base` (default: the working directory). Keys at places in `written` stay. Returns the place.
     """
     path, separator, text = override.partition("=")
     shown_override = shown(override)

@@ -1,7 +1,7 @@
-"""Paths in a recipe are relative to the recipe, those in overrides to the working directory; both become absolute here.
+"""Make the paths of a recipe absolute. They are relative to the recipe; paths in overrides, to the working directory.
 
-A path is what begins with ./, ../, ~ or /, has the suffix of a file that is read (.gguf, .jsonl, .py:function, …), or names
-something that is there. Everything else stays as it is: `org/name` on the hub, `tiny/NAME`, `smol/NAME`, `task:NAME`, `stage:NAME`.
+A text is a path if it begins with ./, ../, ~ or /, has a known suffix (.gguf, .jsonl, .py:function, …), or names an existing
+file or directory. Every other text stays as it is: `org/name` on the hub, `tiny/NAME`, `smol/NAME`, `task:NAME`, `stage:NAME`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _REWARD_TEXTS = {"endpoint", "template", "kind", "field", "extract", "pattern", 
 
 
 def _prompts(value: str, base: Path) -> str:
-    """`NAME:rows.jsonl` of a class of the user's own: the path behind its name."""
+    """`NAME:rows.jsonl` of a plugin's class: the path after its name."""
     if value.startswith(RUN):
         return RUN + _run(value.removeprefix(RUN), base)
     name = re.match(r"[A-Za-z_][\w-]*:", value)
@@ -134,14 +134,14 @@ def _absolute(value: str, base: Path, suffixes: tuple[str, ...]) -> str:
     path = Path(os.path.expanduser(value))
     written_as_path = path.is_absolute() or value.startswith(("./", "../", "~")) or value in (".", "..")
     if written_as_path or value.endswith(suffixes) or is_directory(base / path):
-        return os.path.abspath(base / path)  # links stay links
+        return os.path.abspath(base / path)  # keeps symbolic links
     return value
 
 
 def _function(value: str, base: Path) -> str:
-    """`rewards.py:brevity`, and `rewards:brevity` where rewards.py is beside the recipe: the file by its absolute path."""
+    """`rewards.py:brevity`, and `rewards:brevity` if rewards.py is next to the recipe: the absolute path of the file."""
     module, separator, function = value.rpartition(":")
-    if value.endswith(".py"):  # the function is missing, and the error says which ones there are
+    if value.endswith(".py"):  # without a function; the error lists those of the file
         return os.path.abspath(base / os.path.expanduser(value))
     if not separator or not module:
         return value
@@ -151,7 +151,7 @@ def _function(value: str, base: Path) -> str:
     return f"{os.path.abspath(beside)}:{function}" if is_file(beside) else value
 
 
-# Names that become directories: of runs and of stages. One rule.
+# Names of runs and stages, which become directories
 
 
 RULE = (
@@ -163,30 +163,30 @@ _RESERVED = "latest"  # checkpoints/latest links to the newest checkpoint
 
 
 def check_name(name: str) -> str:
-    """A name as it is, or a refusal that says what names may be."""
+    """Return a valid name, or raise an error with the rule."""
     if _NAME.fullmatch(name) and folded(name) != _RESERVED and len(name.encode()) <= 128:
         return name
     raise ValueError(f"not a name that a directory can have. Use {RULE}")
 
 
 def name_of_file(stem: str) -> str:
-    """The default name of a run: its recipe's file name, with what a name may not hold replaced."""
+    """The default name of a run: the file name of its recipe, with invalid characters replaced."""
     name = re.sub(r"[^\w .+@-]", "-", stem)[:40].strip(" .+@-_")
     return name if _NAME.fullmatch(name) and folded(name) != _RESERVED else "run"
 
 
 def folded(name: str) -> str:
-    """Equal for names that some file systems take for the same."""
+    """Equal for names that some file systems do not distinguish."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
 def check_output(wanted: str | Path) -> Path:
-    """Where a run is to be written: a path whose parts can be made and read."""
+    """Check the path of a run directory."""
     try:
         path = Path(wanted).expanduser()
-    except RuntimeError:  # of an unknown user
+    except RuntimeError:  # an unknown user
         raise RunDirectoryError(
-            f"run directory {shown(str(wanted))}: there is no such home. Write the path out."
+            f"run directory {shown(str(wanted))}: there is no such user. Write the whole path."
         ) from None
     for part in path.parts:
         if any(unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") for character in part):
@@ -199,12 +199,12 @@ def check_output(wanted: str | Path) -> Path:
             )
     if not str(wanted) or path.name in ("", ".."):
         raise RunDirectoryError(f"run directory {shown(str(path))}: name a directory, for example --out runs/first.")
-    if os.path.exists(path) and not os.path.isdir(path):  # False where it may not be looked at
+    if os.path.exists(path) and not os.path.isdir(path):  # False if it may not be read
         raise RunDirectoryError(f"run directory {shown(str(path))}: a file of this name is there. Choose another name.")
     return path
 
 
-# `run:DIR#STAGE` in place of a model: what a finished stage of another run saved. Read once, so `resolved.yaml` names the checkpoint.
+# Models of other runs: `run:DIR#STAGE` is replaced by the checkpoint of a finished stage, so `resolved.yaml` names the checkpoint
 
 
 RESULT = "result.json"  # what the runner writes when a stage has ended
@@ -247,7 +247,7 @@ def model_of_run(directory: Path, stage: str | None) -> str:
         raise RecipeError(f"{what}: the run has no stage {name!r}; it has {', '.join(names)}.")
     folder = directory / "checkpoints" / name
     if not (folder / RESULT).is_file():
-        raise RecipeError(f"{what}: stage {name!r} is not finished. Let it come to its end: opd resume {directory}")
+        raise RecipeError(f"{what}: stage {name!r} is not finished. Finish it: opd resume {directory}")
     try:
         return output_of(directory, name)
     except RunDirectoryError as error:
@@ -255,7 +255,7 @@ def model_of_run(directory: Path, stage: str | None) -> str:
 
 
 def output_of(directory: Path, stage: str) -> str:
-    """What a finished stage of a run ended with: its last checkpoint, or, where it was passed over, what it would have started from."""
+    """The last checkpoint of a finished stage. If the stage was skipped: the model that it would have started from."""
     folder = directory / "checkpoints" / stage
     ended = read_sealed(folder / RESULT)
     if ended["checkpoint"] is not None:

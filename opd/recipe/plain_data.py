@@ -1,7 +1,7 @@
-"""YAML text -> plain data: words, numbers, true, false, null, lists and mappings, each key once, and bounded in size.
+"""Read YAML text as plain data: words, numbers, true, false, null, lists and mappings, with unique keys and a limited size.
 
-YAML 1.1 surprises are left out: `on`, `off`, `yes` and `no` are words, 010 and 1:30 are no numbers, dates are text, 1e-5 is a
-number, and tags are refused.
+The surprises of YAML 1.1 are disabled: `on`, `off`, `yes` and `no` are words, 010 and 1:30 are no numbers, dates are text, 1e-5 is a
+number, and tags are errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 from opd.common.errors import RecipeError
 
 LONGEST = 1 << 18  # characters of a recipe
-LARGEST = 20_000  # values in it, with aliases written out
+LARGEST = 20_000  # values in it, with aliases expanded
 DEEPEST = 40  # levels
 SHOWN = 200  # characters of a value in a message
 
@@ -32,7 +32,7 @@ _NULL = re.compile(r"~$|null$|Null$|NULL$|$")
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only. What is wrong is a `yaml.YAMLError` that knows its line."""
+    """Plain data only. Mistakes raise a `yaml.YAMLError` with the line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
                 raise _wrong(f"the key {what}: keys are words; put it in quotes", key.start_mark)
             if key.value in lines:
                 where = f"first in line {lines[key.value]}, again"
-                raise _wrong(f"the key {shown(key.value)} comes twice: {where}", key.start_mark)
+                raise _wrong(f"the key {shown(key.value)} is given twice: {where}", key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return node
 
@@ -87,7 +87,7 @@ for _tag, _pattern, _first in (
 
 
 def _weigh(node: Any, known: dict[int, int]) -> int:
-    """How many values a node stands for once its aliases are written out."""
+    """The number of values in a node with its aliases expanded."""
     if known.get(id(node)) == 0:
         raise _wrong("a value that contains itself", node.start_mark)
     if id(node) not in known:
@@ -97,7 +97,7 @@ def _weigh(node: Any, known: dict[int, int]) -> int:
             children = [child for pair in node.value for child in pair]
         total = 1 + sum(_weigh(child, known) for child in children)
         if total > LARGEST:
-            raise _wrong(f"more than {LARGEST} values once its aliases are written out", node.start_mark)
+            raise _wrong(f"more than {LARGEST} values with its aliases expanded", node.start_mark)
         known[id(node)] = total
     return known[id(node)]
 
@@ -130,14 +130,14 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """What the parser found, and in which line."""
+    """The parser's error, with line and column."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or " ".join(str(error).split())
     return cut(what, 400) + (f", in line {mark.line + 1}, column {mark.column + 1}" if mark else "")
 
 
 def plain_data(value: Any, where: str = "", left: list[int] | None = None, depth: int = 0) -> Any:
-    """A copy made of plain values only, checked: whatever comes from a file, a mapping or an override passes here."""
+    """A checked copy of plain values. Everything from a file, a mapping or an override passes through here."""
     left = [LARGEST] if left is None else left
     left[0] -= 1
     if left[0] < 0 or depth > DEEPEST:
@@ -158,7 +158,7 @@ def plain_data(value: Any, where: str = "", left: list[int] | None = None, depth
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [plain_data(item, f"{where}.{index}".lstrip("."), left, depth + 1) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        raise RecipeError(f"{here}: {value} is not a number to work with. Write a finite one, or null for no limit.")
+        raise RecipeError(f"{here}: {value} is not finite. Write a finite number, or null for no limit.")
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, Integral):
@@ -170,7 +170,9 @@ def plain_data(value: Any, where: str = "", left: list[int] | None = None, depth
 
 def _text(value: str, where: str) -> str:
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise RecipeError(f"{where}: {shown(value)} holds a character that is no text (NUL, or half of a pair).")
+        raise RecipeError(
+            f"{where}: {shown(value)} has a character that is not text (NUL, or half of a surrogate pair)."
+        )
     return value
 
 
@@ -180,7 +182,7 @@ _short.maxlevel = 4
 
 
 def shown(value: Any) -> str:
-    """A value for a message: never longer than a line or two, whatever it is."""
+    """A value for a message, cut to at most two lines."""
     return cut(_short.repr(value), SHOWN)
 
 

@@ -1,4 +1,4 @@
-"""How a recipe is read: shipped names, overrides, stages, and errors that name the nearest known key."""
+"""Read a recipe: shipped names, overrides, stages, and errors that name the most similar known key."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from opd.recipe.plain_data import LONGEST, cut, parse_yaml, plain_data, shown
 from opd.recipe.stage import Recipe, Stage
 from opd.registry import nearest
 
-MISTAKES = 10  # named in one message
-ELSEWHERE = 3  # places of a key that are named; one that stands in more says little
-_BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, which is no key
-SECRET = "token_env"  # whoever puts the token itself there does not want to read it again
-EXPECTED = {  # pydantic's name for a mistake -> in the words of a recipe
+MISTAKES = 10  # per message
+ELSEWHERE = 3  # a hint lists at most so many places of a key
+_BRANCH = re.compile(r"constrained-\w+|\w+\[.*\]")  # pydantic's name for one of several types, not a key
+SECRET = "token_env"  # its value is not shown, in case it is the token itself
+EXPECTED = {  # pydantic's error type -> our words
     "dict_type": "expected a mapping of keys", "model_type": "expected a mapping of keys", "list_type": "expected a list",
     "int_type": "expected a whole number", "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
     "float_type": "expected a number", "float_parsing": "expected a number", "string_type": "expected text",
     "bool_type": "expected true or false", "bool_parsing": "expected true or false",
 }  # fmt: skip
-IGNORED = "x-"  # keys at the top that hold anchors, for aliases elsewhere
+IGNORED = "x-"  # top-level keys that only hold anchors
 CLEARED = ("teachers", "rewards", "modules")  # mappings whose keys are the user's own: `{}` in a stage clears them
 
 
@@ -52,8 +52,8 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe from a file, a shipped name or a mapping, apply `key=value` overrides, and validate it.
 
-    Paths in a file are relative to it; those in overrides and in a mapping to the working directory. `prompts` stand in place
-    of the recipe's own, as they are.
+    Paths in a file are relative to it; paths in overrides and in a mapping, to the working directory. `prompts` replaces the
+    prompts of the recipe.
     """
     here, overrides = Path.cwd(), tuple(overrides)
     if isinstance(recipe, Recipe):
@@ -106,7 +106,7 @@ def _stage_as_begun(stage: Stage, written: Mapping[str, Any]) -> Stage:
 
 
 def recipe_text(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> str:
-    """What the user gave, as text: the file as it is, and the overrides in a comment at its end."""
+    """The recipe as the user gave it: the text of the file, followed by the overrides in a comment."""
     if isinstance(recipe, Recipe):
         return recipe.to_yaml()
     if isinstance(recipe, Mapping):
@@ -128,7 +128,7 @@ def read_text(path: Path) -> str:
 
 
 def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
-    """Spread top-level defaults over the stages. A later stage without a student of its own continues the one before."""
+    """Apply the top-level defaults to every stage. A later stage without its own student continues the stage before."""
     raw = {key: value for key, value in raw.items() if not key.startswith(IGNORED)}
     defaults = {key: value for key, value in raw.items() if key not in ("stages", "name", "plugins")}
     plugins = SHORT_FORMS["plugins"].long(raw.get("plugins") or [])
@@ -166,15 +166,15 @@ def resolve(raw: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage laid over the defaults. Null takes a key back to its own default, unless it is a value of that key; so does {} where
-    keys are the user's.
+    """Merge a stage over the defaults. Null resets a key to its built-in default, unless null is a value of the key. `{}` clears
+    teachers and rewards.
     """
     base = dict(defaults)
     for key in CLEARED:
         if key in stage and stage[key] in ({}, []):
             base.pop(key, None)
     start = _student(base.get("student"))
-    if _has_model(stage.get("student")) and isinstance(start, Mapping):  # another start, however it is given
+    if _has_model(stage.get("student")) and isinstance(start, Mapping):  # the stage names another start
         base["student"] = {key: value for key, value in start.items() if key not in ("model", "merge")}
     merged = merge(base, stage)
     merged = {
@@ -182,7 +182,7 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
         for key, value in merged.items()
         if value is not None
     }
-    if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` takes one teacher away
+    if isinstance(merged.get("teachers"), Mapping):  # `NAME: null` removes a teacher
         known = SHORT_FORMS["teachers"].long(base.get("teachers"))
         for name in (name for name, spec in merged["teachers"].items() if spec is None):
             _require_teacher(name, known if isinstance(known, Mapping) else {}, stage)
@@ -191,7 +191,7 @@ def _over(defaults: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
 
 
 def _without_nulls(section: FieldInfo, given: Any) -> Any:
-    """A section's keys; null where it is no value of a key (`train.clip` may be null, `train.lr` may not) is left out."""
+    """The keys of a section, without nulls that are not a value of the key (`train.clip` may be null, `train.lr` may not)."""
     kind = section.annotation
     if not isinstance(given, Mapping) or not isinstance(kind, type) or not issubclass(kind, BaseModel):
         return given
@@ -200,12 +200,12 @@ def _without_nulls(section: FieldInfo, given: Any) -> Any:
 
 
 def _require_teacher(name: Any, known: Mapping[str, Any], stage: Mapping[str, Any]) -> None:
-    """`NAME: null` in a stage takes away what is there."""
+    """`NAME: null` in a stage must name a teacher of the defaults."""
     if name not in known:
         hint = nearest(str(name), [str(one) for one in known]) if known else "they have none"
         raise RecipeError(
-            f"stages.{cut(str(stage['name']), 80)}.teachers.{cut(str(name), 80)}: null takes a teacher of the defaults away, and "
-            f"none has this name; {hint}"
+            f"stages.{cut(str(stage['name']), 80)}.teachers.{cut(str(name), 80)}: null removes a teacher of the defaults, and none "
+            f"has this name; {hint}"
         )
 
 
@@ -214,7 +214,7 @@ def _student(given: Any) -> Any:
 
 
 def _has_model(student: Any) -> bool:
-    """Whether it says what to start from."""
+    """Whether a student section names a model or a merge."""
     given = _student(student)
     return isinstance(given, Mapping) and (given.get("model") is not None or given.get("merge") is not None)
 
@@ -231,11 +231,11 @@ def validate(raw: Mapping[str, Any], where: str = "") -> Stage:
 
 
 def _booleans(given: Any, read: Any, path: str) -> list[str]:
-    """Where true or false was given for a number, which would be read as 1 or 0."""
+    """Paths where true or false was given for a number. They would be read as 1 or 0."""
     if isinstance(given, bool) and isinstance(read, (int, float)) and not isinstance(read, bool):
         return [path]
     if isinstance(given, Mapping) and isinstance(read, list) and len(read) == 1:
-        read = read[0]  # one term, one source
+        read = read[0]  # a list entry without brackets
     pairs: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(given, Mapping) and isinstance(read, Mapping):
         pairs = ((key, given[key], read[key]) for key in given.keys() & read.keys())
@@ -256,7 +256,7 @@ def _explain(detail: Any, raw: Mapping[str, Any], where: str) -> str:
     path = cut(where + ".".join(_as_written(location, raw, detail["type"] == "missing")), 200)
     if detail["type"] == "extra_forbidden":
         return f"{path}: unknown key. {_meant(detail, location)}"
-    if detail["type"] == "unknown_key":  # of a choice, which knows its own keys
+    if detail["type"] == "unknown_key":  # from a choice, which adds its own hint
         return f"{path}: {detail['msg']}"
     if detail["type"] == "missing":
         return f"{path}: missing, and the recipe needs it."
@@ -264,7 +264,7 @@ def _explain(detail: Any, raw: Mapping[str, Any], where: str) -> str:
     if detail["type"] == "string_pattern_mismatch":
         field = fields_at(_place(location[:-1])).get(parts[-1])
         message = f"expected {(field and field.description) or 'something else'}"
-    if not detail["loc"]:  # of the stage as a whole
+    if not detail["loc"]:  # about the whole stage
         return f"{where}{message}."
     got = UNSAFE.sub("//…@", shown(detail["input"]))
     return f"{path}: {message[0].lower() + message[1:]}" + ("." if parts[-1:] == [SECRET] else f"; got {got}.")
@@ -283,7 +283,7 @@ def _as_written(location: Sequence[str | int], raw: Any, missing: bool) -> Itera
 
 
 def _meant(detail: Any, location: Sequence[str | int]) -> str:
-    """What an unknown key may have been meant to be: a key of another framework, one that stands elsewhere, or a misspelt one."""
+    """A hint for an unknown key: a key of another framework, a key of another section, or a misspelt key."""
     if translated := translate_below([str(part) for part in location], detail["input"]):
         return f"{translated}."
     *parents, key = location
@@ -295,8 +295,8 @@ def _meant(detail: Any, location: Sequence[str | int]) -> str:
 
 
 def _places_of(key: str) -> list[str]:
-    """Sections of a recipe that have such a key."""
-    sections = [(name,) for name in Stage.model_fields if name not in CLEARED]  # where any key may stand
+    """Sections of a recipe that have this key."""
+    sections = [(name,) for name in Stage.model_fields if name not in CLEARED]  # which have keys of the user's own
     found = []
     for section in (*sections, ("student", "lora"), ("teachers", "NAME")):
         if below(_place(section), key):

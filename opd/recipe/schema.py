@@ -1,7 +1,7 @@
-"""The JSON schema of a recipe file, for editors: what may be written, short forms included.
+"""The JSON schema of a recipe file, for editors, with all short forms.
 
-The settings themselves say what a stage holds once it is read, and their marks where a file may say it shorter. A file may
-also say less: there are defaults, and stages laid over them.
+The settings define the keys of a resolved stage; their marks add the short forms. A file may leave keys out, because the
+defaults of all stages supply them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NULL: Schema = {"type": "null"}
 
 
 def recipe_schema() -> Schema:
-    """A stage's keys, plus `name`, `stages` and `plugins`. Choices of plugins that are loaded stand in it, too."""
+    """A stage's keys, plus `name`, `stages` and `plugins`. It includes the choices of loaded plugins."""
     load_announced()
     schema = Stage.model_json_schema()
     teachers = [choice.__name__ for choice in Family("teacher").classes().values()]
-    for partial in ("Student", "Hub", *teachers):  # a stage gives some of their keys, the defaults the others
+    for partial in ("Student", "Hub", *teachers):  # a stage may give some of the keys, and the defaults the others
         schema["$defs"][partial].pop("required", None)
     properties = schema["properties"]
     for option in properties["teachers"]["anyOf"]:

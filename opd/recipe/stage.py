@@ -31,7 +31,7 @@ from opd.rollouts.settings import Rollouts
 from opd.teachers.kinds import AnyTeacher, TeacherKind
 from opd.teachers.pool import TeacherPool, movable
 
-# The key `cluster`: how a run is spread over devices. No torch here.
+# cluster
 
 
 PARAMETERS = r"^([0-9]{1,12}(?:\.[0-9]{1,6})?)([KMBT]?)$"
@@ -39,7 +39,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def in_numbers(value: Any) -> Any:
-    """`32B`, `0.6B` and `135M` are numbers of parameters."""
+    """Read `32B`, `0.6B` or `135M` as a number of parameters."""
     found = re.fullmatch(PARAMETERS, value.strip()) if isinstance(value, str) else None
     return round(float(found[1]) * UNITS[found[2]]) if found is not None else value
 
@@ -53,11 +53,11 @@ Parameters = Annotated[
 
 
 class ModelSize(BaseModel):
-    """Of a model that is not on this machine, for the plan alone. What is left out is guessed from `parameters`."""
+    """The size of a model that is not on this machine, only for the plan. Missing keys are guessed from `parameters`."""
 
     model_config = SETTINGS
     parameters: Parameters = Field(description="for example 32B")
-    active: Parameters | None = Field(None, description="that one token goes through; default: all of them")
+    active: Parameters | None = Field(None, description="parameters that one token uses; default: all of them")
     width: Positive | None = Field(None, description="of the hidden states")
     layers: Positive | None = None
     vocabulary: Positive | None = None
@@ -69,7 +69,7 @@ AnySize = Annotated[ModelSize, SHORT_FORMS["cluster.sizes.NAME"]]
 
 
 class Cluster(BaseModel):
-    """What several ranks share, and where the parts of a run are placed: docs/scale.md."""
+    """How a run is split over ranks, and where its parts are placed: docs/scale.md."""
 
     model_config = SETTINGS
     shard: Literal["full", "hybrid"] = Field(
@@ -92,7 +92,7 @@ class Cluster(BaseModel):
         0, le=65_536, description="workers that serve the frozen teachers, of --on ray; 0: they are with the trainers"
     )
     rewards: Count = Field(
-        0, le=65_536, description="CPUs kept for reward workers beside the first trainer, of --on ray"
+        0, le=65_536, description="CPUs kept for reward workers next to the first trainer, of --on ray"
     )
     sizes: dict[Word, AnySize] = Field(
         default_factory=dict,
@@ -113,19 +113,19 @@ class Cluster(BaseModel):
     def refuse(
         self, kinds: Mapping[str, TeacherKind], pool: TeacherPool, drawn: Iterable[str], evaluated: bool
     ) -> Iterable[str]:
-        """`drawn`: keys of the recipe that draw tokens from teachers, or read all their weights at once."""
+        """`drawn`: keys of the recipe that sample from teachers, or read all their weights at once."""
         if self.teachers == "whole":
             return
         if not movable(kinds):
             yield "cluster.teachers shard: only frozen teachers can be spread over ranks, and there is none. Drop it."
         if pool.resident is not None:
             yield (
-                f"cluster.teachers shard with pool.resident {pool.resident}: their weights are spread over ranks, or come and "
-                "go. Choose one."
+                f"cluster.teachers shard with pool.resident {pool.resident}: their weights are either spread over ranks or "
+                "paged. Choose one."
             )
         for key in [*drawn, *(["eval.teachers"] if evaluated else [])]:
             yield (
-                f"{key} needs all weights of a teacher on every rank, and with cluster.teachers shard each has a part. Drop "
+                f"{key} needs all weights of a teacher on every rank, but cluster.teachers shard gives each rank a part. Drop "
                 f"{key}, or set cluster.teachers: whole."
             )
 
@@ -134,11 +134,11 @@ def usual_objective() -> list[Term]:
     return [Direct()]
 
 
-MERGED = "merge:"  # `merge:NAME` is the model that stage NAME makes of others and starts from
+MERGED = "merge:"  # `merge:NAME` is the merged model that stage NAME starts from
 
 
 class Student(BaseModel):
-    """The model that learns: a directory, a hub id, a .gguf file, `smol`, or `tiny/NAME`; or one that is merged from others."""
+    """The model that is trained: a directory, a hub id, a .gguf file, `smol` or `tiny/NAME`; or a merge of several."""
 
     model_config = SETTINGS
     model: Address
@@ -151,16 +151,16 @@ class Student(BaseModel):
 
 
 class Data(BaseModel):
-    """What happens to rows that cannot be used: malformed, too long, or without the completion that is asked for."""
+    """What to do with rows that cannot be used: malformed, too long, or without a required completion."""
 
     model_config = SETTINGS
     bad_rows: Literal["stop", "skip"] = Field(
-        "stop", description="stop: refuse to start, naming them; skip: leave them out, and count"
+        "stop", description="stop: do not start, and name them; skip: leave them out, and count"
     )
 
 
 Precision = Literal["auto", "mixed", "float32", "autocast", "bfloat16"]
-WEIGHTS: Mapping[str, Dtype] = {  # what the student's weights are loaded in
+WEIGHTS: Mapping[str, Dtype] = {  # the dtype that the student's weights are loaded in
     "mixed": "bfloat16",
     "float32": "float32",
     "autocast": "float32",
@@ -176,7 +176,7 @@ class Train(BaseModel):
     steps: Positive = 100
     tokens: Positive | None = Field(
         None,
-        description="end after the step that brings the stage's response tokens to this many; null: `steps` alone say",
+        description="end after the step in which the stage reaches so many response tokens; null: only `steps` count",
     )
     optimiser: AnyOptimiser = Field(AdamW(), description="adamw, muon, adamw8bit, or one of your own")
     lr: float = Field(1e-4, gt=0, le=1e9)
@@ -190,7 +190,7 @@ class Train(BaseModel):
     minibatches: Positive = Field(1, description="updates per pass; groups are never split")
     learn: bool = Field(
         True,
-        description="false: sample, reward and score only, and keep what teachers say, for teachers of kind cached",
+        description="false: only sample, reward and score, and keep the scores for teachers of kind cached",
     )
     micro_tokens: Positive | None = Field(
         None, description="token budget of one micro-batch; default: what fits a GPU, 4096 on a CPU"
@@ -202,16 +202,16 @@ class Train(BaseModel):
 
     @property
     def micro_budget(self) -> int:
-        """`micro_tokens`, or what they are where nothing else was chosen."""
+        """`micro_tokens`, or its default."""
         return self.micro_tokens or MICRO_TOKENS
 
     @property
     def updates(self) -> int:
-        """Of one batch."""
+        """Updates per batch."""
         return self.epochs * self.minibatches
 
     def precision_on(self, device: str) -> Precision:
-        """What `auto` means on a device: `cuda`, `cuda:1`, `cpu`."""
+        """The precision on a device (`cuda`, `cuda:1`, `cpu`), with `auto` resolved."""
         return self.precision if self.precision != "auto" else "mixed" if device.startswith("cuda") else "float32"
 
 
@@ -224,7 +224,7 @@ class Eval(BaseModel):
     further: Annotated[list[Annotated[PromptSource, SOURCES]], SHORT_FORMS["eval.further"]] = Field(
         default_factory=list,
         max_length=1000,
-        description="further sources whose held-out prompts are asked: what the stage does not train, and may forget",
+        description="further sources to evaluate on: domains that the stage does not train on and may forget",
     )
     greedy: bool = True
     k: Count = Field(0, le=65_536, description="samples per prompt for pass@1 (sampled) and pass@k; 0: greedy only")
@@ -250,18 +250,18 @@ class Eval(BaseModel):
 class Checkpoint(BaseModel):
     model_config = SETTINGS
     every: Count = Field(0, description="steps; the last step is always saved")
-    keep: Positive = Field(2, description="how many step checkpoints stay; the best one stays beside them")
-    keep_every: Count = Field(0, description="checkpoints of steps divisible by this stay for good; 0: none")
-    background: bool = Field(True, description="copy the state to memory and write it while training goes on")
+    keep: Positive = Field(2, description="how many step checkpoints stay, in addition to the best one")
+    keep_every: Count = Field(0, description="checkpoints of steps divisible by this are kept forever; 0: none")
+    background: bool = Field(True, description="copy the state to memory and write it while training continues")
     resume: Literal["prefill", "exact"] = Field(
         "prefill",
-        description="unfinished rollouts: prefill their tokens and go on, or replay them one by one (bit-identical on a CPU)",
+        description="unfinished rollouts: prefill their tokens and continue, or replay them one by one (bit-identical on a CPU)",
     )
     grace: float = Field(30, gt=0, le=604_800, description="seconds between SIGTERM and the end of the process")
 
 
 class Store(BaseModel):
-    """The rollout log: how soon tokens are durable, and what is kept beside them."""
+    """The rollout log: how soon tokens are durable, and what else is kept."""
 
     model_config = SETTINGS
     commit_ms: Positive = Field(50, le=60_000, description="tokens wait at most this long for the group commit")
@@ -271,7 +271,7 @@ class Store(BaseModel):
     hidden: bool = Field(False, description="keep teachers' hidden states too (large); otherwise they are recomputed")
     retain: Count | None = Field(
         None,
-        description="steps before the oldest checkpoint whose tokens stay, at least; null: all of them, for good",
+        description="steps before the oldest checkpoint whose tokens stay, at least; null: all tokens, forever",
     )
 
 
@@ -284,7 +284,7 @@ class Log(BaseModel):
     samples: Count = Field(2, le=10_000, description="sample completions per domain written to samples.jsonl")
     samples_every: Positive = 10
     start_table: bool = Field(
-        True, description="measure every teacher beside the student on a few answers before the first step"
+        True, description="compare every teacher with the student on a few answers before the first step"
     )
 
 
@@ -297,7 +297,7 @@ class Hub(BaseModel):
 
 
 class Stage(BaseModel):
-    """One stage with every default filled in: what the trainer reads."""
+    """One stage with every default filled in, as the trainer reads it."""
 
     model_config = SETTINGS
     name: Word = "main"
@@ -306,7 +306,7 @@ class Stage(BaseModel):
     pool: TeacherPool = TeacherPool()
     prompts: Annotated[list[Annotated[PromptSource, SOURCES]], SHORT_FORMS["prompts"]] = Field(min_length=1)
     select: Annotated[SelectionRule, Family("select", default="flat")] | None = Field(
-        None, description="train on those domains alone that an earlier stage's evaluations choose: flat, score"
+        None, description="train only on domains that the evaluations of an earlier stage select: flat, score"
     )
     shares: Annotated[Shares, Family("shares", default=StaticShares.name)] = Field(
         StaticShares(), description="how prompts are divided among domains: static, or by tokens, length, gap"
@@ -337,13 +337,13 @@ class Stage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _older_precision(cls, raw: Any) -> Any:
-        """`student.dtype` and `train.autocast`, as recipes had them before `train.precision`, go on meaning what they meant."""
+        """Read `student.dtype` and `train.autocast`, which `train.precision` has replaced."""
         if not isinstance(raw, Mapping):
             return raw
         student, train = raw.get("student"), raw.get("train")
         dtype = student.get("dtype") if isinstance(student, Mapping) else None
         autocast = train.get("autocast") if isinstance(train, Mapping) else None
-        misplaced = train is not None and not isinstance(train, Mapping)  # which is told where it is read
+        misplaced = train is not None and not isinstance(train, Mapping)  # reported by the validation of `train`
         if misplaced or (dtype is None and autocast is None):
             return raw
         if dtype not in (None, "float32", "bfloat16") or autocast not in (None, True, False):
@@ -376,7 +376,7 @@ class Stage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _merged_start(cls, raw: Any) -> Any:
-        """A merge stands in place of a model; the model that it makes has the stage's name."""
+        """A merge replaces a model. The merged model is named after the stage."""
         student = raw.get("student") if isinstance(raw, Mapping) else None
         if not isinstance(student, Mapping):
             return raw
@@ -391,14 +391,14 @@ class Stage(BaseModel):
         return {**raw, "student": {**student, "model": name}} if merged else raw
 
     def settled(self) -> Stage:
-        """With every monitor, and what sampling asks of the objective: tokens drawn elsewhere, or by older weights, are weighed by how they were drawn."""
+        """Add all monitors, and the correction that the objective needs for tokens from another engine or from older weights."""
         stage = self.model_copy(update={"monitors": self.monitors.completed()})
         if not (self.sampler.corrects or self.rollout.staleness) or self.rollout.shown_to_student:
             return stage
         return stage.model_copy(update={"objective": [term.corrected() for term in self.objective]})
 
     def inside(self, directory: Path) -> Stage:
-        """The same in a run directory: rollouts and scores of `stage:NAME` are found there."""
+        """The same in a run directory: rollouts and scores of `stage:NAME` are read from it."""
         prompts = [source.inside(directory) for source in self.prompts]
         teachers = {name: kind.inside(directory) for name, kind in self.teachers.items()}
         measured = self.eval.model_copy(update={"further": [source.inside(directory) for source in self.eval.further]})
@@ -406,28 +406,28 @@ class Stage(BaseModel):
 
     @property
     def sampler_processes(self) -> tuple[int, int]:
-        """How many processes sample alongside the trainer, and the threads of each."""
+        """The number of processes that sample next to the trainer, and the threads of each."""
         count = self.sampler.beside_trainer if self.rollout.staleness else 0
         return count, self.threads or max(1, (os.cpu_count() or 1) // 2 // max(1, count))
 
     @property
     def starts(self) -> list[str]:
-        """The models that the student is made of: one, or those that are merged."""
+        """The model that the student starts from, or the models that are merged."""
         return [self.student.model] if self.student.merge is None else self.student.merge.reads()
 
     @property
     def named_domains(self) -> list[str]:
-        """Those that its sources name."""
+        """Domains that its sources name."""
         return list(dict.fromkeys(source.domain for source in self.prompts if source.domain is not None))
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether hidden states go into the store: what a stage that only scores is there for."""
+        """Whether hidden states go into the store. A stage that only scores always keeps them."""
         return self.store.hidden or not self.train.learn
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether a term, what a teacher is shown or who answers depends on them."""
+        """Whether a term, a view or a writer depends on rewards."""
         choices = [*self.objective, *(kind.view for kind in self.teachers.values())]
         wanted = self.rollout.demonstrations
         replaced = self.rollout.rescue is not None or (wanted is not None and wanted.by is None)
@@ -451,7 +451,7 @@ class Recipe(BaseModel):
     name: str
     stages: list[Stage] = Field(min_length=1, max_length=1000)
     plugins: Annotated[list[Address], SHORT_FORMS["plugins"]] = Field(
-        default_factory=list, max_length=100, description="Python files or modules with choices of your own"
+        default_factory=list, max_length=100, description="Python files or modules that define your own choices"
     )
 
     @field_validator("name")

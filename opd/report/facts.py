@@ -1,4 +1,4 @@
-"""What a run directory says, as the plain data that the page is drawn from."""
+"""Read a run directory as plain data, for the page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opd.report.words import gains, in_words
 
 POINTS = 1000  # of a curve
 SAMPLES = 600  # completions in a page
-TOKEN_BYTES = 12 << 20  # of the completions that a page shows token by token
+TOKEN_BYTES = 12 << 20  # of completions that a page shows token by token
 DOMAIN = "DOMAIN"  # in what monitors read: one metric of every domain
 CREDENTIALS = re.compile(r"(://)[^/\s@'\"]+@")
 
 
 def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
-    """Everything that the page shows of a run, dead or alive. `whole`: nothing is thinned out, as when it is drawn for print."""
+    """Everything that the page shows of a run. `whole`: curves keep all points, for print."""
     _require_run(Path(directory))
     root = Path(directory).absolute()
     resolved, changes = read_resolved(root, recipe_file(root).name), changes_of(root)
@@ -60,7 +60,7 @@ def run_facts(directory: str | Path, *, whole: bool = False) -> dict[str, Any]:
 
 
 def _require_run(directory: Path) -> None:
-    """Said of a name that was mistyped before any of its files is missed."""
+    """Reject a path that is not a run directory."""
     if directory.is_dir() and (directory / "resolved.yaml").exists():
         return
     what = "no such directory" if not directory.exists() else "not the directory of a run, which has a resolved.yaml"
@@ -70,8 +70,8 @@ def _require_run(directory: Path) -> None:
 
 
 def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`watched`: monitors that had all they read in a stage; `partly`: in which, where not in all that have begun. `unread`: the others, and
-    what they lacked. Runs from before there were any have none.
+    """`watched`: monitors that had all their metrics in a stage; `partly`: in which stages, if not in all started ones. `unread`: the
+    other monitors and their missing metrics. Older runs have none.
     """
     lacking: dict[str, dict[str, list[str]]] = {}  # monitor -> stage -> metrics
     for stage in resolved["stages"]:
@@ -82,7 +82,7 @@ def _watched(resolved: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) 
             for key, value in with_estimates(line).items()
             if value is not None
         }
-        for one in stage.get("monitors", {}).get("watch", ()) if known else ():  # a stage that has begun
+        for one in stage.get("monitors", {}).get("watch", ()) if known else ():  # a stage that has started
             lacking.setdefault(str(one["kind"]), {})[stage["name"]] = _lacking(str(one["kind"]), known)
     seen = {name: [stage for stage, missing in by.items() if not missing] for name, by in lacking.items()}
     begun = {line["stage"] for line in metrics}
@@ -121,7 +121,7 @@ def _stages(
     summarised: Sequence[Mapping[str, Any]],
     metrics: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """What was planned, with what came of it. A run that is at work has no summary yet: its lines are counted."""
+    """The plan of each stage with its results. A live run has no summary yet, so its lines are counted."""
     ended = {stage["name"]: stage for stage in summarised}
     found = []
     for spec in resolved["stages"]:
@@ -159,7 +159,7 @@ def _stages(
 
 
 def _model(kind: Any) -> str:
-    """Of a student or a teacher, in a few words."""
+    """A short label of a student or a teacher."""
     if not isinstance(kind, Mapping):
         return str(kind)
     name = kind.get("model") or kind.get("url") or kind.get("kind", "")
@@ -168,7 +168,7 @@ def _model(kind: Any) -> str:
 
 
 def _brief(term: Any) -> str:
-    """A term of the objective: its form, and what distinguishes it."""
+    """A short label of a term: its form and its main settings."""
     if not isinstance(term, Mapping):
         return str(term)
     divergence = term.get("divergence")
@@ -187,7 +187,7 @@ def _recipe_text(root: Path) -> str:
 
 
 def _earlier_steps(metrics: Sequence[dict[str, Any]], stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """With `at`, which counts on from stage to stage."""
+    """Rows with `at`, a step number that continues from stage to stage."""
     before, total = {}, 0
     for stage in stages:
         before[stage["name"]] = total
@@ -196,7 +196,7 @@ def _earlier_steps(metrics: Sequence[dict[str, Any]], stages: Sequence[Mapping[s
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], points: int | None) -> dict[str, list[Any]]:
-    """Numbers by name; of long runs evenly many, each the mean of its neighbours, so that no spike is only half there."""
+    """Numbers by name. Long runs are thinned out evenly, and each point is a mean of its neighbours, so no spike is lost."""
     names = [key for key in dict.fromkeys(key for line in lines for key in line) if key not in ("crc", "stage")]
     size = 1 if points is None or len(lines) <= points else -(-len(lines) // points)
     groups = [lines[first : first + size] for first in range(0, len(lines), size)]
@@ -212,7 +212,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _spread(lines: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first and the last, and evenly many between: whole snapshots, never a part of one."""
+    """Completions of the first and last snapshots, and evenly chosen ones between. Snapshots stay complete."""
     moments = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     each = max(1, -(-len(lines) // max(len(moments), 1)))
     keep = max(2, count // each)
@@ -223,33 +223,33 @@ def _spread(lines: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]
 
 
 def _within(lines: Sequence[dict[str, Any]], ids: set[Any], limit: int | None) -> list[dict[str, Any]]:
-    """Of those completions, as many as fit: from both ends inwards, since one looks for what has changed."""
+    """As many token views of those completions as fit, from both ends inwards, because changes are most visible there."""
     wanted = [line for line in lines if line["id"] in ids]
     if limit is None:
         return wanted
     order = [number for pair in zip(range(len(wanted)), reversed(range(len(wanted))), strict=True) for number in pair]
     kept, size = set[int](), 0
     for number in dict.fromkeys(order):
-        size += 250 * len(wanted[number]["ids"])  # about what a token takes
+        size += 250 * len(wanted[number]["ids"])  # approximate bytes per token
         if size > limit and kept:
             break
         kept.add(number)
     return [wanted[number] for number in sorted(kept)]
 
 
-# What a stage has scored on held-out prompts, also while it trains or where it was cut off: `summary.json` comes at the end of a run alone.
+# Held-out scores of stages, also of live and interrupted runs, which have no `summary.json`
 
 
 VALUE, ERROR = "eval/", "eval_stderr/"  # of a domain, in metrics.jsonl
 
 
 def so_far(folder: Path) -> dict[str, Any]:
-    """Of a stage that no summary tells of, in the summary's words: its folder in `checkpoints` has what was measured. Nothing where nothing was."""
+    """The result of a stage without a summary, from its folder in `checkpoints`; empty if nothing was measured."""
     for path, key in _places(folder):
         try:
             state = _checked(path)
         except (RunDirectoryError, OSError):
-            continue  # it was altered, or has just made room for a newer one
+            continue  # it was altered, or just replaced by a newer one
         found = state.get(key) if key else state
         if isinstance(found, dict) and found.get("before"):
             return {"evals": {domain: _domain(found, domain) for domain in found["before"]}, "teachers": _values(found)}
@@ -257,9 +257,9 @@ def so_far(folder: Path) -> dict[str, Any]:
 
 
 def checked_stages(directory: Path, summary: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The stages of a run's summary, and what was wrong with them: `summary.json` has no checksum, the result of a stage has one.
+    """The stages of a run's summary, and problems. `summary.json` has no checksum, but the result of a stage has one.
 
-    Where both know a number and differ, the result counts.
+    If both have a number and differ, the result is used.
     """
     stages = summary.get("stages", [])
     known = isinstance(stages, list) and all(
@@ -286,14 +286,14 @@ def checked_stages(directory: Path, summary: Mapping[str, Any]) -> tuple[list[di
 
 
 def _in_words_of_summary(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a finished stage; without what the end of a run may still change."""
+    """The result of a finished stage, without keys that the end of a run may change."""
     evals = {domain: _domain(state, domain) for domain in state["before"]}
     rest = {key: state[key] for key in ("history", "steps", "tokens") if key in state}
     return {"evals": evals, "teachers": _values(state), **rest}
 
 
 def _differs(one: Any, other: Any) -> bool:
-    """Keys that only one of them has do not count: they come and go with versions of opd."""
+    """Differing keys. Keys that only one of them has are ignored, because they depend on the version of opd."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return any(_differs(one[key], other[key]) for key in one if key in other) or (bool(one) != bool(other))
     if isinstance(one, list) and isinstance(other, list):
@@ -302,7 +302,7 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """A file whose checksum holds: its own, or that in the manifest of its checkpoint."""
+    """Read a file and verify its checksum: its own, or that in the manifest of its checkpoint."""
     if path.name != "trainer.json":
         return read_sealed(path)
     files = read_sealed(path.parent / "manifest.json")["files"]
@@ -312,7 +312,7 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def _places(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Files that hold a result, newest first, and under which key."""
+    """Files with a result, newest first, and the key of the result."""
     yield folder / "result.json", "result"
     yield from ((path, "result") for path in sorted(folder.glob("step-*/trainer.json"), reverse=True))
     yield folder / "before.json", ""
@@ -333,12 +333,12 @@ def _values(state: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def _value(measures: Mapping[str, Any] | None) -> float | None:
-    """pass@1: greedy where there is one, else sampled."""
+    """pass@1: greedy if measured, else sampled."""
     return None if measures is None else measures.get("greedy", measures.get("sampled"))
 
 
 def _share(found: Mapping[str, Any]) -> float | None:
-    """Of the way from before to the teacher."""
+    """The fraction of the way from before to the teacher."""
     before, after, teacher = (found[side] for side in ("before", "after", "teacher"))
     if before is None or after is None or teacher is None or teacher <= before:
         return None
@@ -346,7 +346,7 @@ def _share(found: Mapping[str, Any]) -> float | None:
 
 
 def with_newest(evals: Mapping[str, dict[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Where a domain was not measured after training (yet), the newest evaluation on the way stands for it: `at` is its step."""
+    """Scores per domain. A domain without a final score has its newest evaluation during training, with its step as `at`."""
     return {domain: _filled(domain, found, lines) for domain, found in evals.items()}
 
 
@@ -360,11 +360,11 @@ def _filled(domain: str, found: dict[str, Any], lines: Sequence[Mapping[str, Any
     return {**now, "normalised": _share({"teacher": None, **now}), "details": details}
 
 
-# Stages of a run and the models that go between them, as nodes and edges to be drawn from left to right.
+# The graph of stages, to be drawn from left to right
 
 
 def stage_graph(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`nodes`: stages with their column; `edges`: from, to, and as what the model comes."""
+    """`nodes`: stages with their column; `edges`: from, to, and the role of the model."""
     names = [str(stage.get("name", "")) for stage in stages]
     edges = [
         {"from": source, "to": name, "as": role}
@@ -373,7 +373,7 @@ def stage_graph(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if source in names
     ]
     column: dict[str, int] = {}
-    for name in names:  # a stage can only name one before it
+    for name in names:  # a stage can only name an earlier one
         column[name] = 1 + max(
             (column[edge["from"]] for edge in edges if edge["to"] == name and edge["from"] in column), default=-1
         )
@@ -381,7 +381,7 @@ def stage_graph(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sources(stage: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(stage, role) of every earlier stage whose output it uses, wherever in it that is written."""
+    """(stage, role) of every earlier stage whose output is used anywhere in this value."""
     for key, value in stage.items():
         role = "student" if key == "student" else "teacher" if key == "teachers" else key
         for text in _texts(value):

@@ -1,7 +1,7 @@
-"""One HTML file that needs nothing else: script, style and data are inside, and it may load and send nothing.
+"""One self-contained HTML file with its script, style and data. It may not load or send anything.
 
-What models wrote is data: JSON without a single `<`, put on the page as text nodes. The content security policy names the
-checksums of the page's own script and style, so nothing else is ever run, and there is no address it may talk to but, live, its own.
+Text from models is data: JSON without any `<`, shown as text nodes. The content security policy has the checksums of the
+page's script and style, so no other code runs. A live page may only talk to its own server.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False, stamp: str = "") -> str:
-    """The page as text. `live`: it asks the server that sent it for what is newer than its stamp."""
+    """The page as text. `live`: it asks its server for newer data."""
     data = {"live": live, "stamp": stamp, "runs": list(runs)}
     return _html(", ".join(str(run["name"]) for run in runs), data, SCRIPTS, live=live)
 
 
 def diagnosis_page(diagnosis: Mapping[str, Any]) -> str:
-    """What `opd diagnose` found, likewise."""
+    """The page of a diagnosis."""
     return _html(f"diagnosis of {diagnosis['student']}", diagnosis, OF_DIAGNOSIS)
 
 
@@ -61,7 +61,7 @@ def _html(title: str, data: Mapping[str, Any], scripts: Sequence[str], *, live: 
 
 
 def embedded(value: Any) -> str:
-    """JSON that no HTML parser can be led out of. It is ASCII, so no byte of it is taken for another."""
+    """JSON that is safe inside HTML, in ASCII only."""
     text = json.dumps(json.loads(json_text(value)), separators=(",", ":"))
     for letter, code in ESCAPED.items():
         text = text.replace(letter, code)
@@ -74,7 +74,7 @@ def _hash(text: str) -> str:
 
 
 def write_report(directories: Sequence[str | Path], to: Path | None = None) -> Path:
-    """Of one run into its directory; of several, side by side, where it is asked for."""
+    """Write the page of one run into its directory, or of several runs, side by side, to a file."""
     if to is None and len(directories) != 1:
         raise UserError("several runs on one page: say where to put it, with -o FILE.")
     target = Path(directories[0]) / "report.html" if to is None else to
@@ -86,7 +86,7 @@ def write_report(directories: Sequence[str | Path], to: Path | None = None) -> P
     return target
 
 
-# A run as Jupyter shows it: the paragraph and a table with bars. Plain HTML, everything escaped, no script.
+# A run in Jupyter: the paragraph and a table with bars, as escaped HTML without a script
 
 
 CELL = "padding:2px 12px 2px 0;text-align:left;border:0"

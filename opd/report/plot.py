@@ -22,7 +22,7 @@ COLOURS = (
     "#e69f00",
     "#56b4e9",
     "#000000",
-)  # Okabe and Ito: told apart by all
+)  # Okabe and Ito: safe for colour-blind readers
 LINES = ("-", "--", ":", "-.")
 NAMES = {"reverse_kl": "KL(student ‖ teacher), nats per token", "response_length": "tokens per answer", "at": "step"}
 
@@ -89,12 +89,12 @@ def _lines(runs: Mapping[str, Mapping[str, list[Any]]], pattern: str) -> list[tu
                 lines.append((" · ".join(several) or name, [at for at, _ in points], [value for _, value in points]))
     if not lines:
         known = sorted({name for metrics in runs.values() for name in metrics} - {"at", "step", "stage"})
-        raise UserError(f"--metric {pattern!r}: no step of these runs has it; {nearest(pattern, known)}")
+        raise UserError(f"--metric {pattern!r}: no step of these runs has this metric; {nearest(pattern, known)}")
     return lines
 
 
 def _or_estimate(metrics: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """By step, a metric or the estimate that stands in for it."""
+    """A metric by step, or the estimate that replaces it."""
     nothing = [None] * len(metrics["at"])
     pairs = zip(metrics.get(name, nothing), metrics.get(ESTIMATES[name], nothing), strict=True)
     return [estimate if value is None else value for value, estimate in pairs]

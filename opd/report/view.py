@@ -1,4 +1,4 @@
-"""`opd view RUN`: the page live while a run trains, with every rollout. On loopback, behind a token in the address.
+"""`opd view RUN`: the live page of a run, with every rollout. On loopback, with a token in the address.
 
 /TOKEN/               the page                    /TOKEN/api/rollouts?…   a page of the store, filtered
 /TOKEN/api/run        what the page is drawn from /TOKEN/api/rollout?row= one rollout, token by token
@@ -32,9 +32,9 @@ from opd.store import RolloutStore
 from opd.store.index import STOPS
 
 LOOPBACK = "127.0.0.1"
-DIGITS = 18  # of a row's number
-EVERY = 2.0  # seconds between two looks at the store
-PATIENCE = 30.0  # seconds for a request to come in, or for its answer to be read
+DIGITS = 18  # digits of a row number
+EVERY = 2.0  # seconds between checks of the store
+PATIENCE = 30.0  # seconds to send a request, or to read its answer
 CONNECTIONS = 128  # at once; each has a thread
 READ = (
     "metrics.jsonl",
@@ -55,7 +55,7 @@ HEADERS = {
 
 
 class LiveFacts:
-    """What the page shows, read again only when a file has changed."""
+    """The data of the page, read again only when a file has changed."""
 
     def __init__(self, directory: Path) -> None:
         self._root, self._lock = directory, threading.Lock()
@@ -74,21 +74,21 @@ class LiveFacts:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """A server for one run. `address` is all that a browser needs, and all that protects it from other users."""
+    """A server for one run. Its `address` holds the token, so other users cannot read the run without it."""
 
     daemon_threads = True
 
     def __init__(self, directory: Path, port: int = 0, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._free = threading.Semaphore(CONNECTIONS)
-        self._deadlines = dict[socket.socket, float]()  # of requests that have not come in yet
+        self._deadlines = dict[socket.socket, float]()  # of requests that are not complete yet
         self._watch = threading.Lock()
         self.facts, self.rollouts, self.token = (
             LiveFacts(directory),
             RolloutBrowser(directory),
             secrets.token_urlsafe(24),
         )
-        self.facts()  # a directory that cannot be read is told of now
+        self.facts()  # fails now if the directory cannot be read
         self._ended = threading.Event()
         try:
             super().__init__((LOOPBACK, port), ViewRequest)
@@ -103,23 +103,23 @@ class ViewServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def expect(self, connection: socket.socket) -> None:
-        """A request has to come in from now on."""
+        """Start the clock of a request."""
         with self._watch:
             self._deadlines[connection] = time.monotonic() + self.patience
 
     def arrived(self, connection: socket.socket) -> None:
-        """It has come in, or never will."""
+        """Stop the clock of a request."""
         with self._watch:
             self._deadlines.pop(connection, None)
 
     def service_actions(self) -> None:
-        """Several times a second: end connections whose request is late. A byte now and then does not keep one open."""
+        """Called several times a second: close connections whose request is late, even if single bytes still arrive."""
         now = time.monotonic()
         with self._watch:
             late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
             for connection in late:
                 del self._deadlines[connection]
-                with suppress(OSError):  # the other side has ended it
+                with suppress(OSError):  # the client has closed it
                     connection.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -151,19 +151,19 @@ class ViewRequest(BaseHTTPRequestHandler):
         self.server.expect(self.connection)
         try:
             super().handle_one_request()
-        except ConnectionError:  # the browser, or the clock, has ended it
+        except ConnectionError:  # the browser or the clock has closed it
             self.close_connection = True
         finally:
             self.server.arrived(self.connection)
 
     def do_GET(self) -> None:
-        """Whoever does not know the token learns nothing, not even that there is one."""
+        """Without the token every path is 404, so a stranger learns nothing."""
         self.server.arrived(self.connection)
         if self.headers.get("Host") not in (
             f"{LOOPBACK}:{self.server.server_port}",
             f"localhost:{self.server.server_port}",
         ):
-            return self._send(404, "text/plain", b"")  # a name that points here, under which a foreign page asks
+            return self._send(404, "text/plain", b"")  # another host name for this address, used by a foreign page
         parts = urlsplit(self.path)
         _, given, *rest = parts.path.split("/", 2) if parts.path.count("/") > 1 else ("", "", "")
         what = (
@@ -214,13 +214,13 @@ class ViewRequest(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Addresses hold the token: they are not written anywhere."""
+        """Addresses hold the token, so they are not logged."""
 
 
 def serve_view(directory: Path, port: int, say: Callable[[str], None]) -> None:
     """Serve until interrupted."""
     server = ViewServer(directory, port)
-    say(f"{directory} at {server.address}\nonly for this machine, and for whoever has this address; Ctrl-C ends it")
+    say(f"{directory} at {server.address}\nonly on this machine, for anybody who has this address; Ctrl-C stops it")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -229,13 +229,13 @@ def serve_view(directory: Path, port: int, say: Callable[[str], None]) -> None:
         server.server_close()
 
 
-# The rollout store of a run by filter and page, for `opd view`: masks over the index's columns, payload only of what is shown.
+# Pages of the rollout store, filtered by the index's columns; payload is only read for the rows shown
 
 
 PREVIEW = 48  # tokens of a prompt and an answer in the list
 SHOWN = 4096  # tokens of one rollout
 MOST = 200  # rows of a page
-REST = 10.0  # the store is looked at again after this many times as long as looking took
+REST = 10.0  # wait between reads of the store, as a multiple of the time of one read
 SORTS: dict[str, tuple[str, bool]] = {  # column, largest first
     "newest": ("", True),
     "oldest": ("", False),
@@ -248,7 +248,7 @@ CODED = ("domain", "teacher", "source")
 
 
 class RolloutBrowser:
-    """A store that may be growing. Questions are answered from the newest look at it; looking again happens beside them."""
+    """A store that may be growing. Requests are answered from the newest snapshot, which a thread renews."""
 
     def __init__(self, directory: Path) -> None:
         self._root = directory
@@ -256,11 +256,11 @@ class RolloutBrowser:
         self._size, self._next = -1, 0.0
         self._store: RolloutStore | None = None
         self._decode: Callable[[list[int]], str] | None = None
-        self._searched = False  # for a tokenizer, since the store has grown
+        self._searched = False  # whether a tokenizer was looked for since the store has grown
         self.look()
 
     def look(self) -> None:
-        """Open the store again if it has grown; not so often that it would slow down who is writing it."""
+        """Open the store again if it has grown, but not so often that the writer slows down."""
         folder = self._root / "rollouts"
         size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder.is_dir() else 0
         if not size or size == self._size or time.monotonic() < self._next:
@@ -314,7 +314,7 @@ class RolloutBrowser:
         }
 
     def one(self, row: int) -> dict[str, Any]:
-        """A rollout with its tokens, and what its teacher said of them where the store has it."""
+        """A rollout with its tokens, and its teacher's scores if the store has them."""
         with self._lock:
             store = self._store
         if store is None or row not in store.readable():
@@ -341,7 +341,7 @@ class RolloutBrowser:
             "left_out": max(rollout.response_ids.size - SHOWN, 0),
         }
 
-    # Text, without torch or transformers
+    # Tokenizer
 
     def text(self, ids: Any) -> str:
         decode = self._decoder()
@@ -349,7 +349,7 @@ class RolloutBrowser:
         return " ".join(map(str, numbers)) if decode is None else decode(numbers)
 
     def _decoder(self) -> Callable[[list[int]], str] | None:
-        """None: neither the run nor the student it began from has a tokenizer to read, so ids are shown until one is saved."""
+        """The tokenizer. None: neither the run nor the first student has a tokenizer file; ids are shown until one is saved."""
         if self._decode is None and not self._searched:
             self._searched, path = True, self._tokenizer()
             if path is not None:
@@ -360,7 +360,7 @@ class RolloutBrowser:
         return self._decode
 
     def _tokenizer(self) -> Path | None:
-        """The student's, with a checkpoint or with the model it began from."""
+        """The student's tokenizer file, in a checkpoint or in the model that it started from."""
         saved = sorted((self._root / "checkpoints").glob("*/step-*/tokenizer.json"))
         if saved:
             return saved[-1]
@@ -368,7 +368,7 @@ class RolloutBrowser:
         if not isinstance(student, dict) or "model" not in student:
             raise RunDirectoryError(f"{self._root / 'resolved.yaml'} was altered: it does not name the student.")
         model = str(student["model"])
-        if model.startswith(MERGED):  # made when the stage began
+        if model.startswith(MERGED):  # created at the start of the stage
             model = str(self._root / "merged" / model.removeprefix(MERGED))
         return tokenizer_file(model, student.get("revision"))
 
@@ -415,9 +415,9 @@ def _whole(asked: Mapping[str, str], name: str, usual: int) -> int:
 
 
 def growing(rollouts: RolloutBrowser, every: float, ended: threading.Event) -> None:
-    """Looks at the store again and again, until told to end. A store that is just being written may be caught half-way."""
+    """Renews the snapshot of the store until it is stopped. A store that is being written may be incomplete for a moment."""
     while not ended.wait(every):
         try:
             rollouts.look()
         except (OpdError, OSError):
-            continue  # next time it is whole
+            continue  # it is complete next time

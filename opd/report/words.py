@@ -1,4 +1,4 @@
-"""A run in a paragraph: what was gained, by how much more than chance, how near the teacher, and what to look at."""
+"""A run in a paragraph: the gain, its significance, the distance to the teacher, and what to look at."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-CLEAR = 2.0  # standard errors of a difference that is more than chance
+CLEAR = 2.0  # standard errors of a significant difference
 STATUS = {
     "done": "",
-    "running": "The run is still at work. ",
-    "cut off": "The run was cut off; `opd resume` goes on with it. ",
-    "partial": "Some of the stages were asked for. ",
+    "running": "The run is still running. ",
+    "cut off": "The run was cut off; `opd resume` continues it. ",
+    "partial": "Only some of the stages were requested. ",
     "stopped": "The run was stopped early. ",
     "preempted": "The run was preempted; it can be resumed. ",
-    "failed": "The run failed; what is shown is how far it came. ",
+    "failed": "The run failed; the results up to the failure are shown. ",
 }
 
 
 class Gain(NamedTuple):
-    """Held-out pass@1 of a domain. `spread`: standard error of the difference."""
+    """Held-out pass@1 of a domain. `spread`: the standard error of the difference."""
 
     domain: str
     before: float
@@ -45,7 +45,7 @@ def in_words(run: Mapping[str, Any]) -> str:
 
 
 def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
-    """The stages through which the student of this one came, and itself, oldest first."""
+    """This stage and the stages that its student comes from, oldest first."""
     before = {edge["to"]: edge["from"] for edge in graph["edges"] if edge["as"] == "student"}
     names = [name]
     while before.get(names[0]) not in (None, *names):
@@ -54,14 +54,14 @@ def lineage(graph: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _measured(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Stages on the way to the last one that has begun, where held-out prompts were asked."""
+    """The evaluated stages that lead to the last stage that has started."""
     begun = [stage for stage in run["stages"] if stage["steps"]]
     line = lineage(run["graph"], begun[-1]["name"]) if begun else []
     return [stage for stage in begun if stage["evals"] and stage["name"] in line]
 
 
 def gains(run: Mapping[str, Any]) -> list[Gain]:
-    """Of each domain, from before the first stage in which it was measured to after the last."""
+    """The gain per domain, from before its first evaluated stage to after its last."""
     stages, rows = _measured(run), []
     for domain, found in stages[-1]["evals"].items() if stages else ():
         start = next(stage["evals"][domain] for stage in stages if domain in stage["evals"])
@@ -99,11 +99,11 @@ def _gained(rows: Sequence[Gain]) -> Iterator[str]:
         yield "Every domain gained more than chance."
     behind = [(teacher - row.after, row.domain) for row, teacher in known if teacher - row.after > CLEAR * row.spread]
     if behind:
-        yield f"Furthest behind its teacher: {max(behind)[1]}, by {100 * max(behind)[0]:.1f} points."
+        yield f"Furthest from its teacher: {max(behind)[1]}, by {100 * max(behind)[0]:.1f} points."
 
 
 def _signs(metrics: Mapping[str, Sequence[Any]], stage: str) -> Iterator[str]:
-    """How the distance to the teacher and the form of answers moved in the last stage."""
+    """How the distance to the teacher and the answers changed in the last stage."""
     mine = [number for number, name in enumerate(metrics["stage"]) if name == stage]
 
     def ends(name: str) -> tuple[float, float] | None:
@@ -129,7 +129,7 @@ def _alarms(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"Monitors raised an alarm: {_listed(raised)}."
     elif both := len(run["watched"]) + len(run["unread"]):
         others = f" (not {_listed(list(run['unread']))})" if run["unread"] else ""
-        yield f"No alarm was raised; {len(run['watched'])} of {both} monitors had all that they read{others}."
+        yield f"No alarm was raised; {len(run['watched'])} of {both} monitors had all their metrics{others}."
 
 
 def _moved(first: float, last: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -16,6 +16,9 @@ from opd.engines.kinds import InFlight
 from opd.records import Prompt
 from opd.registry import SETTINGS, Count, Family, Fraction, Positive, Word
 from opd.rollouts.environments import AnyEnvironment
+
+if TYPE_CHECKING:
+    from opd.rollouts.writers import Writer
 
 
 class Rollouts(BaseModel):
@@ -123,7 +126,8 @@ class Rollouts(BaseModel):
     @property
     def by_sample(self) -> list[Any]:
         """Who writes each sample of a group; None: the writer that the prompt's draw chooses. The others come last."""
-        fixed = [writer for writer in self.writers for _ in range(writer.samples)]
+        writers: list[Writer] = self.writers
+        fixed = [writer for writer in writers for _ in range(writer.samples)]
         return [None] * (self.samples - len(fixed)) + fixed
 
     @property

@@ -118,10 +118,7 @@ def check_stage(
     measured = list(dict.fromkeys([*domains, *(prompt.domain for prompt in further)]))
     rewarder = check_rewards(spec.rewards, [*examples, *further], domains=measured, say=say)
     covers = _rewarded_by(spec, rewarder)
-    if spec.uses_rewards and not any(map(covers, examples)):
-        raise RecipeError(
-            "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
-        )
+    _require_rewards(spec, map(covers, examples))
     context = min([*map(context_of, configs.values()), *(outlook.context for outlook in outlooks)])
     inputs = look_at_prompts(spec, sources, beside, tokenizer, covers, context, told)
     warned = _warnings(spec, outlooks, doubts(rewarder, [*examples, *further]))
@@ -133,6 +130,13 @@ def check_stage(
 def _untrained(spec: Stage, model: str, config: Any) -> list[str]:
     with reading_model(model, "its config", None):
         return untrained_notes(empty_model(config), spec.student.lora)
+
+
+def _require_rewards(spec: Stage, covered: Iterable[bool]) -> None:
+    if spec.uses_rewards and not any(covered):
+        raise RecipeError(
+            "the objective or a view uses rewards, but no prompt's answers can be rewarded. Give rows an `answer`, use a task, or set `rewards:`."
+        )
 
 
 def _rewarded_by(spec: Stage, rewarder: Rewarder) -> Callable[[Prompt], bool]:

@@ -63,6 +63,7 @@ WHY = {  # section -> why the rest of it cannot change
     "rollout": "answers that were begun continue as they were drawn",
     "sampler": "answers that were begun continue as they were drawn",
     "objective": "the weights so far were trained on this objective",
+    "modules": "their weights so far were trained with these settings",
     "rewards": "the answers so far were rewarded by these",
     "train": "the updates so far were made with it",
     "eval": "evaluations before and after would not measure the same",

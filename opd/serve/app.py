@@ -1,6 +1,6 @@
-"""The server's addresses: who may ask, how much, and what is wrong with a request that is refused.
+"""The server's routes: authorisation, limits and error messages.
 
-Every refusal has a JSON body, {"error": "…"}. The token is compared before anything of a body is read.
+Every error has a JSON body, {"error": "…"}. The token is checked before any part of a body is read.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ KINDS = (FRAME, "application/octet-stream", "application/json")
 
 @dataclass(eq=False)
 class Front:
-    """What the addresses share."""
+    """State that all routes share."""
 
     models: Mapping[str, ServedModel]
     worker: ScoringThread
     token: str
     limits: RequestLimits
     body_seconds: float
-    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # of this process: a restart is noticed
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # of this process, so clients notice a restart
     draining: bool = False
-    open: int = 0  # requests that were accepted and are not answered yet
+    open: int = 0  # accepted requests that are not answered yet
     answered: Counter[int] = field(default_factory=Counter)  # status -> requests
     sent: int = 0  # bytes of answers
 
@@ -116,7 +116,7 @@ def make_app(front: Front) -> FastAPI:
 
 
 def _refuse(app: FastAPI) -> None:
-    """What becomes of errors."""
+    """Error handlers."""
 
     @app.exception_handler(WireError)
     async def refused(_: Request, error: WireError) -> Response:
@@ -130,7 +130,7 @@ def _refuse(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return refused_with(422, plain(error, 300))
 
-    @app.exception_handler(RuntimeError)  # out of memory, a failed kernel: the others are still served
+    @app.exception_handler(RuntimeError)  # out of memory, a failed kernel: other requests are still served
     async def failed(_: Request, error: RuntimeError) -> Response:
         return refused_with(500, f"scoring failed: {plain(first_line(error), 300)}")
 
@@ -138,12 +138,12 @@ def _refuse(app: FastAPI) -> None:
 def refused_with(status: int, message: str) -> Response:
     headers = RETRY if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else {}
     if status in (401, 408, 413):
-        headers = {**headers, "connection": "close"}  # what is left of the body is not read
+        headers = {**headers, "connection": "close"}  # the rest of the body is not read
     return JSONResponse({"error": message}, status, headers)
 
 
 class Doorkeeper:
-    """In front of every address: the token, the limits that need no body, draining; and it counts."""
+    """Middleware of every route: token, limits on headers, draining, counters."""
 
     def __init__(self, app: Any, front: Front) -> None:
         self._app, self._front = app, front
@@ -175,14 +175,17 @@ class Doorkeeper:
             return None
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if not self._knows(headers):
-            return 401, "a token is needed: Authorization: Bearer TOKEN, the one that the server printed or was given"
+            return (
+                401,
+                "a token is needed: Authorization: Bearer TOKEN, the token that the server printed or was started with",
+            )
         if self._front.draining:
-            return 503, "the server is ending; ask again when it is back"
+            return 503, "the server is shutting down; ask again when it is back"
         for name, value in headers:
             if name == b"content-length" and not (value.isdigit() and int(value[:20]) <= self._front.limits.bytes):
                 return (
                     413,
-                    f"a body of {plain(value.decode('latin-1'), 30)} bytes; at most {self._front.limits.bytes} are taken",
+                    f"a body of {plain(value.decode('latin-1'), 30)} bytes; at most {self._front.limits.bytes} are accepted",
                 )
         return None
 
@@ -193,7 +196,7 @@ class Doorkeeper:
 
 
 async def _body(request: Request, front: Front) -> bytes:
-    """A body as it comes, in time and within its limit, whatever its headers say."""
+    """Read a body in time and within its limit, whatever its headers say."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(front.body_seconds):
@@ -203,7 +206,7 @@ async def _body(request: Request, front: Front) -> bytes:
                 if size > front.limits.bytes:
                     raise WireError(413, f"a body of more than {front.limits.bytes} bytes")
     except TimeoutError:
-        raise WireError(408, f"the body did not come within {front.body_seconds:g} s") from None
+        raise WireError(408, f"the body did not arrive within {front.body_seconds:g} s") from None
     except ClientDisconnect:
         raise WireError(400, "the body ended early") from None
     return b"".join(parts)
@@ -235,10 +238,10 @@ def _metric(name: str, kind: str, label: str, values: Mapping[Any, float]) -> It
     yield from (f'{name}{{{label}="{key}"}} {value}' for key, value in values.items())
 
 
-# uvicorn with four habits more: headers have to come in time and be few, half a request is told so, and SIGTERM lets what was accepted be answered.
+# uvicorn with limits on time and size of headers, an error for incomplete requests, and draining on SIGTERM
 
 
-BACKLOG = 4096  # connections that may wait to be accepted
+BACKLOG = 4096  # connections that wait to be accepted
 CONNECTIONS = 8192
 HEAD_BYTES = 16 << 10  # of a request line and headers
 HEADERS = 100
@@ -246,7 +249,7 @@ BLANK_LINE = re.compile(rb"\n\r?\n")  # after the last header
 
 
 class BoundedConnection(h11.Connection):
-    """Looks at the size of a request's head before h11 parses it, which by itself bounds only heads that come in pieces."""
+    """Checks the size of a request's head before h11 parses it. h11 only limits heads that arrive in several pieces."""
 
     head_too_large = False
 
@@ -262,7 +265,7 @@ class BoundedConnection(h11.Connection):
 
 
 class PunctualProtocol(H11Protocol):
-    """A clock runs from a request's first moment to the end of its headers; the body has one of its own."""
+    """Limits the time from the start of a request to the end of its headers. The body has its own limit."""
 
     def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -295,20 +298,20 @@ class PunctualProtocol(H11Protocol):
             self._clock = None
 
     def _late(self) -> None:
-        self._refuse("408 Request Timeout", "the request did not come in time")
+        self._refuse("408 Request Timeout", "the request did not arrive in time")
 
     def eof_received(self) -> bool:
-        """The client will send no more: of half a request it is told, and one that came whole is still answered."""
+        """The client has closed its side. An incomplete request is an error; a complete one is still answered."""
         waits = self.cycle is not None and not self.cycle.response_complete
         if self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]):
-            self._refuse("400 Bad Request", "the request ended early: less came than its headers say")
+            self._refuse("400 Bad Request", "the request ended early: it is shorter than its headers say")
         elif waits:
             self.cycle.keep_alive = False
         return waits and not self.transport.is_closing()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.head_too_large:
-            limits = f"at most {HEADERS} headers and {HEAD_BYTES} bytes are taken"
+            limits = f"at most {HEADERS} headers and {HEAD_BYTES} bytes are accepted"
             self._refuse(
                 "431 Request Header Fields Too Large", f"the request has too many headers, or too long ones; {limits}"
             )
@@ -316,7 +319,7 @@ class PunctualProtocol(H11Protocol):
             self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, message: str) -> None:
-        """Past the app, where no answer has begun."""
+        """Send an error directly, if no answer has started."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
@@ -327,7 +330,7 @@ class PunctualProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains, a second one ends."""
+    """The first signal drains, a second one ends the process."""
 
     def __init__(self, config: Any, front: Front, seconds: float) -> None:
         super().__init__(config)
@@ -346,7 +349,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def allow_connections(wanted: int = CONNECTIONS + 1024) -> None:
-    """Each is an open file, and many systems begin with 1,024 of them."""
+    """Raise the limit of open files, since each connection is one and many systems start at 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

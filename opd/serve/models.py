@@ -1,4 +1,4 @@
-"""What a server serves: a model, the frame of its head, and hashes that name both."""
+"""Served models: weights, the frame of the head, hashes of both, and the thread that scores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from opd.records import Rendered
 from opd.teachers.scoring import Page, tempered
 from opd.teachers.wire import PROTOCOL, ScoreRequest, write_answer
 
-ROWS = 1024  # rows of log-probs at once, where ids other than the text's own are asked about
+ROWS = 1024  # rows of log-probs at once, when a client asks about other ids
 
 
 class ServedModel:
-    """A model that only scores. Everything about it that a client has to know is in `facts`."""
+    """A model that only scores. `facts` has everything that a client needs to know about it."""
 
     def __init__(self, name: str, model: LanguageModel, batch_tokens: int) -> None:
         self.name, self.model, self._batch_tokens = name, model, batch_tokens
@@ -39,7 +39,7 @@ class ServedModel:
         self.head_hash = hashlib.sha256(self.head()).hexdigest()
 
     def head(self) -> bytes:
-        """The matrix that turns hidden states into logits, as a frame; made anew each time, since it is large."""
+        """The output head as a frame. It is large, so it is made on demand and not kept."""
         head = self.model.head
         parts = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
         return write_answer({name: part.detach().cpu() for name, part in parts.items()})
@@ -65,7 +65,7 @@ class ServedModel:
 
     @torch.no_grad()
     def answer(self, group: Sequence[ScoreRequest]) -> tuple[list[bytes], int]:
-        """The frames of several questions, and how many forward passes they took together."""
+        """The frames of several requests, and the number of their forward passes."""
         texts = [_Text(str(number), text) for number, text in enumerate(chain(*(asked.texts for asked in group)))]
         pages = [Page.of([each.text for each in batch], self.model.device) for batch in pack(texts, self._batch_tokens)]
         hidden_ND = torch.cat([self.model.predict(page).hidden for page in pages])
@@ -92,7 +92,7 @@ class ServedModel:
 
 
 class _Text(NamedTuple):
-    """As `pack` cuts texts into passes, in their order."""
+    """Split texts into passes, in order."""
 
     id: str
     text: Rendered
@@ -103,7 +103,7 @@ class _Text(NamedTuple):
 
 
 def _given(projection: Projection, tokens_NM: Tensor, stop_ids: tuple[int, ...]) -> Tensor:
-    """(N, M) log-probs of ids that a client names; a few rows of the vocabulary at a time."""
+    """(N, M) log-probs of ids that a client names, a few rows at a time."""
     ids = canonical_ids(tokens_NM, (stop_ids,))
     rows = [slice(start, start + ROWS) for start in range(0, max(projection.count, 1), ROWS)]
     parts = [
@@ -113,7 +113,7 @@ def _given(projection: Projection, tokens_NM: Tensor, stop_ids: tuple[int, ...])
 
 
 def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Names, types, shapes and bytes of all weights: two servers with the same hash score alike, but for rounding."""
+    """Names, types, shapes and bytes of all weights: two servers with the same hash give the same scores, up to rounding."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\t{tensor.dtype}\t{tuple(tensor.shape)}\n".encode())
@@ -121,14 +121,12 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# One thread scores, for all clients and models: what waits for the same model shares forward passes.
-#
-# Rounding is all that sharing can change: sums of a product are ordered by its shape. A question that says `exact` is scored by
-# itself, and its bits depend on nothing but its own texts.
+# The scoring thread: requests that wait for the same model share forward passes. Sharing changes only rounding, because the order
+# of sums depends on the shape. A request with `exact` is scored alone, so its bits depend only on its own texts.
 
 
 class QueueFull(Exception):
-    """There are too many waiting already."""
+    """Too many requests are waiting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +137,7 @@ class ScoreJob:
 
 
 class ScoringThread:
-    """`waiting`: how many questions may wait; `tokens`: how many tokens they may have together."""
+    """`waiting`: the most requests that may wait; `tokens`: the most tokens that they may have in total."""
 
     def __init__(self, models: Mapping[str, ServedModel], *, batch_tokens: int, waiting: int, tokens: int) -> None:
         self._models, self._batch_tokens, self._most, self._most_tokens = models, batch_tokens, waiting, tokens
@@ -167,7 +165,7 @@ class ScoringThread:
         return job.answer
 
     def close(self) -> None:
-        """What waits is still scored."""
+        """Stop after the waiting requests have been scored."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -175,12 +173,14 @@ class ScoringThread:
 
     def _work(self) -> None:
         while group := self._next():
-            live = [job for job in group if job.answer.set_running_or_notify_cancel()]  # its client may have left
+            live = [
+                job for job in group if job.answer.set_running_or_notify_cancel()
+            ]  # its client may have disconnected
             if live:
                 self._score(live)
 
     def _next(self) -> list[ScoreJob]:
-        """The question that waits longest, and others that fit into its forward pass; none: the end."""
+        """The request that has waited longest, and others that fit into its forward pass; none: stop."""
         with self._changed:
             while not self._jobs and not self._closed:
                 self._changed.wait()

@@ -1,6 +1,6 @@
-"""The command `opd serve`: models are loaded, a socket is opened, and it stays until it is told to end.
+"""The command `opd serve`: load models, open a socket, and serve until a signal.
 
-SIGTERM and Ctrl-C drain: what was accepted is answered, what comes later gets 503, then the process ends. A second one ends it.
+SIGTERM and Ctrl-C drain: accepted requests are answered, later ones get 503, then the process ends. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What the command line says. `waiting`: questions that may wait; seconds: for a request to come in, and to end."""
+    """Options of the command line. `waiting`: requests that may wait; seconds: to receive a request, and to shut down."""
 
     host: str = "127.0.0.1"
     port: int = 8200
@@ -63,7 +63,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
     port = listening.getsockname()[1]
     if not LOOPBACK.fullmatch(settings.host):
         say(
-            f"WARNING: listening on {settings.host}, beyond this machine, without encryption: whoever can read the traffic has "
+            f"WARNING: listening on {settings.host}, beyond this machine, without encryption: anybody who can read the traffic has "
             "the token. Put it behind a tunnel or a proxy with TLS"
         )
     if settings.token_env is None:
@@ -78,7 +78,7 @@ def serve(models: Sequence[str], adapters: Sequence[str], settings: ServeSetting
 
 
 def served_names(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
-    """Name -> model. `maths=Qwen/Qwen3-8B`, or a model that goes by the last part of its own name."""
+    """Name -> model. `maths=Qwen/Qwen3-8B`, or a model whose name is the last part of its address."""
     pairs = [_named(text) for text in models] + [_named(text, adapter=True) for text in adapters]
     found: dict[str, str] = {}
     for name, model in pairs:
@@ -116,7 +116,7 @@ def _revisions(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]
 def _load(
     named: Mapping[str, str], revisions: Mapping[str, str], settings: ServeSettings, say: Callable[[str], None]
 ) -> dict[str, ServedModel]:
-    """Each model once, whatever it is called."""
+    """Load each model once, under all its names."""
     from opd.models import load_model
     from opd.runner.checks import pick_device
     from opd.serve.models import ServedModel
@@ -136,7 +136,7 @@ def _load(
 
 
 def _listen(settings: ServeSettings) -> socket.socket:
-    """Before anything is loaded: an address that is taken is told at once."""
+    """Open the socket before anything is loaded, so a taken address fails at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -146,6 +146,6 @@ def _listen(settings: ServeSettings) -> socket.socket:
         listening.bind(address)
     except OSError as error:
         raise UserError(
-            f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}. Choose another --port."
+            f"{settings.host}:{settings.port} is not available: {error.strerror or error}. Choose another --port."
         ) from None
     return listening

@@ -28,8 +28,8 @@ function pairCard(pair) {
       question("Do they think alike?", [[`overlap@${DATA.k}`, percent(pair.overlap)], ["overlap mass", percent(pair.overlap_mass)], ["KL", known(pair.kl) ? number(pair.kl) + " nats" + (pair.sampled ? ", estimated" : "") : null],
         ["entropy, student", number(pair.entropy)], ["entropy, teacher", number(pair.teacher_entropy)], ["tokens of an answer", number(answers.length)], ["cut off", percent(answers.truncated)], ...formRows(pair.form),
         ["ids that differ", pair.ids_differ], ["aligned text", percent(pair.aligned)], ["template", known(pair.template) ? number(pair.template) + " nats per token" : null], ["weights' cosine", number(pair.origin)]]),
-      question("Is it reliable on the student's words?", [...pair.takeover.map((one) => [`taking over behind ${one.depth} tokens`, plusMinus(one.advantage, one.stderr)]), ["advantage at forks", signed(pair.forks.here)], ["elsewhere", signed(pair.forks.elsewhere)],
-        ["surprise behind errors", number(pair.errors.here)], ["before them", number(pair.errors.elsewhere)]]),
+      question("Is it reliable on the student's words?", [...pair.takeover.map((one) => [`taking over after ${one.depth} tokens`, plusMinus(one.advantage, one.stderr)]), ["advantage at forks", signed(pair.forks.here)], ["elsewhere", signed(pair.forks.elsewhere)],
+        ["surprise after errors", number(pair.errors.here)], ["before them", number(pair.errors.elsewhere)]]),
       question("Does on-policy pay? Does it stop?", [["excess KL", percent(pair.excess, 0)], ["stop ids", ids], ["mass at its own ends", number(stops.own)], [stops.given === false ? "at the student's, on average" : "at the dataset's", number(stops.reference)], ["ends at the student's", stops.student === null ? null : `${percent(stops.student, 0)} of ${stops.ends}`],
         ["says there instead", stops.instead ? `id ${stops.instead[0]} (${stops.instead[1]})` : null]])));
 }
@@ -38,7 +38,7 @@ function positions(holder, pair) {
   const line = (label, name, color) => ({ label, x: at, y: column(name), color });
   if (at.length < 2) return;
   const title = `${pair.domain} · ${pair.teacher}`;
-  chart(holder, `${title}: KL by position, nats`, [line("behind the student's words", "kl", 0), line("behind the teacher's", "kl_teacher", 1)], { x: "token" });
+  chart(holder, `${title}: KL by position, nats`, [line("after the student's words", "kl", 0), line("after the teacher's", "kl_teacher", 1)], { x: "token" });
   chart(holder, `${title}: surprise and advantage by position, nats`, [line("surprise", "surprise", 2), line("advantage", "advantage", 3)], { x: "token" });
   if (pair.stretches.some((one) => known(one.auroc))) chart(holder, `${title}: AUROC by position`, [line("AUROC", "auroc", 4)], { x: "token" });
 }
